@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash trl-grpo test test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
+.PHONY: help demo grpo same-hash trl-grpo test test-rest test-all test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -48,11 +48,16 @@ trl-grpo: $(TRL) ## TRL's GRPOTrainer on this engine, in float32 and in bfloat16
 	$(VENV)/trl/bin/python -W ignore -m examples.trl_grpo --compare-generate 5 --out out/trl-grpo
 
 # Two workers: most tests keep one core busy, and more of them would disturb those that keep deadlines.
-test: $(INSTALLED) ## all tests but the slow ones
+test: $(INSTALLED) ## the tests that take minutes together
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests
 
+test-rest: $(INSTALLED) ## those that this leaves out, and property tests with all their examples
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" --tier rest tests
+
+test-all: test test-rest ## both: all tests but the slow ones
+
 test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) ## the slow tests, then parity, simulate and mutants
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
 test-trl: $(TRL) ## of these, those with TRL
@@ -65,7 +70,7 @@ test-verl: $(VERL) ## those with verl on Ray
 	$(BIN)/python -m pytest -m slow -k verl tests/rl
 
 test-ray: $(RAY) ## those with replicas on Ray
-	$(BIN)/python -m pytest -m slow tests/ray_fleet
+	$(BIN)/python -m pytest -m slow --tier all tests/ray_fleet
 
 lint: $(INSTALLED) ## formatting and lint rules
 	$(BIN)/ruff format --check .

@@ -27,11 +27,10 @@ from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Add, EngineLoop
 from nano_inference.engine.runner import Sampled
-from nano_inference.engine.step_clock import PHASES
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.engine.statistics import PHASES
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
-from nano_inference.scheduling.sequence import Sequence
+from nano_inference.scheduling.sequence import CheckedRequest, Sequence
 from nano_inference.types import SamplingParams
 
 BLOCK_SIZE = 16
@@ -98,6 +97,11 @@ class NullRunner:
     def __init__(self) -> None:
         self.draws: dict[int, Sampled] = {}
 
+    def announce(self, *_: Any) -> None:
+        """There is no other rank."""
+
+    announce_draw = announce
+
     def forward(
         self,
         batches: tuple[ForwardBatch, ...],
@@ -144,13 +148,8 @@ class Bench:
         prompt = self.stem + self.tokens(PROMPT - len(self.stem))
         sequence = Sequence(
             self.loop.sequences.new_id(),
-            self.num_requests,
+            CheckedRequest(self.num_requests, len(prompt), params, STOP, self.num_requests),
             prompt,
-            len(prompt),
-            params,
-            STOP,
-            self.num_requests,
-            PrefixKeys(Namespace()),
             case.num_samples,
         )
         self.loop.inbox.append(Add(sequence))

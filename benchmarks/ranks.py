@@ -1,5 +1,5 @@
-"""What it costs to tell another rank of a step: encoding, the socket, decoding, in the real loop
-without a model.
+"""What it costs to tell another rank of a step: encoding, the socket, building its batches, in the
+real loop without a model.
 
 The other end is a process that does what a worker does up to the model. The clock is the system's,
 which both read.
@@ -14,12 +14,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.host import BLOCK_SIZE, FILTERS, PENALTIES, Bench, Case, NullRunner
-from nano_inference.batch import ForwardBatch
-from nano_inference.engine.ranks.link import Link
-from nano_inference.engine.ranks.messages import decode_to_worker, encode
-from nano_inference.engine.ranks.step_diff import Draw, Forward, StepDecoder, StepEncoder
-from nano_inference.engine.runner import Sampled
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.batch import Chunks
+from nano_inference.engine.workers.link import Link
+from nano_inference.engine.workers.messages import decode_to_worker, encode
+from nano_inference.engine.workers.replay import Draw, Forward, StepReplay, StepSender
 
 Row = dict[str, Any]
 CASES = (
@@ -36,26 +34,20 @@ class TellingRunner(NullRunner):
 
     def __init__(self, link: Link) -> None:
         super().__init__()
-        self._link, self._encoder = link, StepEncoder()
+        self._link, self._steps = link, StepSender(BLOCK_SIZE)
         self.began: list[int] = []  # nanoseconds, of each message
         self.left: list[int] = []
         self.num_bytes = 0
 
-    def forward(
-        self,
-        batches: tuple[ForwardBatch, ...],
-        block_copies: tuple[tuple[int, int], ...],
-        previous: Sampled | None,
-    ) -> None:
+    def announce(self, *step: Any) -> None:
         """See `Runner`."""
         self.began.append(time.monotonic_ns())
-        self._tell(self._encoder.forward(batches, block_copies))
+        self._tell(self._steps.forward(*step))
 
-    def sample(self, result: None, batch: SamplingBatch) -> Sampled:
+    def announce_draw(self, chunks: Chunks) -> None:
         """See `Runner`."""
         self.began.append(time.monotonic_ns())
-        self._tell(self._encoder.draw(batch))
-        return super().sample(result, batch)
+        self._tell(self._steps.draw(chunks))
 
     def _tell(self, message: Forward | Draw) -> None:
         frame = encode(message)
@@ -65,10 +57,10 @@ class TellingRunner(NullRunner):
 
 
 def worker(end: socket.socket, told: Connection) -> None:
-    """The other rank: takes steps in until the link ends, then tells when it had decoded each
-    message.
+    """The other rank: takes steps in until the link ends, then tells when it had built the batches
+    of each message.
     """
-    link, decoder, done = Link(end), StepDecoder(BLOCK_SIZE), list[int]()
+    link, replay, done = Link(end), StepReplay(BLOCK_SIZE), list[int]()
     link.settle(60.0)
     gc.disable()
     while True:
@@ -77,10 +69,10 @@ def worker(end: socket.socket, told: Connection) -> None:
             break
         message = decode_to_worker(frame)
         if isinstance(message, Forward):
-            decoder.forward(message)
+            replay.forward(message)
         else:
             assert isinstance(message, Draw)
-            decoder.draw(message)
+            replay.draw(message)
         done.append(time.monotonic_ns())
     told.send(done)
 

@@ -260,24 +260,24 @@ async def _failover(config: EngineConfig, shape: Shape, repeats: int) -> Row:
         await fleet.start()
         quiet = await asyncio.gather(*(_read(fleet.submit(*each, stream=True)) for each in work))
         for turn in range(repeats):
-            while len(fleet.roster.living()) < 2:
+            while len(fleet.supervisor.living()) < 2:
                 await asyncio.sleep(0.1)
-            failovers = fleet.failovers
-            failovers.longest = 0.0
-            before = sum(failovers.counts), failovers.seconds
+            failover = fleet.failover
+            failover.longest = 0.0
+            before = sum(failover.counts), failover.seconds
             reading = [
                 asyncio.create_task(_read(fleet.submit(*each, stream=True))) for each in work
             ]
             await asyncio.sleep(0.3 * (1 + turn % 3))
-            victim = list(fleet.roster.living().values())[turn % 2]
+            victim = list(fleet.supervisor.living().values())[turn % 2]
             began = time.perf_counter()
             os.kill(victim.info.pid, signal.SIGKILL)
             same = await asyncio.gather(*reading) == quiet
             assert same, "a stream has changed"
-            count = sum(failovers.counts) - before[0]
+            count = sum(failover.counts) - before[0]
             moved += count
-            longest.append(failovers.longest)
-            mean.append((failovers.seconds - before[1]) / count if count else 0.0)
+            longest.append(failover.longest)
+            mean.append((failover.seconds - before[1]) / count if count else 0.0)
             print(
                 f"{count} streams went on; all ended {time.perf_counter() - began:.2f} s after "
                 "the kill"

@@ -16,7 +16,7 @@ from benchmarks.measure import Row, Stopwatch, show, spread
 from benchmarks.ours import Options, opened
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.engine.weight_sync import WeightSyncManager
+from nano_inference.engine.weights.sync import WeightSyncManager
 from nano_inference.rl import PolicyModel, score
 
 RUNNING = 16  # sequences that run while weights change

@@ -22,8 +22,8 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.engine.transports import receive_update
 from nano_inference.engine.transports.broadcast import BroadcastReceiver
 from nano_inference.engine.transports.sender import WeightSender
-from nano_inference.engine.weight_sync import WeightSyncManager
-from nano_inference.engine.weight_update import BUCKET_BYTES
+from nano_inference.engine.weights.sources import BUCKET_BYTES
+from nano_inference.engine.weights.sync import WeightSyncManager
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.weights import param_table, read, slots
 

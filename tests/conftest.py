@@ -4,20 +4,21 @@ options, Ctrl-C.
 
 import os
 import signal
+from pathlib import Path
 
-from tests.interpreter import adapt, choose_products
+import pytest
+import torch
+from hypothesis import Phase, is_hypothesis_test, settings
 
-choose_products()  # before NumPy is imported
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import Phase, settings  # noqa: E402
+from tests import depth
+from tests.interpreter import adapt
 
 # Where there is no GPU the Triton kernels run in its interpreter, which must be known before it is
 # first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+settings.register_profile("quick", max_examples=depth.at_depth(100))
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
 
 # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; tests press
@@ -31,8 +32,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden", action="store_true", help="write the replies of golden exchanges anew"
     )
     parser.addoption(
+        "--tier", choices=depth.TIERS, help="see depth.py; quick for all of tests, else all"
+    )
+    parser.addoption(
         "--gpu-dry-run", action="store_true", help="tests/gpu at toy size in Triton's interpreter"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    everything = not config.option.keyword and {Path(each).name for each in config.args} == {
+        "tests"
+    }
+    depth.tier = config.getoption("--tier") or ("quick" if everything else "all")
+    if depth.tier == "quick" and not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of the other tier."""
+    names = depth.thorough()
+    kept = [each for each in items if depth.runs(each.nodeid, _has_examples(each), names)]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[each for each in items if each not in kept])
+        items[:] = kept
+
+
+def _has_examples(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function):
+        return False
+    # also such as choose their settings as they run
+    code = getattr(item.function, "__code__", None)
+    return is_hypothesis_test(item.obj) or (code is not None and "at_depth" in code.co_names)
 
 
 def pytest_runtest_setup() -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import platform
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +12,6 @@ def interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.runtime.interpreter")
     adapt()
-
-
-def choose_products() -> None:
-    """Let the product of the interpreter, which is NumPy's, compute a row the same wherever it
-    stands in a tile.
-
-    A GPU's does. OpenBLAS's kernels for AVX2 do not: they add up a row in another order by its
-    place. Those for AVX alone do, on every x86 machine. OpenBLAS reads this when NumPy is imported.
-    """
-    assert "numpy" not in sys.modules
-    if platform.machine() in ("x86_64", "AMD64"):
-        os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
 
 
 def adapt() -> None:
@@ -42,6 +29,7 @@ def adapt() -> None:
     )
     interpreter._get_np_dtype = _once_a_type(interpreter._get_np_dtype)
     interpreter.GridExecutor.__call__ = _silent(interpreter.GridExecutor.__call__)
+    interpreter.InterpreterBuilder.create_dot = _product_by_rows(interpreter.TensorHandle)
     interpreter.ReduceOps.min_max = _of_any_numbers(interpreter.ReduceOps.min_max)
 
 
@@ -78,6 +66,22 @@ def _once_a_type(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return get_np_dtype
 
 
+def _product_by_rows(handle: Any) -> Callable[..., Any]:
+    """`tl.dot` that computes a row the same wherever it stands in a tile, as a GPU does.
+
+    The interpreter's is NumPy's matmul: most kernels of OpenBLAS add up a row in another order by
+    its place.
+    """
+    np = importlib.import_module("numpy")
+
+    def create_dot(_self: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
+        assert not {a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth} & {8}
+        left, right = (np.ascontiguousarray(each.data, dtype=d.data.dtype) for each in (a, b))
+        return handle(np.einsum("...ik,...kj->...ij", left, right) + d.data, d.dtype.scalar)
+
+    return create_dot
+
+
 def _silent(launch: Callable[..., None]) -> Callable[..., None]:
     np = importlib.import_module("numpy")
 
@@ -96,6 +100,6 @@ def _of_any_numbers(min_max: Callable[..., Any]) -> Callable[..., Any]:
     def of_any_numbers(
         self: Any, values: Any, val_reduce_op: Any, idx_reduce_op: Any = None
     ) -> Any:
-        return min_max(self, values, others[val_reduce_op], idx_reduce_op)
+        return min_max(self, values, others.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
     return of_any_numbers

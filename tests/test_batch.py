@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ALL, BatchBuilder, Chunks, ForwardBatch, Rows, batch_of_rows
+from nano_inference.columns import Entries
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.kv_cache.hash_cache import PagedKVCache
+from nano_inference.sampling.pipeline import drawable
+from nano_inference.sampling.sample import sample
 from nano_inference.sampling.sampling_batch import (
     DrawRequest,
-    Entries,
     SamplingBatch,
     SamplingTable,
+    mask_of,
     sampling_batch,
 )
-from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.scheduling.sequence import POLICY, REFERENCE, CheckedRequest, Sequence
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner
 
@@ -53,7 +55,9 @@ class CheckedBuilder(BatchBuilder):
             assert batch.block_tables.tolist() == padded
             assert batch.seq_lens.tolist() == [seq.num_computed_tokens for seq in seqs]
             starts = [int(batch.positions[first]) for first in batch.cu_seqlens_q[:-1]]
-            of_prompt = [min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in seqs]
+            of_prompt = [
+                min(seq.num_computed_tokens, seq.request.num_prompt_tokens) for seq in seqs
+            ]
             assert batch.num_prompt_tokens == sum(
                 max(0, n - s) for n, s in zip(of_prompt, starts, strict=True)
             )
@@ -87,16 +91,16 @@ class CheckedBuilder(BatchBuilder):
     def requests(chunks: Chunks) -> Iterator[DrawRequest]:
         for seq, row in zip(chunks.sampled, chunks.rows.tolist(), strict=True):
             prompt, completion = (
-                seq.token_ids[: seq.num_prompt_tokens],
-                seq.token_ids[seq.num_prompt_tokens :],
+                seq.token_ids[: seq.request.num_prompt_tokens],
+                seq.token_ids[seq.request.num_prompt_tokens :],
             )
             banned = (
-                seq.stop_ids
-                if seq.num_computed_tokens < len(prompt) + seq.params.min_tokens
+                seq.request.stop_ids
+                if seq.num_computed_tokens < len(prompt) + seq.request.params.min_tokens
                 else ()
             )
-            key = seq.seed, seq.sample_index, seq.num_computed_tokens
-            yield DrawRequest(seq.params, row, key, prompt, completion, banned)
+            key = seq.request.seed, seq.sample_index, seq.num_computed_tokens
+            yield DrawRequest(seq.request.params, row, key, prompt, completion, banned)
 
 
 def tensors(batch: ForwardBatch | SamplingBatch) -> list[Tensor]:
@@ -160,18 +164,19 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
         loop.sequences.versions[REFERENCE] = 0
     for request in range(30):
         prompt = [r.randrange(1, VOCAB) for _ in range(r.randrange(1, 12))]
-        prefix, num_samples = PrefixKeys(Namespace()), r.choice([1, 1, 3])
+        num_samples = r.choice([1, 1, 3])
         loop.inbox.append(
             Add(
                 Sequence(
                     loop.sequences.new_id(),
-                    request,
+                    CheckedRequest(
+                        request,
+                        len(prompt),
+                        random_params(r),
+                        frozenset([EOS]),
+                        r.randrange(2**64),
+                    ),
                     prompt,
-                    len(prompt),
-                    random_params(r),
-                    frozenset([EOS]),
-                    r.randrange(2**64),
-                    prefix,
                     num_samples,
                 )
             )
@@ -203,6 +208,35 @@ def test_a_slot_that_is_filled_again_is_read_again() -> None:
         table.put(0, SamplingParams(temperature=temperature), 1, 0, [])
         batches.append(table.batch(place, place, place, {}))
     assert [batch.temperature.tolist() for batch in batches] == [[0.5], [0.25]]
+
+
+def test_a_mask_may_change_at_each_draw() -> None:
+    """As a grammar will set it: what the parameters say stays the same tensors."""
+    table, slots = SamplingTable(), np.arange(3)
+    for slot in range(3):
+        table.put(slot, SamplingParams(), slot, 0, [])
+    before = table.batch(slots, slots, slots, {})
+    assert not before.has_masks
+    assert before.mask_words.numel() == 0
+    logits = torch.zeros(3, 70)
+    for allowed in ([3], [69]):
+        table.set_mask(1, mask_of(allowed))
+        batch = table.batch(slots, slots, slots, {})
+        assert batch.streams is before.streams
+        assert batch.temperature is before.temperature
+        assert drawable(batch, 70)[1].nonzero().flatten().tolist() == allowed
+        assert drawable(batch, 70)[[0, 2]].all()
+        assert sample(logits, batch).token_ids[1] == allowed[0]
+
+
+def test_masks_of_256_rows_of_a_large_vocabulary_take_five_megabytes() -> None:
+    vocab, rows = 151_936, np.arange(256)
+    table = SamplingTable()
+    for slot in range(256):
+        table.put(slot, SamplingParams(), 0, slot, [])
+        table.set_mask(slot, mask_of(range(slot, vocab)))
+    batch = table.batch(rows, rows, rows, {})
+    assert batch.mask_words.nbytes == 256 * vocab // 8  # 4.9 MB
 
 
 def test_rows_without_a_scheduler() -> None:

@@ -26,6 +26,7 @@ from nano_inference import (
     data,
 )
 from nano_inference.data import DataError, files, kinds
+from tests.depth import at_depth
 
 SIGNED = st.integers(-(2**63), 2**63 - 1)
 ATOMS = {int: SIGNED, float: st.floats() | st.floats(width=32), str: st.text(), bool: st.booleans()}
@@ -127,7 +128,7 @@ def digits(samples: list[TrainingSample]) -> str:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 @given(samples=SAMPLES)
 def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
     columns = data.to_columns(samples)
@@ -144,7 +145,7 @@ def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 @given(samples=SAMPLES)
 def test_arrow_guesses_the_types_of_columns(samples: list[TrainingSample]) -> None:
     samples = [
@@ -163,7 +164,7 @@ def small(params: SamplingParams | None) -> SamplingParams | None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_depth(40), deadline=None)
 @given(samples=SAMPLES)
 def test_lines_are_strict_json(folder: Path, samples: list[TrainingSample]) -> None:
     data.write_jsonl(samples, folder / "b.jsonl")
@@ -462,7 +463,7 @@ def aligned(draw: st.DrawFn) -> TrainingSample:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=at_depth(150), deadline=None)
 @given(
     samples=st.lists(aligned(), max_size=4),
     prompt_side=st.sampled_from(["left", "right"]),

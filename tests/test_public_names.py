@@ -2,7 +2,9 @@
 
 import dataclasses
 import inspect
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,3 +333,16 @@ def test_the_version_is_a_release() -> None:
     parts = nano_inference.__version__.split(".")
     assert len(parts) == 3
     assert all(part.isdigit() for part in parts)
+
+
+def test_no_link_is_tracked() -> None:
+    """A tracked link `.venv` would replace the folder of that name where it is checked out."""
+    told = subprocess.run(
+        ["git", "ls-files", "--stage"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    links = [line.split("\t")[1] for line in told.splitlines() if line.startswith("120000")]
+    assert not links, f"git rm --cached {' '.join(links)}"

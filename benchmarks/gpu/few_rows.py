@@ -11,8 +11,8 @@ from benchmarks.gpu.card import seconds_of
 from benchmarks.gpu.scale import Scale
 from nano_inference import InferenceEngine
 from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.columns import to_device
 from nano_inference.engine.device import queue_of
-from nano_inference.engine.runner import to_device
 from nano_inference.engine.storage import KVStorage
 
 CALLS = 50

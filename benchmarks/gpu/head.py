@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.gpu.card import seconds_of
 from benchmarks.gpu.scale import Scale
 from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.columns import to_device
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 
 CALLS = 20
@@ -27,9 +28,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def batch_of(rows: int, device: str, **options: Any) -> SamplingBatch:
     """One draw from each row."""
     params = SamplingParams(temperature=0.6, **options)
-    return sampling_batch([DrawRequest(params, row, (row, 0, 0)) for row in range(rows)]).to(
-        torch.device(device)
-    )
+    batch = sampling_batch([DrawRequest(params, row, (row, 0, 0)) for row in range(rows)])
+    return to_device(batch, torch.device(device))
 
 
 def token_alone(logits: Tensor, noise: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from nano_inference.errors import (
 )
 from nano_inference.kv_cache.block_hash import compute_block_hash
 from nano_inference.kv_cache.block_pool import Block
+from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
-from nano_inference.kv_cache.paged import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
@@ -44,8 +44,8 @@ from nano_inference.types import (
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
     from nano_inference.engine.engine import InferenceEngine
-    from nano_inference.engine.weight_sync import WeightSyncManager
-    from nano_inference.engine.weight_update import WeightPatch, WeightUpdate
+    from nano_inference.engine.weights.sync import WeightSyncManager
+    from nano_inference.engine.weights.update import WeightPatch, WeightUpdate
     from nano_inference.models.decoder import model_forward
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
@@ -58,9 +58,9 @@ _NEEDS_TORCH = {
     "AsyncInferenceEngine": "nano_inference.engine.async_engine",
     "InferenceEngine": "nano_inference.engine.engine",
     "SamplingPipeline": "nano_inference.sampling.pipeline",
-    "WeightSyncManager": "nano_inference.engine.weight_sync",
-    "WeightPatch": "nano_inference.engine.weight_update",
-    "WeightUpdate": "nano_inference.engine.weight_update",
+    "WeightSyncManager": "nano_inference.engine.weights.sync",
+    "WeightPatch": "nano_inference.engine.weights.update",
+    "WeightUpdate": "nano_inference.engine.weights.update",
     "model_forward": "nano_inference.models.decoder",
     "sample_with_logprobs": "nano_inference.sampling.sample",
 }

@@ -5,13 +5,14 @@ Complete at birth.
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.columns import column
 from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
@@ -41,33 +42,41 @@ class TableRows(NamedTuple):
     num_rows: int  # in all
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """The rows of one step that one weight set computes. N rows in S chunks; integers are int64."""
+    """The rows of one step that one weight set computes: N rows in S chunks, B blocks at most."""
 
     weight_set: str
-    input_ids: Tensor  # [N]; rows named by relay_rows hold a placeholder
-    positions: Tensor  # [N] absolute position of each row in its sequence
-    slot_mapping: Tensor  # [N] where each row's keys and values go: block * block_size + offset
-    row_chunks: Tensor  # [N] index of each row's chunk
-    block_tables: Tensor  # [S, most blocks of a chunk], padded with 0
-    cu_seqlens_q: Tensor  # [S + 1] first row of each chunk, and N
-    seq_lens: Tensor  # [S] context length after this step
-    logits_indices: Tensor  # [L] rows whose logits are needed
-    score_rows: Tensor  # [P] rows of which only the logprob of one given token is wanted
-    score_targets: Tensor  # [P] that token: the one which follows the row
-    score_temperatures: Tensor  # float64 [P] under which the logprob is
-    scored: tuple[Scored, ...]  # whose rows these are, in order
-    relay_rows: Tensor  # [R] rows whose token the step before is sampling
-    relay_sources: Tensor  # [R] where in that step's samples it stands
-    num_prompt_tokens: int  # rows that belong to prompts, for the books
-    # [T] those of score_rows whose most probable next tokens are wanted too
-    best_rows: Tensor = NOTHING
-    num_best: int = 0  # how many of them; 0 where nobody wants any
+    # rows named by relay_rows hold a placeholder
+    input_ids: Tensor = column(torch.int64, "N", padding=0)
+    # absolute position of each row in its sequence
+    positions: Tensor = column(torch.int64, "N", padding=0)
+    # where each row's keys and values go: block * block_size + offset
+    slot_mapping: Tensor = column(torch.int64, "N", padding=-1)
+    row_chunks: Tensor = column(torch.int64, "N")  # index of each row's chunk
+    # first row of each chunk, and N
+    cu_seqlens_q: Tensor = column(torch.int64, "S + 1", padding=0)
+    seq_lens: Tensor = column(torch.int64, "S", padding=0)  # context length after this step
+    block_tables: Tensor = column(torch.int64, "S", "B", padding=0)  # padded with 0
+    logits_indices: Tensor = column(torch.int64, "L", default=NOTHING)  # rows to draw from
+    # rows of which only the logprob of one given token is wanted
+    score_rows: Tensor = column(torch.int64, "P", default=NOTHING)
+    # that token: the one which follows the row
+    score_targets: Tensor = column(torch.int64, "P", default=NOTHING)
+    # under which the logprob is
+    score_temperatures: Tensor = column(torch.float64, "P", default=NO_TEMPERATURES)
+    # rows whose token the step before is sampling, and where in its samples it stands
+    relay_rows: Tensor = column(torch.int64, "R", default=NOTHING)
+    relay_sources: Tensor = column(torch.int64, "R", default=NOTHING)
+    # those of score_rows whose most probable next tokens are wanted too
+    best_rows: Tensor = column(torch.int64, "T", default=NOTHING)
+    scored: tuple[Scored, ...] = ()  # the sequences of score_rows, in order
+    num_prompt_tokens: int = 0  # rows that belong to prompts, for the books
+    num_best: int = 0  # how many most probable tokens are wanted
     # int64 [1]: numbers from one row of block_tables to the next, where only the device knows
     # (`CudaRunner`)
     table_stride: Tensor | None = None
-    table_rows: TableRows | None = None  # for whoever mirrors block tables; None: nobody keeps them
+    table_rows: TableRows | None = None  # for mirrors of block tables; None: nothing keeps them
     context: Any = None  # `parallel.context.ContextStep`, where these are one rank's rows of a step
 
 
@@ -119,10 +128,6 @@ def batch_of_rows(
         score_rows=_tensor([row for row, _ in scores]),
         score_targets=_tensor([target for _, target in scores]),
         score_temperatures=torch.ones(len(scores), dtype=torch.float64),
-        scored=(),
-        relay_rows=NOTHING,
-        relay_sources=NOTHING,
-        num_prompt_tokens=0,
         best_rows=_tensor([row for row, _ in scores]) if num_best else NOTHING,
         num_best=num_best,
     )
@@ -173,6 +178,7 @@ class BatchBuilder:
         # [slots] tokens that a sequence has before it may stop
         self._least = np.zeros(0, dtype=np.int64)
         self._draws = SamplingTable()
+        self._scored = np.zeros(0, dtype=np.bool_)  # [slots] some of its rows are to be scored
         self._undrawn = np.zeros(0, dtype=np.bool_)  # [slots] it does not know this one yet
 
     def chunks(
@@ -190,27 +196,31 @@ class BatchBuilder:
             np.array(column, dtype=np.int64)
             for column in (decision.starts, decision.lengths, decision.samples)
         )
+        draws = _Draws.of(decision.draw_rows, samples, lengths)
         self._follow_tables(decision, sequences)
         names = list(dict.fromkeys(decision.weight_sets))
-        drawn = samples > 0
         if len(names) == 1:
-            parts, rows = [(names[0], ALL)], np.cumsum(drawn) - 1
+            parts, rows = [(names[0], ALL)], np.arange(len(draws.rows))
         else:  # in the logits chunks are grouped by weight set
             parts = [
                 (name, np.array([each == name for each in decision.weight_sets])) for name in names
             ]
-            rows = np.zeros(len(samples), dtype=np.int64)
-            rows[np.concatenate([np.flatnonzero(part & drawn) for _, part in parts])] = np.arange(
-                drawn.sum()
-            )
+            rows = np.zeros(len(draws.rows), dtype=np.int64)
+            order = np.concatenate([np.flatnonzero(part[draws.chunks]) for _, part in parts])
+            rows[order] = np.arange(len(rows))
+        if len(draws.rows) == len(slots) == len(sampled) == np.count_nonzero(samples):
+            own, times = slots, 1  # one token of each
+        else:
+            own = self._slots_of([seq.seq_id for seq in sampled], sequences)
+            times = samples[draws.chunks]
         return Chunks(
             seqs=[sequences.by_id[seq_id] for seq_id in decision.seq_ids],
             parts=parts,
-            columns=_Columns(slots, starts, lengths, samples),
+            columns=_Columns(slots, starts, lengths, draws),
             sampled=sampled,
-            slots=self._slots_of([seq.seq_id for seq in sampled], sequences),
-            rows=np.repeat(rows, samples),
-            positions=np.repeat(starts + lengths, samples),
+            slots=own,
+            rows=np.repeat(rows, times),
+            positions=np.repeat(starts[draws.chunks] + draws.rows + 1, times),
         )
 
     def forward_batches(
@@ -243,14 +253,18 @@ class BatchBuilder:
         for place in np.flatnonzero(self._undrawn[chunks.slots]).tolist():
             seq, slot = chunks.sampled[place], int(chunks.slots[place])
             self._draws.put(
-                slot, seq.params, seq.seed, seq.sample_index, seq.token_ids[: seq.num_prompt_tokens]
+                slot,
+                seq.request.params,
+                seq.request.seed,
+                seq.sample_index,
+                seq.token_ids[: seq.request.num_prompt_tokens],
             )
             self._undrawn[slot] = False
         for place, counts in self._draws.penalized(chunks.slots):
             seq = chunks.sampled[place]
-            counts.add(seq.token_ids[seq.num_prompt_tokens + counts.length :])
+            counts.add(seq.token_ids[seq.request.num_prompt_tokens + counts.length :])
         early = np.flatnonzero(chunks.positions < self._least[chunks.slots]).tolist()
-        banned = {place: sorted(chunks.sampled[place].stop_ids) for place in early}
+        banned = {place: sorted(chunks.sampled[place].request.stop_ids) for place in early}
         return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
 
     def _build(
@@ -260,7 +274,7 @@ class BatchBuilder:
         columns: "_Columns",
         sampling_now: Mapping[int, int],
     ) -> ForwardBatch:
-        slots, starts, lengths, samples = columns
+        slots, starts, lengths, draws = columns
         ends = starts + lengths
         tables = self._tables[slots, : -(-int(ends.max()) // self._block_size)]
         cu_seqlens, row_chunks, positions, slot_mapping = layout_of_rows(
@@ -277,7 +291,7 @@ class BatchBuilder:
                 input_ids.append(0)
         relay_rows, relay_sources = zip(*relay, strict=True) if relay else ((), ())
         score_rows, score_targets, best_rows, scored = _rows_to_score(
-            seqs, starts, ends, cu_seqlens
+            np.flatnonzero(self._scored[slots]).tolist(), seqs, starts, ends, cu_seqlens
         )
 
         return ForwardBatch(
@@ -289,7 +303,7 @@ class BatchBuilder:
             block_tables=torch.from_numpy(tables),
             cu_seqlens_q=torch.from_numpy(cu_seqlens),
             seq_lens=torch.from_numpy(ends),
-            logits_indices=torch.from_numpy(cu_seqlens[1:][samples > 0] - 1),
+            logits_indices=torch.from_numpy(cu_seqlens[draws.chunks] + draws.rows),
             score_rows=_tensor(score_rows),
             score_targets=_tensor(score_targets),
             score_temperatures=_temperatures(scored),
@@ -298,7 +312,7 @@ class BatchBuilder:
             relay_sources=_tensor(relay_sources),
             num_prompt_tokens=int(np.clip(self._prompts[slots] - starts, 0, lengths).sum()),
             best_rows=_tensor(best_rows),
-            num_best=max((seq.num_best for seq, _, _ in scored), default=0),
+            num_best=max((seq.request.num_best for seq, _, _ in scored), default=0),
             table_rows=TableRows(slots, self._marks[slots], len(self._marks)),
         )
 
@@ -336,8 +350,9 @@ class BatchBuilder:
             self._free_slots(len(new), sequences.by_id.keys())
             for seq in map(sequences.by_id.__getitem__, new):
                 slot = slots[seq.seq_id] = self._free.pop()
-                self._prompts[slot] = seq.num_prompt_tokens
-                self._least[slot] = seq.num_prompt_tokens + seq.params.min_tokens
+                self._prompts[slot] = seq.request.num_prompt_tokens
+                self._least[slot] = seq.request.num_prompt_tokens + seq.request.params.min_tokens
+                self._scored[slot] = bool(seq.request.scored)
                 self._undrawn[slot] = True
                 self._write_table(slot, seq.block_ids, 0)
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
@@ -356,9 +371,34 @@ class BatchBuilder:
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
             self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            columns = (self._prompts, self._least, self._undrawn, self._marks)
+            columns = (self._prompts, self._least, self._scored, self._undrawn, self._marks)
             padded = (np.pad(column, (0, more)) for column in columns)
-            self._prompts, self._least, self._undrawn, self._marks = padded
+            self._prompts, self._least, self._scored, self._undrawn, self._marks = padded
+
+
+class _Draws(NamedTuple):
+    """Rows that tokens are drawn at: [D]."""
+
+    chunks: np.ndarray  # index of each row's chunk
+    rows: np.ndarray  # of that chunk
+
+    @classmethod
+    def of(
+        cls, draw_rows: Listed[Listed[int]], samples: np.ndarray, lengths: np.ndarray
+    ) -> "_Draws":
+        """Those of a decision."""
+        total = sum(map(len, draw_rows))
+        if total == np.count_nonzero(samples):  # each chunk that draws does so once, at its end
+            chunks = np.flatnonzero(samples)
+            return cls(chunks, lengths[chunks] - 1)
+        counts = np.fromiter(map(len, draw_rows), dtype=np.int64, count=len(draw_rows))
+        rows = np.fromiter(chain.from_iterable(draw_rows), dtype=np.int64, count=total)
+        return cls(np.repeat(np.arange(len(counts)), counts), rows)
+
+    def within(self, part: np.ndarray) -> "_Draws":
+        """Those of some of the chunks: bool [S]."""
+        kept = part[self.chunks]
+        return _Draws((np.cumsum(part) - 1)[self.chunks[kept]], self.rows[kept])
 
 
 class _Columns(NamedTuple):
@@ -367,11 +407,12 @@ class _Columns(NamedTuple):
     slots: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    samples: np.ndarray
+    draws: _Draws
 
     def of(self, part: np.ndarray) -> "_Columns":
         """Some of the chunks: bool [S]."""
-        return _Columns(*(column[part] for column in self))
+        slots, starts, lengths, draws = self
+        return _Columns(slots[part], starts[part], lengths[part], draws.within(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,23 +442,27 @@ class Chunks:
 
 
 def _rows_to_score(
-    seqs: Listed[Sequence], starts: np.ndarray, ends: np.ndarray, cu_seqlens: np.ndarray
+    places: Listed[int],
+    seqs: Listed[Sequence],
+    starts: np.ndarray,
+    ends: np.ndarray,
+    cu_seqlens: np.ndarray,
 ) -> tuple[list[int], list[int], list[int], list[Scored]]:
     """Rows that are scored, the tokens after them, those whose best tokens are wanted, and whose
-    they are.
+    they are. `places`: of the chunks whose sequences have such rows.
     """
     score_rows: list[int] = []
     score_targets: list[int] = []
     best_rows: list[int] = []
     scored: list[Scored] = []
-    for place in [place for place, seq in enumerate(seqs) if seq.scored]:
+    for place in places:
         seq, start = seqs[place], int(starts[place])
         rows = seq.rows_to_score(start, int(ends[place]))
         if rows:
             first = int(cu_seqlens[place]) - start
             in_batch = range(first + rows.start, first + rows.stop)
             score_rows += in_batch
-            best_rows += in_batch if seq.num_best else ()
+            best_rows += in_batch if seq.request.num_best else ()
             score_targets += seq.token_ids[rows.start + 1 : rows.stop + 1]
             scored.append(Scored(seq, rows.start, rows.stop))
     return score_rows, score_targets, best_rows, scored
@@ -426,7 +471,7 @@ def _rows_to_score(
 def _temperatures(scored: Listed[Scored]) -> Tensor:
     if not scored:
         return NO_TEMPERATURES
-    each = [seq.score_temperature for seq, _, _ in scored]
+    each = [seq.request.score_temperature for seq, _, _ in scored]
     return torch.from_numpy(
         np.repeat(np.array(each, dtype=np.float64), [end - start for _, start, end in scored])
     )

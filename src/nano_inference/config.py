@@ -2,17 +2,26 @@
 invents one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from nano_inference.budget import DEFAULT_ENTRIES
 from nano_inference.errors import ConfigError
-from nano_inference.options import is_number, is_whole, strict_options
+from nano_inference.options import (
+    check_least,
+    choices,
+    is_number,
+    is_whole,
+    option,
+    strict_options,
+)
 
 CacheType = Literal["paged", "radix"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+# groups of options in `--help`
+ENGINE, RANKS = "The engine", "Several processes"
 # keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
 SEGMENT = 512
 
@@ -116,33 +125,78 @@ class EngineConfig:
     """
 
     model_path: str
-    tokenizer_path: str | None = None
-    ref_model_path: str | None = None
-    cache_type: CacheType = "paged"
-    block_size: int = 16
-    max_batch_size: int = 256
-    max_tokens_per_batch: int = 8192
-    max_chunk_tokens: int | None = None
-    max_model_len: int | None = None
-    kv_cache_memory: int | None = None
-    gpu_memory_utilization: float = 0.9
-    dtype: DType = "auto"
-    device: str = "auto"
-    backend: Backend = "auto"
-    attention: Attention = "auto"
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    lookahead: int | None = None
-    batch_invariant: bool | None = None
-    cuda_graphs: bool = True
-    num_threads: int | None = None
-    max_request_entries: int = DEFAULT_ENTRIES
-    seed: int | None = None
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    rank_timeout: float = 60.0
+    tokenizer_path: str | None = option(
+        None, ENGINE, "Take tokenizer and chat template from this folder or hub id.", "--tokenizer"
+    )
+    ref_model_path: str | None = option(
+        None, ENGINE, "A frozen model that scores every sample: ref_logprobs.", "--ref-model"
+    )
+    cache_type: CacheType = option("paged", ENGINE, "How cached prefixes are indexed.")
+    block_size: int = option(16, ENGINE, "Tokens in a KV block.", least=1)
+    max_batch_size: int = option(256, ENGINE, "Sequences in a step.", least=1)
+    max_tokens_per_batch: int = option(
+        8192, ENGINE, "Tokens in a step: less keeps running streams smooth.", least=1
+    )
+    max_chunk_tokens: int | None = option(None, ENGINE, "Tokens of one prompt in a step.", least=1)
+    max_model_len: int | None = option(
+        None, ENGINE, "Tokens of prompt and completion together.", least=1
+    )
+    kv_cache_memory: int | None = option(
+        None, ENGINE, "Memory of the KV cache, such as 512MiB or 2GiB.", least=1, size=True
+    )
+    gpu_memory_utilization: float = option(
+        0.9, ENGINE, "Share of a GPU's memory that may be taken."
+    )
+    dtype: DType = option("auto", ENGINE, "Of weights and KV cache. auto: the checkpoint's.")
+    device: str = option("auto", ENGINE, "cpu, cuda, cuda:1 … auto: cuda if there is one.")
+    backend: Backend = option("auto", ENGINE, "Whose operations run.")
+    attention: Attention = option("auto", ENGINE, "Whose attention, where there is a choice.")
+    enable_prefix_caching: bool = option(
+        True,
+        ENGINE,
+        "Reuse what prompts have in common.",
+        "--prefix-caching/--no-prefix-caching",
+    )
+    enable_chunked_prefill: bool = option(
+        True,
+        ENGINE,
+        "Compute a prompt over several steps.",
+        "--chunked-prefill/--no-chunked-prefill",
+    )
+    lookahead: int | None = option(
+        None, ENGINE, "Steps planned ahead, 0 or 1. Default: 1 on a GPU."
+    )
+    batch_invariant: bool | None = option(None, ENGINE, "The same bits whatever else runs.")
+    cuda_graphs: bool = option(True, ENGINE, "Replay decode steps from captured graphs.")
+    num_threads: int | None = option(
+        None,
+        ENGINE,
+        "Threads of the CPU operations. Default: the physical cores.",
+        "--threads",
+        least=1,
+    )
+    max_request_entries: int = option(
+        DEFAULT_ENTRIES,
+        "Limits",
+        "Numbers that a request may ask for in all. Default: 5 million, or 40 million with --rl.",
+        least=1,
+    )
+    seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
+    tensor_parallel: int = option(
+        1, RANKS, "Processes that share every layer of the model: 1, 2, 4, 8 …", least=1
+    )
+    pipeline_parallel: int = option(
+        1, RANKS, "Stages, each a process with layers of its own.", least=1
+    )
+    context_parallel: int = option(
+        1, RANKS, "Processes that share the KV cache of every sequence: 1, 2, 4 …", least=1
+    )
+    expert_parallel: int = option(
+        1, RANKS, "Processes over which a mixture's experts are spread.", least=1
+    )
+    rank_timeout: float = option(
+        60.0, RANKS, "Seconds that one of them may take for what others wait for."
+    )
 
     def __post_init__(self) -> None:
         _check_text(self)
@@ -188,26 +242,6 @@ ATTENTION_OF: dict[Attention, Backend] = {
     "triton": "cuda",
     "flashinfer": "cuda",
 }
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "cache_type": ("paged", "radix"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "backend": ("auto", "reference", "cpu", "cuda"),
-    "attention": ("auto", *ATTENTION_OF),
-    "enable_prefix_caching": (True, False),
-    "enable_chunked_prefill": (True, False),
-    "lookahead": (None, 0, 1),
-    "batch_invariant": (None, True, False),
-    "cuda_graphs": (True, False),
-}
-_PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-_COUNTS = (
-    "block_size",
-    "max_batch_size",
-    "max_tokens_per_batch",
-    "max_request_entries",
-    *_PARALLEL,
-)
-_OPTIONAL_COUNTS = ("max_chunk_tokens", "max_model_len", "kv_cache_memory", "num_threads")
 
 
 def _check_text(config: EngineConfig) -> None:
@@ -219,19 +253,18 @@ def _check_text(config: EngineConfig) -> None:
 
 
 def _check_choices(config: EngineConfig) -> None:
-    for name, allowed in _CHOICES.items():
-        value: object = getattr(config, name)
-        if not any(type(value) is type(choice) and value == choice for choice in allowed):
-            choices = ", ".join(repr(choice) for choice in allowed)
-            raise ConfigError(f"{name}={value!r} is not available; choose one of {choices}.")
+    for each in fields(config):
+        value: object = getattr(config, each.name)
+        allowed = (None, 0, 1) if each.name == "lookahead" else choices(each)
+        if allowed and not any(
+            type(value) is type(choice) and value == choice for choice in allowed
+        ):
+            listed = ", ".join(repr(choice) for choice in allowed)
+            raise ConfigError(f"{each.name}={value!r} is not available; choose one of {listed}.")
 
 
 def _check_numbers(config: EngineConfig) -> None:
-    for name in _COUNTS:
-        require_count(name, getattr(config, name))
-    for name in _OPTIONAL_COUNTS:
-        if getattr(config, name) is not None:
-            require_count(name, getattr(config, name))
+    check_least(config, ConfigError)
     share: Any = config.gpu_memory_utilization
     if not is_number(share) or not 0.0 < share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in (0, 1].")

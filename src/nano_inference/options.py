@@ -1,11 +1,11 @@
-"""What an option may be: one that the class knows, a whole number, a number."""
+"""Options of configurations: declared once, as dataclass fields; and checks of their values."""
 
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, field, fields
 from functools import wraps
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
 
 from nano_inference.errors import NanoInferenceError
 
@@ -22,6 +22,45 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def option(default: Any, panel: str, help: str, *flags: str, **settings: Any) -> Any:
+    """A dataclass field that is also an option of the command line (`cli/options.py`).
+
+    Args:
+        default: of the field and of the option.
+        panel: the group of options among which `--help` lists it.
+        help: one line.
+        flags: names, such as `--top-p`. None: the field's own.
+        settings: `least`: the smallest integer allowed (`check_least`). `size=True`: bytes, such as
+            `2GiB`. `each`: the type of a value that may be repeated. All others are typer's.
+    """
+    return field(
+        default=default, metadata={"panel": panel, "help": help, "flags": flags, **settings}
+    )
+
+
+def check_least(config: Any, error: type[NanoInferenceError]) -> None:
+    """Raise `error` for an option with `least` that is not None and no integer of at least that."""
+    for each in fields(config):
+        value, least = getattr(config, each.name), each.metadata.get("least")
+        if least is None or is_whole(value, least) or (value is None and is_optional(each)):
+            continue
+        wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise error(f"{each.name}={value!r} must be {wanted}.")
+
+
+def is_optional(each: "Field[Any]") -> bool:
+    """Whether a field of a dataclass may be None."""
+    return type(None) in get_args(each.type)
+
+
+def choices(each: "Field[Any]") -> tuple[object, ...]:
+    """The values that a field of literals or of a bool allows; empty for other types."""
+    members: tuple[Any, ...] = get_args(each.type) or (each.type,)
+    if bool in members:
+        return (None, True, False) if is_optional(each) else (True, False)
+    return members if get_origin(each.type) is Literal else ()
+
+
 def strict_options(error: type[NanoInferenceError]) -> Callable[[type[T]], type[T]]:
     """Class decorator for a dataclass: unknown or missing options raise `error` and name the
     nearest option.
@@ -29,7 +68,7 @@ def strict_options(error: type[NanoInferenceError]) -> Callable[[type[T]], type[
 
     def decorate(cls: type[T]) -> type[T]:
         original: Callable[..., None] = cls.__init__
-        names = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
+        names = [each.name for each in fields(cls)]  # pyright: ignore[reportArgumentType]
 
         @wraps(original)
         def checked_init(self: Any, *args: Any, **options: Any) -> None:

@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple, TypedDict
 
 from nano_inference.checked import PENALTIES, biases, real, stop_strings, token_id_set, whole
 from nano_inference.errors import InvalidRequest
-from nano_inference.options import strict_options
+from nano_inference.options import option, strict_options
+
+SAMPLING = "Sampling"  # group of options in `--help`
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -87,21 +89,50 @@ class SamplingParams:
             every token of the prompt; needs `prompt_logprobs`.
     """
 
-    temperature: float = 1.0
-    max_tokens: int = 256
-    stop_token_ids: frozenset[int] = frozenset()
-    stop: tuple[str, ...] = ()
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = option(
+        1.0,
+        SAMPLING,
+        "0 always takes the most likely token; 1 samples as trained.",
+        "--temperature",
+        "-t",
+    )
+    max_tokens: int = option(
+        256, SAMPLING, "End a completion after so many tokens.", "--max-tokens", "-m"
+    )
+    stop_token_ids: frozenset[int] = option(
+        frozenset(),
+        SAMPLING,
+        "End a completion with this token. May be repeated.",
+        "--stop-token-id",
+        each=int,
+        metavar="ID",
+    )
+    stop: tuple[str, ...] = option(
+        (),
+        SAMPLING,
+        "End a completion before this text. May be repeated.",
+        each=str,
+        metavar="TEXT",
+    )
+    top_p: float = option(1.0, SAMPLING, "Keep the likeliest tokens with this much mass; 1: all.")
+    top_k: int = option(0, SAMPLING, "Keep this many of the likeliest tokens; 0: all.")
+    min_p: float = option(
+        0.0, SAMPLING, "Keep tokens at least this likely, relative to the likeliest; 0: all."
+    )
+    presence_penalty: float = option(
+        0.0, SAMPLING, "Taken off the logits of tokens already in the completion."
+    )
+    frequency_penalty: float = option(0.0, SAMPLING, "The same, times how often they are in it.")
+    repetition_penalty: float = option(
+        1.0, SAMPLING, "Above 1 disfavours tokens of prompt and completion."
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
     allowed_token_ids: frozenset[int] | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    seed: int | None = None
+    min_tokens: int = option(0, SAMPLING, "Do not end a completion before so many tokens.")
+    ignore_eos: bool = option(False, SAMPLING, "Go on after the end-of-sequence token.")
+    seed: int | None = option(
+        None, SAMPLING, "The same seed gives the same samples. Default: a fresh one."
+    )
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     raw_logprobs: bool = False

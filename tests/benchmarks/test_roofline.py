@@ -16,6 +16,7 @@ from benchmarks.roofline import (
 )
 from benchmarks.workloads import NAMES, Request, Workload, distinct_prompt_tokens, workload
 from nano_inference.models.spec import spec_from_config
+from tests.depth import at_depth
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,7 +70,7 @@ def test_every_token_is_computed_once(name: str) -> None:
     assert sum(step.operations for step in steps) == rows
 
 
-@settings(max_examples=50)
+@settings(max_examples=at_depth(50))
 @given(
     st.lists(st.tuples(st.integers(1, 10**9), st.integers(1, 10**9)), min_size=1, max_size=20),
     st.floats(1.0, 1e9),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import BASE, NAMES, Request, distinct_prompt_tokens, warm_up, workload
+from tests.depth import at_depth
 
 # name -> sequences, output tokens, prompt tokens, distinct prompt tokens, hash of all ids and
 # lengths
@@ -74,7 +75,7 @@ def test_rollout_lengths_have_a_long_tail() -> None:
     assert sum(lengths) / len(lengths) > 1.4 * lengths[len(lengths) // 2]
 
 
-@settings(max_examples=50)
+@settings(max_examples=at_depth(50))
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=8)
 )

@@ -13,13 +13,14 @@ from msgspec.structs import replace
 from nano_inference.cli import generate as command
 from nano_inference.models.generation_defaults import generation_defaults
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects.sglang_generate import SGLangGenerate
-from nano_inference.serving.dialects.vllm_generate import Generate
+from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
+from nano_inference.serving.dialects.vllm_generate import PROTOCOL as VLLM
 from nano_inference.serving.parsing import ChatFormat
-from nano_inference.serving.protocols.anthropic import Messages
-from nano_inference.serving.protocols.interface import Protocol_, Served
-from nano_inference.serving.protocols.openai_chat import Chat
-from nano_inference.serving.protocols.openai_completions import Completions
+from nano_inference.serving.protocols.anthropic import PROTOCOL as MESSAGES_API
+from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
+from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
+from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.types import SamplingParams
 from tests.cli.running import run
 from tests.serving.scripted import ScriptedClient
@@ -32,14 +33,14 @@ RECOMMENDED = {
     "repetition_penalty": 1.1,
 }
 MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
-USUAL: list[tuple[Protocol_, dict[str, Any]]] = [
-    (Completions(), {"prompt": "Hi"}),
-    (Chat(), MESSAGES),
-    (Messages(), MESSAGES | {"model": "scripted", "max_tokens": 4}),
+USUAL: list[tuple[ApiProtocol, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": "Hi"}),
+    (CHATS, MESSAGES),
+    (MESSAGES_API, MESSAGES | {"model": "scripted", "max_tokens": 4}),
 ]
-TRAINERS: list[tuple[Protocol_, dict[str, Any]]] = [
-    (SGLangGenerate(), {"input_ids": [5]}),
-    (Generate(), {"token_ids": [5], "sampling_params": {"max_tokens": 4}}),
+TRAINERS: list[tuple[ApiProtocol, dict[str, Any]]] = [
+    (SGLANG, {"input_ids": [5]}),
+    (VLLM, {"token_ids": [5], "sampling_params": {"max_tokens": 4}}),
 ]
 
 
@@ -49,7 +50,7 @@ def served(**config: Any) -> Served:
     return Served("scripted", info, engine.tokenizer, ChatFormat(), ServerConfig(**config))
 
 
-def params_of(protocol: Protocol_, body: dict[str, Any], to: Served) -> dict[str, Any]:
+def params_of(protocol: ApiProtocol, body: dict[str, Any], to: Served) -> dict[str, Any]:
     params = protocol.prepare(json.dumps(body).encode(), to, "id").asks[0].params
     return {name: getattr(params, name) for name in RECOMMENDED}
 
@@ -59,7 +60,7 @@ NEUTRAL = {name: getattr(SamplingParams(), name) for name in RECOMMENDED}
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
 def test_what_a_request_leaves_out_is_as_recommended(
-    protocol: Protocol_, body: dict[str, Any]
+    protocol: ApiProtocol, body: dict[str, Any]
 ) -> None:
     assert params_of(protocol, body, served()) == RECOMMENDED
     asked = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
@@ -72,14 +73,14 @@ def test_what_a_request_leaves_out_is_as_recommended(
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
 def test_under_rl_the_usual_routes_are_neutral_unless_asked(
-    protocol: Protocol_, body: dict[str, Any]
+    protocol: ApiProtocol, body: dict[str, Any]
 ) -> None:
     assert params_of(protocol, body, served(rl=True)) == NEUTRAL
     assert params_of(protocol, body, served(rl=True, generation_config="auto")) == RECOMMENDED
 
 
 @pytest.mark.parametrize(("protocol", "body"), TRAINERS)
-def test_routes_of_trainers_are_always_neutral(protocol: Protocol_, body: dict[str, Any]) -> None:
+def test_routes_of_trainers_are_always_neutral(protocol: ApiProtocol, body: dict[str, Any]) -> None:
     assert params_of(protocol, body, served(rl=True, generation_config="auto")) == NEUTRAL
 
 

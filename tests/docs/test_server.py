@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig
+from nano_inference.serving import paths
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects import paths
 from nano_inference.serving.main import running_server
 from tests.docs.test_docs import ROOT
 

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Sequence
 
-from nano_inference.engine.ranks.messages import Begin
-from nano_inference.engine.ranks.worker import run_worker
+from nano_inference.engine.workers.messages import Begin
+from nano_inference.engine.workers.worker import run_worker
 from nano_inference.errors import NanoInferenceError
 
 

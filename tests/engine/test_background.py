@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nano_inference.engine.transports.background import NICENESS, step_back
-from nano_inference.engine.transports.interface import Deadline
-from nano_inference.engine.transports.unanswered import before
+from nano_inference.parallel.deadline import NICENESS, Deadline, before, step_back
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="threads have priorities of their own on Linux"

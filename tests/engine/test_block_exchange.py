@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine.block_exchange import BlockPiece
-from nano_inference.engine.ranks.runner import RankedRunner
+from nano_inference.engine.workers.runner import RankedRunner
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_hash import Namespace
 from nano_inference.kv_cache.news import BlockNews, short_name
+from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_model
 
 Build = Callable[..., InferenceEngine]
@@ -128,7 +129,9 @@ def test_a_prompt_goes_on_elsewhere_with_the_same_bits(
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=at_depth(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject) -> None:

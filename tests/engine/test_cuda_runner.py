@@ -15,7 +15,7 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine.cuda_runner import CudaRunner
 from nano_inference.engine.storage import UnitMap
 from nano_inference.kv_cache.block_pool import Block
-from nano_inference.kv_cache.units import BlockLayout, UnitPool
+from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from tests.engine.cuda_cases import CheckingQueue, conventional
 from tests.engine.weight_cases import Build, drain
 from tests.models.tiny import tiny_model

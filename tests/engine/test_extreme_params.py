@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nano_inference import EngineConfig, InferenceEngine, InvalidRequest, SamplingParams
+from tests.depth import at_depth
 from tests.models.tiny import tiny_llama
 
 TINY = [5e-324, 1e-320, 1e-300, 1e-45, 1e-40, 1e-38, 1e-30, 1e-7, 0.01]
@@ -71,7 +72,7 @@ def engine(
         yield built
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=at_depth(60))
 @given(options=OPTIONS)
 @example({"repetition_penalty": 1e-40})
 @example({"temperature": 10**400})

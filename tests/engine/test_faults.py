@@ -18,7 +18,7 @@ from nano_inference import (
     SamplingParams,
 )
 from nano_inference.engine.device import DeviceHangs, is_device_failure
-from nano_inference.engine.faults import why
+from nano_inference.engine.shared_loop import why_dead
 from nano_inference.engine.sleeping import Sleep
 from tests.engine.weight_cases import Build
 
@@ -209,7 +209,7 @@ def test_a_fault_while_weights_are_written_ends_it_too(
     def fails(*_: Any) -> None:
         raise torch.AcceleratorError(ILLEGAL)
 
-    monkeypatch.setattr("nano_inference.engine.weight_update.WeightUpdate.write_to", fails)
+    monkeypatch.setattr("nano_inference.engine.weights.update.WeightUpdate.write_to", fails)
     with pytest.raises(EngineDead, match="illegal memory access"):
         update(weights, blocking=True)
     with pytest.raises(EngineDead, match="illegal memory access"):
@@ -296,7 +296,7 @@ def test_memory_that_could_not_all_be_taken_is_given_back() -> None:
 
 def test_what_is_the_devices_fault_and_what_to_change() -> None:
     config = EngineConfig("tiny", gpu_memory_utilization=0.06, max_tokens_per_batch=1)
-    text, public = why(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
+    text, public = why_dead(torch.OutOfMemoryError(OUT_OF_MEMORY), config)
     assert "gpu_memory_utilization from 0.06 to 0.03 (" in text
     assert "max_tokens_per_batch" not in text
     assert public.endswith("from 0.06 to 0.03"), "what others on the card hold is nobody's business"
@@ -308,7 +308,7 @@ def test_what_is_the_devices_fault_and_what_to_change() -> None:
         assert is_device_failure(RuntimeError(text))
     for problem in (RuntimeError("shape"), ValueError("CUDA error"), KeyError(1)):
         assert not is_device_failure(problem)
-    assert why(ValueError("/home"), config) == (
+    assert why_dead(ValueError("/home"), config) == (
         "a step failed: ValueError: /home",
         "a step failed: ValueError",
     )

@@ -20,6 +20,7 @@ from nano_inference import (
     VersionGone,
 )
 from nano_inference.types import GROUP_COMPLETE, VERSION_GONE, Delta
+from tests.depth import at_depth
 from tests.engine.weight_cases import NEW, PROMPT, Build, drain
 
 LONGEST = 60
@@ -57,7 +58,7 @@ def whole(model: Path) -> list[TrainingSample]:
     return samples
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=at_depth(15), deadline=None)
 @given(
     num_wanted=st.integers(1, 8),
     lookahead=st.integers(0, 1),

@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.engine import sleep_together
+from nano_inference.engine import lockstep as lockstep_module
 from nano_inference.engine.lockstep import Lockstep, StoreBell, ThreadBell
 from nano_inference.errors import (
     ConfigError,
@@ -27,9 +27,10 @@ from nano_inference.errors import (
     RankLost,
     WeightUpdateError,
 )
-from nano_inference.parallel.collectives import ProcessGroup, ThreadGroup
+from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.rl import differences, replay
 from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_model
+from tests.parallel.thread_group import ThreadGroup
 
 FAMILY: dict[str, Any] = {"num_hidden_layers": 2, "sliding_window": None}
 CONFIG = llama_config() | FAMILIES["mixtral"] | FAMILY
@@ -89,12 +90,12 @@ class Engines:
     def rest(self) -> None:
         """Wait until no engine has anything to do, and all say that the wave has ended."""
         self.wait_until(lambda: not any(engine.has_pending() for engine in self.each))
-        waves = {(engine.loop.lockstep.running, engine.loop.lockstep.wave) for engine in self.each}  # pyright: ignore
+        waves = {(engine.loop.gate.running, engine.loop.gate.wave) for engine in self.each}  # pyright: ignore
         assert len(waves) == 1
         assert not next(iter(waves))[0]
 
     def rounds(self) -> list[int]:
-        return [engine.loop.lockstep.num_rounds for engine in self.each]  # pyright: ignore
+        return [engine.loop.gate.num_rounds for engine in self.each]  # pyright: ignore
 
     def close(self) -> None:
         self._stop = True
@@ -121,7 +122,7 @@ def of_processes(count: int) -> list[Lockstep]:
     bells = [StoreBell(dist.PrefixStore("bell", store)) for store in stores]
 
     def member(rank: int) -> Lockstep:
-        group = ProcessGroup(
+        group = ProcessGroup.meet(
             dist.PrefixStore("group", stores[rank]), rank, count, torch.device("cpu"), 20.0
         )
         return Lockstep(group, bells[rank])
@@ -238,8 +239,8 @@ def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
     in_time: list[bool] = []
     with lockstep(folder) as engines:
         one, other = engines.each
-        early, member = one.update_weights(weights), one.loop.lockstep
-        assert member is not None
+        early, member = one.update_weights(weights), one.loop.gate
+        assert isinstance(member, Lockstep)
         take_in = member._take_in
         threads: list[threading.Thread] = []
 
@@ -370,8 +371,8 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
     """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for
     ever.
     """
-    monkeypatch.setattr(sleep_together, "SLEEP_SECONDS", 0.3)
-    monkeypatch.setattr(sleep_together, "WAKE_SECONDS", 0.3)
+    monkeypatch.setattr(lockstep_module, "SLEEP_SECONDS", 0.3)
+    monkeypatch.setattr(lockstep_module, "WAKE_SECONDS", 0.3)
     with lockstep(folder) as engines:
         one, other = engines.each
         other.add_request(PROMPTS[1], replace(PARAMS, max_tokens=150))

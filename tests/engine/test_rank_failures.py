@@ -23,12 +23,12 @@ from nano_inference import (
     SamplingParams,
     WeightUpdateError,
 )
-from nano_inference.engine.ranks import crew
-from nano_inference.engine.ranks.runner import RankedRunner
-from nano_inference.engine.ranks.shard import Shard
-from nano_inference.engine.ranks.sharing import SentUpdates
 from nano_inference.engine.sleeping import Sleep
-from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.engine.weights.update import WeightUpdate
+from nano_inference.engine.workers import worker_group
+from nano_inference.engine.workers.runner import RankedRunner
+from nano_inference.engine.workers.shard import Shard
+from nano_inference.engine.workers.sharing import SentUpdates
 from tests.engine.rank_threads import ThreadHandle, ThreadLauncher
 from tests.models.tiny import tiny_model
 from tests.parallel.test_meshes import changed
@@ -87,7 +87,7 @@ def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
     def fails(*_: Any) -> None:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(crew, "STOP_PATIENCE", 0.1)
+    monkeypatch.setattr(worker_group, "STOP_PATIENCE", 0.1)
     monkeypatch.setattr(Shard, "_on_settle", never)
     monkeypatch.setattr(pair.runner.own, "forward", fails)  # pyright: ignore
     with ThreadPoolExecutor() as pool:
@@ -167,10 +167,12 @@ def test_a_rank_that_is_lost_before_anybody_watches_ends_the_engine(
     watch = RankedRunner.watch
 
     def late(self: RankedRunner, *arguments: Any) -> None:
-        (worker,) = self.crew.workers
+        (worker,) = self.worker_group.workers
         worker.link.close()
-        with self.crew._changed:
-            assert self.crew._changed.wait_for(lambda: self.crew.lost is not None, 10)
+        with self.worker_group._changed:
+            assert self.worker_group._changed.wait_for(
+                lambda: self.worker_group.lost is not None, 10
+            )
         watch(self, *arguments)
 
     monkeypatch.setattr(RankedRunner, "watch", late)
@@ -206,7 +208,7 @@ def test_ranks_that_nobody_can_look_at_hold_up_no_shutdown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of torchrun: that they have hung up must do."""
-    monkeypatch.setattr(crew, "STOP_PATIENCE", 30.0)
+    monkeypatch.setattr(worker_group, "STOP_PATIENCE", 30.0)
     monkeypatch.setattr(ThreadHandle, "alive", lambda _: True)
     engine = InferenceEngine(config_of(folder), ThreadLauncher())
     began = time.monotonic()

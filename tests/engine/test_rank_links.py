@@ -11,19 +11,16 @@ import pytest
 
 msgspec = pytest.importorskip("msgspec")
 
-from nano_inference.engine.ranks import meeting as meetings  # noqa: E402
-from nano_inference.engine.ranks.launcher import Handle  # noqa: E402
-from nano_inference.engine.ranks.link import (  # noqa: E402
-    FRAME_BYTES,
+from nano_inference.engine.workers import rendezvous as rendezvous_module  # noqa: E402
+from nano_inference.engine.workers.launcher import Handle  # noqa: E402
+from nano_inference.engine.workers.link import FRAME_BYTES, Link, LinkLost, connect  # noqa: E402
+from nano_inference.engine.workers.messages import Begin  # noqa: E402
+from nano_inference.engine.workers.rendezvous import (  # noqa: E402
     Identity,
-    Link,
-    LinkLost,
     NotOurs,
-    connect,
+    Rendezvous,
     greet_rank_0,
 )
-from nano_inference.engine.ranks.meeting import Meeting  # noqa: E402
-from nano_inference.engine.ranks.messages import Begin  # noqa: E402
 from nano_inference.errors import ConfigError  # noqa: E402
 
 
@@ -52,22 +49,22 @@ class Gone:
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def meeting(request: pytest.FixtureRequest) -> Any:
+def rendezvous(request: pytest.FixtureRequest) -> Any:
     launcher = Nobody()
     launcher.host = None if request.param == "unix" else "127.0.0.1"
-    meeting = Meeting(launcher, 3, "1.0.0")
-    yield meeting
-    meeting.close()
+    rendezvous = Rendezvous(launcher, 3, "1.0.0")
+    yield rendezvous
+    rendezvous.close()
 
 
-def identity(meeting: Meeting, rank: int, **changes: Any) -> Identity:
+def identity(rendezvous: Rendezvous, rank: int, **changes: Any) -> Identity:
     return Identity(
-        **({"token": meeting.token, "version": "1.0.0", "world_size": 3, "rank": rank} | changes)  # pyright: ignore
+        **({"token": rendezvous.token, "version": "1.0.0", "world_size": 3, "rank": rank} | changes)  # pyright: ignore
     )
 
 
-def join(meeting: Meeting, me: Identity) -> Link:
-    link = connect(meeting.begins()[0].address, 5)
+def join(rendezvous: Rendezvous, me: Identity) -> Link:
+    link = connect(rendezvous.begins()[0].address, 5)
     try:
         greet_rank_0(link, me, 5)
     except NotOurs:
@@ -77,7 +74,7 @@ def join(meeting: Meeting, me: Identity) -> Link:
 
 
 def test_ranks_that_are_there_before_rank_0_waits_for_them(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread accepts and greets them before `collect` goes on."""
     start = threading.Thread.start
@@ -88,44 +85,44 @@ def test_ranks_that_are_there_before_rank_0_waits_for_them(
             assert all(came.wait(5) for came in here)
 
     def come(rank: int) -> None:
-        links.append(join(meeting, identity(meeting, rank)))
+        links.append(join(rendezvous, identity(rendezvous, rank)))
         here[rank - 1].set()
 
     here, links = [threading.Event(), threading.Event()], list[Link]()
     for rank in (1, 2):
         threading.Thread(target=come, args=(rank,), daemon=True).start()
     monkeypatch.setattr(threading.Thread, "start", start_and_lose_the_core)
-    met = meeting.collect([], 5)
+    met = rendezvous.collect([], 5)
     assert sorted(met) == [1, 2]
     for link in (*met.values(), *links):
         link.close()
 
 
-def test_ranks_join_among_strangers(meeting: Meeting) -> None:
+def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
     found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(meeting.collect([], 20)))
+    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], 20)))
     collecting.start()
-    silent = connect(meeting.begins()[0].address, 5)  # says nothing, and holds up nobody
-    loud = connect(meeting.begins()[0].address, 5)
+    silent = connect(rendezvous.begins()[0].address, 5)  # says nothing, and holds up nobody
+    loud = connect(rendezvous.begins()[0].address, 5)
     loud.send(b"GET / HTTP/1.1\r\n\r\n")
-    huge = connect(meeting.begins()[0].address, 5)
+    huge = connect(rendezvous.begins()[0].address, 5)
     huge._socket.sendall(struct.pack(">I", 2**31))
     with pytest.raises(NotOurs, match="another token"):
-        join(meeting, identity(meeting, 1, token=b"x" * 32))
-    first = join(meeting, identity(meeting, 2))
+        join(rendezvous, identity(rendezvous, 1, token=b"x" * 32))
+    first = join(rendezvous, identity(rendezvous, 2))
     with pytest.raises(NotOurs, match="rank 2 is here already"):
-        join(meeting, identity(meeting, 2))
+        join(rendezvous, identity(rendezvous, 2))
     with pytest.raises(NotOurs, match=r"rank 1 runs nano-inference 0\.9\.9 .*rank 0 1\.0\.0"):
-        join(meeting, identity(meeting, 1, version="0.9.9"))
+        join(rendezvous, identity(rendezvous, 1, version="0.9.9"))
     with pytest.raises(
-        NotOurs, match=r"\(protocol 7\), rank 0 .*\(protocol 1\); install the same version"
+        NotOurs, match=r"\(protocol 7\), rank 0 .*\(protocol 2\); install the same version"
     ):
-        join(meeting, identity(meeting, 1, protocol=7))
+        join(rendezvous, identity(rendezvous, 1, protocol=7))
     with pytest.raises(NotOurs, match="one of 4 ranks, rank 0 as one of 3"):
-        join(meeting, identity(meeting, 1, world_size=4))
+        join(rendezvous, identity(rendezvous, 1, world_size=4))
     with pytest.raises(NotOurs, match="rank 3 is no rank"):
-        join(meeting, identity(meeting, 3))
-    second = join(meeting, identity(meeting, 1))
+        join(rendezvous, identity(rendezvous, 3))
+    second = join(rendezvous, identity(rendezvous, 1))
     collecting.join(5)
     assert sorted(found) == [1, 2]
     for there, here in ((first, found[2]), (second, found[1])):
@@ -146,12 +143,12 @@ def test_ranks_join_among_strangers(meeting: Meeting) -> None:
         each.close()
 
 
-def test_ranks_join_behind_a_hundred_who_say_nothing(meeting: Meeting) -> None:
+def test_ranks_join_behind_a_hundred_who_say_nothing(rendezvous: Rendezvous) -> None:
     found: dict[int, Link] = {}
-    collecting = threading.Thread(target=lambda: found.update(meeting.collect([], 20)))
+    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], 20)))
     collecting.start()
-    silent = [connect(meeting.begins()[0].address, 5) for _ in range(100)]
-    links = [join(meeting, identity(meeting, rank)) for rank in (1, 2)]
+    silent = [connect(rendezvous.begins()[0].address, 5) for _ in range(100)]
+    links = [join(rendezvous, identity(rendezvous, rank)) for rank in (1, 2)]
     collecting.join(5)
     assert sorted(found) == [1, 2]
     for each in (*silent, *links, *found.values()):
@@ -180,19 +177,39 @@ def test_a_greeting_has_one_deadline_however_slowly_it_comes() -> None:
         each.close()
 
 
-def test_who_does_not_come_is_named(meeting: Meeting) -> None:
+def test_a_rank_that_came_waits_for_the_others_longer_than_a_greeting_may_take(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greet = rendezvous_module.greet_worker
+    monkeypatch.setattr(
+        rendezvous_module, "greet_worker", lambda link, me, claim: greet(link, me, claim, 0.5)
+    )
+    found: dict[int, Link] = {}
+    collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], 20)))
+    collecting.start()
+    first = join(rendezvous, identity(rendezvous, 1))
+    time.sleep(0.8)
+    second = join(rendezvous, identity(rendezvous, 2))
+    collecting.join(5)
+    found[1].send(b"here")
+    assert bytes(first.receive()) == b"here"
+    for each in (first, second, *found.values()):
+        each.close()
+
+
+def test_who_does_not_come_is_named(rendezvous: Rendezvous) -> None:
     with pytest.raises(ConfigError, match=r"rank 1, 2 of 3 did not come within 0\.2 s"):
-        meeting.collect([], 0.2)
+        rendezvous.collect([], 0.2)
     with pytest.raises(ConfigError, match="rank 1 of 3 ended with exit code 3 before it came"):
-        meeting.collect([Gone(), Gone()], 5)
+        rendezvous.collect([Gone(), Gone()], 5)
 
 
 def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for an engine that will not be: some launchers cannot kill."""
     greeted, given_up = threading.Event(), threading.Event()
-    greet = meetings.greet_worker
+    greet = rendezvous_module.greet_worker
 
     def slow(*arguments: Any) -> int:
         rank = greet(*arguments)
@@ -200,16 +217,16 @@ def test_who_comes_when_nobody_waits_any_more_is_hung_up_on(
         assert given_up.wait(10)
         return rank
 
-    monkeypatch.setattr(meetings, "greet_worker", slow)
+    monkeypatch.setattr(rendezvous_module, "greet_worker", slow)
     links: list[Link] = []
 
     def come() -> None:
-        links.append(join(meeting, identity(meeting, 2)))
+        links.append(join(rendezvous, identity(rendezvous, 2)))
 
     coming = threading.Thread(target=come)
     coming.start()
     with pytest.raises(ConfigError, match="did not come"):
-        meeting.collect([], 0.5)
+        rendezvous.collect([], 0.5)
     coming.join()
     assert greeted.wait(10)
     given_up.set()
@@ -228,7 +245,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(
             ConfigError, match=f"rank 0 cannot listen at 127.0.0.1:{launcher.port}.*in use"
         ):
-            Meeting(launcher, 2, "1.0.0")
+            Rendezvous(launcher, 2, "1.0.0")
 
 
 def test_frames_have_bounds() -> None:

@@ -22,9 +22,9 @@ from nano_inference import (
     SamplingParams,
     WeightUpdateError,
 )
-from nano_inference.engine.ranks import shard
-from nano_inference.engine.ranks.shard import Shard
-from nano_inference.engine.ranks.staging import StagedUpdates
+from nano_inference.engine.workers import shard
+from nano_inference.engine.workers.shard import Shard
+from nano_inference.engine.workers.staging import StagedUpdates
 from nano_inference.rl import PolicyModel
 from nano_inference.rl.replayer import Replayer
 from nano_inference.types import KvPolicy

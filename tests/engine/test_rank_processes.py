@@ -30,8 +30,8 @@ from nano_inference import (
     SamplingParams,
     WeightUpdateError,
 )
-from nano_inference.engine.ranks.messages import Begin
-from nano_inference.engine.weight_update import WeightPatch
+from nano_inference.engine.weights.update import WeightPatch
+from nano_inference.engine.workers.messages import Begin
 from nano_inference.models.loading import read_tensors
 from tests.models.tiny import tiny_model
 
@@ -81,7 +81,7 @@ def workers() -> list[psutil.Process]:
     for child in psutil.Process().children(recursive=True):
         try:
             if (
-                "nano_inference.engine.ranks.worker" in child.cmdline()
+                "nano_inference.engine.workers.worker" in child.cmdline()
                 and child.status() != psutil.STATUS_ZOMBIE
             ):
                 found.append(child)
@@ -246,7 +246,7 @@ def test_a_worker_takes_the_meeting_place_with_it_when_rank_0_is_killed_while_th
     place = tmp_path / "meeting"
     place.mkdir()
     begin = Begin(1, 2, f"unix:{place}/rank0", b"x" * 32, parent=os.getpid())
-    command = [sys.executable, "-P", "-m", "nano_inference.engine.ranks.worker"]
+    command = [sys.executable, "-P", "-m", "nano_inference.engine.workers.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
         worker.communicate(msgspec.json.encode(begin) + b"\n", timeout=60)
     assert worker.returncode == 1

@@ -10,7 +10,7 @@ pytest.importorskip("msgspec")
 
 import msgspec
 
-from nano_inference.engine.ranks.samples import SampleQueue, Samples, from_message, to_message
+from nano_inference.engine.workers.samples import SampleQueue, Samples, from_message, to_message
 from nano_inference.errors import RankLost
 from nano_inference.scheduling.commit import SampledTokens
 

@@ -1,26 +1,30 @@
-"""A step that travelled is the step that was sent: tensor by tensor, in every random workload."""
+"""A worker that replays a step builds the batches of rank 0, tensor by tensor, in every random
+workload.
+"""
 
-import random
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 msgspec = pytest.importorskip("msgspec")
 
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows  # noqa: E402
-from nano_inference.engine.ranks.step_diff import (  # noqa: E402
+from nano_inference.batch import Chunks, ForwardBatch  # noqa: E402
+from nano_inference.config import SchedulerConfig  # noqa: E402
+from nano_inference.engine.loop import Add, EngineLoop  # noqa: E402
+from nano_inference.engine.workers.replay import (  # noqa: E402
     Draw,
     Forward,
-    MirroredUnits,
-    StepDecoder,
-    StepEncoder,
+    StepReplay,
+    StepSender,
 )
-from nano_inference.kv_cache.units import UnitPool  # noqa: E402
+from nano_inference.kv_cache.hash_cache import PagedKVCache  # noqa: E402
+from nano_inference.kv_cache.sliding_window import UnitPool  # noqa: E402
 from nano_inference.sampling.sampling_batch import SamplingBatch  # noqa: E402
+from nano_inference.scheduling.sequence import CheckedRequest, Sequence  # noqa: E402
+from nano_inference.types import SamplingParams  # noqa: E402
 from tests.simulation import workload as workloads  # noqa: E402
 from tests.simulation.fake_model import FakeResult, FakeRunner, FakeSampled  # noqa: E402
 from tests.simulation.workload import random_workload, run  # noqa: E402
@@ -29,16 +33,31 @@ DECODER = msgspec.msgpack.Decoder(Forward | Draw)
 
 
 class WireRunner(FakeRunner):
-    """Computes what arrived at the other end."""
+    """Computes what the other end has built."""
 
     def __init__(
         self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
     ) -> None:
         super().__init__(num_slots, block_size, units, relays)
-        self.encoder, self.decoder = StepEncoder(), StepDecoder(block_size)
         self.pool = units
         if units is not None:
-            self.units: Any = MirroredUnits(units.num_units, units.num_blocks, units.layout)
+            self.units = UnitPool(units.num_units, units.num_blocks, units.layout)
+        self.sender = StepSender(block_size, units)
+        self.replay = StepReplay(block_size, self.units)
+        self.batches: tuple[ForwardBatch, ...] = ()
+        self.drawn: SamplingBatch | None = None
+        self.sizes: list[int] = []
+
+    def announce(self, *step: Any) -> None:
+        message = self.travelled(self.sender.forward(*step))
+        self.batches, self.copies = self.replay.forward(message)
+        if self.pool is not None:
+            assert self.units is not None
+            assert self.units.unit_of.tolist() == self.pool.unit_of.tolist()
+            self.pool.changed.clear()
+
+    def announce_draw(self, chunks: Chunks) -> None:  # pyright: ignore
+        self.drawn = self.replay.draw(self.travelled(self.sender.draw(chunks)))
 
     def forward(
         self,
@@ -46,24 +65,20 @@ class WireRunner(FakeRunner):
         block_copies: tuple[tuple[int, int], ...],
         previous: FakeSampled | None,
     ) -> FakeResult:
-        message = travelled(self.encoder.forward(batches, block_copies, self.pool))
-        if self.pool is not None:
-            self.units.follow(message.units)
-            assert self.units.unit_of.tolist() == self.pool.unit_of.tolist()
-        arrived, copies = self.decoder.forward(message)
-        assert copies == block_copies
-        for mine, theirs in zip(batches, arrived, strict=True):
+        assert self.copies == block_copies
+        for mine, theirs in zip(batches, self.batches, strict=True):
             require_same(mine, theirs, but={"scored", "table_rows"})
-        return super().forward(arrived, copies, previous)
+        return super().forward(self.batches, self.copies, previous)
 
     def sample(self, result: FakeResult, batch: SamplingBatch) -> FakeSampled:
-        arrived = self.decoder.draw(travelled(self.encoder.draw(batch)))
-        require_same(batch, arrived)
-        return super().sample(result, arrived)
+        assert self.drawn is not None
+        require_same(batch, self.drawn)
+        return super().sample(result, self.drawn)
 
-
-def travelled(message: Any) -> Any:
-    return DECODER.decode(msgspec.msgpack.encode(message))
+    def travelled(self, message: Any) -> Any:
+        frame = msgspec.msgpack.encode(message)
+        self.sizes.append(len(frame))
+        return DECODER.decode(frame)
 
 
 def require_same(mine: Any, theirs: Any, but: set[str] = frozenset()) -> None:  # pyright: ignore
@@ -80,7 +95,7 @@ def require_same(mine: Any, theirs: Any, but: set[str] = frozenset()) -> None:  
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_workloads_arrive_as_they_were_sent(
+def test_random_workloads_are_replayed_as_they_were_run(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workloads, "FakeRunner", WireRunner)
@@ -98,39 +113,36 @@ def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
         test_batch.test_batches_say_what_the_sequences_say(seed, seed % 2)
 
 
-def test_rows_that_no_scheduler_knows_travel_with_their_tables() -> None:
-    batch = batch_of_rows(
-        [Rows([5, 6, 7], 3, [4, 1, 9]), Rows([8], 0, [2])], 2, draws=[2, 3], scores=[(0, 6)]
-    )
-    ((arrived,), _) = StepDecoder(2).forward(travelled(StepEncoder().forward((batch,), ())))
-    require_same(batch, arrived)
+def test_a_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> None:
+    loop, runner = loop_of(64, prompt=1000)
+    runner.sizes.clear()
+    for _ in range(40):
+        loop.step()
+    assert max(runner.sizes) > 1000 * 8, "a prompt"
+    loop, runner = loop_of(64, prompt=16)
+    while len(loop.sequences.running) < 64 or loop.sequences.waiting:
+        loop.step()
+    runner.sizes.clear()
+    for _ in range(16):
+        loop.step()
+    assert max(runner.sizes) < 64 * 8 * 12
 
 
-def test_of_a_table_only_what_changed_travels() -> None:
-    r = random.Random(0)
-    encoder, decoder = StepEncoder(), StepDecoder(4)
-    tables = [[r.randrange(1000) for _ in range(50)] for _ in range(256)]
-    sizes: list[int] = []
-    for step in range(3):
-        for place in range(step, 256, 16):
-            tables[place].append(r.randrange(1000))
-        width = max(map(len, tables))
-        rows = [
-            Rows([1], len(table) * 4 - 1, [*table, *[0] * (width - len(table))]) for table in tables
-        ]
-        batch = batch_of_rows(rows, 4)
-        marks = np.array([len(table) for table in tables])
-        batch = replaced(batch, np.arange(256), marks)
-        message = msgspec.msgpack.encode(encoder.forward((batch,), ()))
-        sizes.append(len(message))
-        require_same(batch, decoder.forward(DECODER.decode(message))[0][0], but={"table_rows"})
-    assert sizes[0] > 256 * 50 * 8
-    assert max(sizes[1:]) < 256 * 8 * 6
+def test_a_worker_forgets_sequences_that_ended() -> None:
+    loop, runner = loop_of(1000, prompt=3, max_tokens=2)
+    while loop.has_pending():
+        loop.step()
+    assert len(runner.replay._sequences.by_id) < 200
+    assert len(runner.sender._known) < 200
 
 
-def replaced(batch: ForwardBatch, rows: np.ndarray, marks: np.ndarray) -> ForwardBatch:
-    from dataclasses import replace
-
-    from nano_inference.batch import TableRows
-
-    return replace(batch, table_rows=TableRows(rows, marks, len(rows)))
+def loop_of(count: int, prompt: int, max_tokens: int = 100) -> tuple[EngineLoop, WireRunner]:
+    config = SchedulerConfig(block_size=4, max_batch_size=64)
+    runner = WireRunner(80_000, 4)
+    loop = EngineLoop(PagedKVCache(20_000, 4), runner, config, 0, "")
+    params = SamplingParams(max_tokens=max_tokens)
+    for request in range(count):
+        ids = [1 + (request + place) % 7 for place in range(prompt)]
+        asked = CheckedRequest(request, prompt, params, seed=request)
+        loop.inbox.append(Add(Sequence(request, asked, ids)))
+    return loop, runner

@@ -143,7 +143,7 @@ def test_an_update_of_the_policy_leaves_the_reference_alone(policy: Path, refere
 def test_aborting_a_sample_that_waits_for_its_scores_returns_it_whole(policy: Path) -> None:
     with build(policy, ref_model_path=str(policy), max_tokens_per_batch=4) as engine:
         request_id = engine.add_request(PROMPTS[3], SamplingParams(max_tokens=3, seed=1))
-        while not any(seq.judged for seq in engine.loop.sequences.by_id.values()):
+        while not any(seq.request.scored_sample for seq in engine.loop.sequences.by_id.values()):
             assert engine.step() == []
         (sample,) = engine.abort(request_id)
         engine.loop.check()
@@ -155,7 +155,7 @@ def test_aborting_a_sample_that_waits_for_its_scores_returns_it_whole(policy: Pa
 
 def test_an_aborted_sample_is_not_scored(policy: Path) -> None:
     with build(policy, ref_model_path=str(policy)) as engine:
-        engine.add_request(PROMPTS[1], SamplingParams(max_tokens=50))
+        engine.add_request(PROMPTS[1], SamplingParams(max_tokens=50, ignore_eos=True))
         for _ in range(5):
             engine.step()
         (sample,) = engine.abort()

@@ -18,7 +18,7 @@ from nano_inference import (
     WeightUpdate,
     WeightUpdateError,
 )
-from nano_inference.engine.fair_lock import FairLock
+from nano_inference.engine.shared_loop import FairLock
 from nano_inference.rl import PolicyModel, replay
 from tests.engine.weight_cases import (
     NEW,

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("msgspec")
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.engine.ranks import torchrun
-from nano_inference.engine.ranks.torchrun import NEEDED, TorchrunLauncher, environment, serve_rank
+from nano_inference.engine.workers import torchrun
+from nano_inference.engine.workers.torchrun import NEEDED, TorchrunLauncher, environment, serve_rank
 from tests.models.tiny import tiny_model
 
 PARAMS = {"max_tokens": 12, "seed": 3, "ignore_eos": True}
@@ -24,7 +24,7 @@ SCRIPT = """
 import json, os, sys
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.engine.ranks import TorchrunLauncher, serve_rank
+from nano_inference.engine.workers import TorchrunLauncher, serve_rank
 
 model, other, out, params, options, prompts = json.loads(sys.argv[1])
 if os.environ["RANK"] != "0":

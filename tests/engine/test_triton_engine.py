@@ -8,7 +8,7 @@ import pytest
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine import cuda_runner, graphs
-from nano_inference.ops.cuda import few_rows_kernels
+from nano_inference.ops.cuda import few_rows
 from tests.engine.cuda_cases import CheckingQueue
 from tests.engine.test_cuda_runner import bare, runner
 from tests.engine.weight_cases import Build, drain
@@ -57,7 +57,7 @@ def test_graphs_equal_eager(
     }
     expected = run(build(backend="reference", **options))
     replaying = build(backend="cuda", batch_invariant=batch_invariant, **options)
-    with patch.object(few_rows_kernels, "product", wraps=few_rows_kernels.product) as product:
+    with patch.object(few_rows, "product", wraps=few_rows.product) as product:
         found = run(replaying)
     assert runner(replaying).num_replays >= 3
     # of q, k and v

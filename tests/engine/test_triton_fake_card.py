@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nano_inference.engine import graphs, step_buffers
+from nano_inference.columns import tensors_of, with_tensors
+from nano_inference.engine import graphs
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_spec
@@ -140,8 +141,12 @@ def test_captures_stay_on_the_card_and_wait_for_nothing(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda _: 0)
-    for name in ("NOTHING", "NO_TEMPERATURES"):
-        monkeypatch.setattr(step_buffers, name, fake(getattr(step_buffers, name)))
+    # what is brought to the card before a capture
+    monkeypatch.setattr(
+        graphs,
+        "to_device",
+        lambda batch, _: with_tensors(batch, [fake(each) for each in tensors_of(batch)]),
+    )
     monkeypatch.setattr(
         KernelInterface,
         "__getitem__",

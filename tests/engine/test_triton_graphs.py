@@ -17,7 +17,7 @@ from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.engine import sleeping
 from nano_inference.engine.device import DeviceHangs, HostQueue, is_device_failure, wait_for
 from nano_inference.engine.graphs import DrawResults, graph_sizes
-from nano_inference.engine.step_buffers import DecodeInputs, Downloads, Uploads, carve, columns_of
+from nano_inference.engine.step_buffers import DecodeInputs, Downloads, Uploads, carve, specs_of
 from nano_inference.sampling.sample import Draw
 from tests.engine.cuda_cases import JUNK, CheckingQueue, conventional
 from tests.engine.test_cuda_runner import bare, params, queue, runner
@@ -130,7 +130,7 @@ def test_results_come_down_as_they_are() -> None:
     draw = Draw(torch.tensor([4, 5]), logprobs, raw, mass, None, nothing, nothing)
     results.write(draw)
     fetched = downloads.fetch([results.buffer])
-    columns = results.on_host(fetched.arrays[0], 2)
+    columns = results.on_host(fetched.tensors[0], 2)
     assert [column.tolist() for column in columns] == [[4, 5], [0, 1], [2, 3], [4, 5]]
     assert results.keep_tokens(replace(draw, token_ids=torch.arange(4))).tolist() == [0, 1, 2, 3]
     assert results.token_ids.tolist() == [4, 5, 0], "there was no room"
@@ -177,7 +177,7 @@ def test_columns_do_not_overlap() -> None:
         torch.zeros((2, 3), dtype=torch.int64),
     ]
     buffer = torch.zeros(100, dtype=torch.int64)
-    views = carve(buffer, columns_of(tensors))
+    views = carve(buffer, specs_of(tensors))
     for place, view in enumerate(views):
         view.fill_(place + 1)
     assert [set(view.flatten().tolist()) for view in views] == [{True}, {2.0}, {3}]

@@ -17,9 +17,10 @@ from nano_inference.engine.assembly import assemble, plan_engine
 from nano_inference.engine.memory import Claims, MemoryBudget, plan_memory
 from nano_inference.engine.memory_profile import measure, run_largest_steps
 from nano_inference.models.loading import load_spec
-from nano_inference.models.part import part_of
+from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.scheduling.sequence import POLICY
+from tests.depth import at_depth
 from tests.engine.card import Card
 from tests.models.tiny import tiny_llama, tiny_model
 
@@ -44,10 +45,10 @@ def config(**options: Any) -> EngineConfig:
 
 
 def planned(spec: ModelSpec, claims: Claims, **options: Any) -> MemoryBudget:
-    return plan_memory(config(**options), [part_of(spec)], claims, torch.bfloat16, CUDA)
+    return plan_memory(config(**options), [shard_of(spec)], claims, torch.bfloat16, CUDA)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 @given(
     parts=st.tuples(*[st.integers(0, 30 * GIB)] * 4),
     total=st.integers(GIB, 100 * GIB),

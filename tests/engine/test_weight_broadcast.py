@@ -25,7 +25,7 @@ from nano_inference import (
 )
 from nano_inference.engine.transports import Deadline, receive_update, wire
 from nano_inference.engine.transports.broadcast import BroadcastReceiver
-from nano_inference.engine.transports.group import serve_store
+from nano_inference.engine.transports.rendezvous import serve_store
 from nano_inference.engine.transports.sender import WeightSender
 from tests.engine.weight_cases import (
     EMBEDDING,
@@ -187,9 +187,9 @@ class SilentGroup:
 def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
     receiver = BroadcastReceiver("tcp://127.0.0.1:1")
     group, next_group = SilentGroup(), SilentGroup()
-    piece = wire.Piece(NORM, torch.float32, (8,))
+    piece = wire.TensorInfo(NORM, torch.float32, (8,))
     buckets = receiver._buckets(
-        cast(Any, group), wire.Plan(1, ((piece,), (piece,), (piece,))), Deadline(5)
+        cast(Any, group), wire.Description(1, ((piece,), (piece,), (piece,))), Deadline(5)
     )
     next(buckets)
     receiver._group = cast(Any, next_group)

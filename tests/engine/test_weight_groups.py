@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nano_inference.engine.transports.group import Group
 from nano_inference.engine.transports.interface import Deadline
-from nano_inference.engine.transports.trainer_group import join_trainer
+from nano_inference.engine.transports.trainer_broadcasts import join_trainer
 from nano_inference.errors import WeightTransferError
+from nano_inference.parallel.process_group import ProcessGroup
 
 CPU = torch.device("cpu")
 STORE = """
@@ -50,11 +50,11 @@ class EndsAsTheWaitDoes:
 
 
 def test_a_collective_that_ends_as_the_wait_for_it_does() -> None:
-    Group(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(5.0))
+    ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(5.0))
     with pytest.raises(
         WeightTransferError, match="'a' did not travel, the other side is gone: connection reset"
     ):
-        Group(None, CPU).wait([EndsAsTheWaitDoes("connection reset")], "'a'", Deadline(5.0))
+        ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes("connection reset")], "'a'", Deadline(5.0))
 
 
 @pytest.fixture

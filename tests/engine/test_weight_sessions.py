@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference import WeightSyncManager, WeightUpdate, WeightUpdateError
-from nano_inference.engine.weight_sync import WeightPatch, cut_into_buckets
+from nano_inference.engine.weights.sources import cut_into_buckets
+from nano_inference.engine.weights.update import WeightPatch
+from tests.depth import at_depth
 from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 from tests.models.tiny import Weights, llama_config, llama_weights
 
@@ -74,7 +76,7 @@ def partition(data: st.DataObject, weights: Weights) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=at_depth(12), deadline=None)
 @given(st.data())
 def test_any_partition_gives_the_checksum_of_the_whole(
     backend: str, dtype: torch.dtype, data: st.DataObject

@@ -6,10 +6,9 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine.loop import Add
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params
-from nano_inference.scheduling.sequence import Sequence
+from nano_inference.scheduling.sequence import CheckedRequest, Sequence
 from tests.models.tiny import tiny_llama
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -23,18 +22,11 @@ def engine_on(folder: Path) -> InferenceEngine:
 
 
 def request(engine: InferenceEngine, weight_set: str, request_id: int) -> Add:
-    namespace = Namespace()
     seq_id = engine.loop.sequences.new_id()
-    keys = PrefixKeys(namespace)
     seq = Sequence(
         seq_id,
-        request_id,
+        CheckedRequest(request_id, len(PROMPT), PARAMS),
         list(PROMPT),
-        len(PROMPT),
-        PARAMS,
-        frozenset(),
-        0,
-        keys,
         weight_set=weight_set,
     )
     return Add(seq)

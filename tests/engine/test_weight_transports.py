@@ -26,6 +26,7 @@ from nano_inference.engine.transports import (
 from nano_inference.engine.transports import files as transport_files
 from nano_inference.engine.transports.files import MARKER, WeightFolder, write_folder
 from nano_inference.engine.transports.in_process import InProcess
+from tests.depth import at_depth
 from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 from tests.models.tiny import Weights
 
@@ -270,7 +271,7 @@ SHAPES = WeightSyncManager(decoder()).shapes
 
 
 @pytest.mark.parametrize("run_bytes", [48, 1000, 2**23])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=at_depth(15), deadline=None)
 @given(st.integers(1, 100_000), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_what_is_laid_out_is_what_is_unpacked(
     run_bytes: int, bucket_bytes: int, dtype: torch.dtype
@@ -279,7 +280,7 @@ def test_what_is_laid_out_is_what_is_unpacked(
         name: NEW[name].to(dtype) for name in (NORM, KEYS, "model.layers.0.input_layernorm.weight")
     }
     buckets = wire.cut(wire.sendable(weights), bucket_bytes)
-    plan = wire.Plan(3, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
+    plan = wire.Description(3, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
     assert wire.decode(wire.encode(plan), SHAPES) == plan
     assert len(wire.encode(plan)) <= wire.most_bytes(SHAPES)
     arrived: Weights = {}
@@ -298,7 +299,7 @@ def test_what_is_laid_out_is_what_is_unpacked(
     assert all(torch.equal(arrived[name], tensor) for name, tensor in weights.items())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_depth(40), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 40), st.sampled_from(list(wire.DTYPE_NAMES))),

@@ -9,20 +9,22 @@ import time
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.engine.memory_profile import staging_room
-from nano_inference.engine.transports import group as group_module
-from nano_inference.engine.transports.group import Group, device_for
-from nano_inference.engine.transports.interface import Deadline
-from nano_inference.engine.weight_session import Hold, WeightSession
+from nano_inference.engine.transports import Deadline
+from nano_inference.engine.transports.rendezvous import device_for, join_group
+from nano_inference.engine.weights.store import WeightSet
+from nano_inference.engine.weights.update import Hold, WeightSession
+from nano_inference.engine.weights.update_modes import staging_room
 from nano_inference.errors import WeightTransferError
 from nano_inference.models.loading import load_spec
-from nano_inference.models.weights import param_table, slots
+from nano_inference.models.shard import shard_of
+from nano_inference.parallel.process_group import ProcessGroup, dist
 from tests.engine.card import Card
 from tests.models.tiny import tiny_llama
 
@@ -75,7 +77,7 @@ def until(condition: Any) -> None:
 
 def test_memory_that_nccl_may_write_to_is_held_until_it_is_done() -> None:
     nccl = Nccl()
-    group = Group(nccl, CARD)
+    group = ProcessGroup(nccl, CARD)
     tensor = torch.zeros(8)
     seen = weakref.ref(tensor)
     work = group.begin_broadcast(tensor, Deadline(PATIENCE), "a tensor")
@@ -89,7 +91,7 @@ def test_memory_that_nccl_may_write_to_is_held_until_it_is_done() -> None:
 
 def test_a_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended() -> None:
     nccl = Nccl()
-    group = Group(nccl, CARD)
+    group = ProcessGroup(nccl, CARD)
     tensor = torch.zeros(8)
     seen = weakref.ref(tensor)
     group.begin_broadcast(tensor, Deadline(PATIENCE), "a tensor")
@@ -105,7 +107,7 @@ def test_a_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended
 def test_a_first_collective_that_does_not_come_back_keeps_nobody() -> None:
     nccl = Nccl(silent=True)
     nccl.may_end.set()
-    group = Group(nccl, CARD)
+    group = ProcessGroup(nccl, CARD)
     began = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"within 0\.2 s"):
         group.begin_broadcast(torch.zeros(1), Deadline(0.2), "a tensor")
@@ -128,9 +130,9 @@ def test_torchs_watchdog_is_told_to_leave_the_process_alone(
         def __init__(self, *_: object) -> None:
             seen.append(tuple(map(os.environ.get, names)))
 
-    monkeypatch.setattr(group_module.dist, "ProcessGroupNCCL", Made, raising=False)
-    monkeypatch.setattr(group_module.dist, "PrefixStore", lambda *_: None)
-    group_module.join_group(None, "room", 0, 1, "nccl", CARD, "127.0.0.1", Deadline(PATIENCE))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: None)
+    join_group(None, "room", 0, 1, "nccl", CARD, "127.0.0.1", Deadline(PATIENCE))
     assert seen == [("2", "0")]
     assert tuple(map(os.environ.get, names)) == ("1", None)
 
@@ -145,19 +147,18 @@ def test_a_card_has_its_number_on_every_thread(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_update_takes_no_more_of_the_card_than_there_is(tmp_path: Path) -> None:
     """What is beyond waits on the CPU. A card is played by the device "meta"."""
-    table = param_table(load_spec(tiny_llama(tmp_path)))
-    params = {
-        param.name: torch.empty(param.shape, dtype=torch.bfloat16, device="meta") for param in table
-    }
-    weights = {name: torch.zeros(slot.shape) for name, slot in slots(table).items()}
+    spec = load_spec(tiny_llama(tmp_path))
+    model: Any = SimpleNamespace(
+        part=shard_of(spec), params={}, dtype=torch.bfloat16, device=torch.device("meta")
+    )
+    places = WeightSet(model)
+    weights = {name: torch.zeros(shape) for name, shape in places.shapes.items()}
     sizes = [2 * tensor.numel() for tensor in weights.values()]
     room = sum(sizes) // 2
-    session = WeightSession(
-        slots(table), slots(table), params, complete=True, check_finite=False, room=room
-    )
+    session = WeightSession(places, complete=True, check_finite=False, room=room)
     session.add(weights, Hold.COPY)
     placed = {"meta": 0, "cpu": 0}
-    for change in session.changes:
+    for change in session.staged.changes:
         placed[change.values.device.type] += change.values.nbytes
         assert change.values.dtype is torch.bfloat16
     assert room - max(sizes) < placed["meta"] <= room

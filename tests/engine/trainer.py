@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from nano_inference.engine.transports import group, sender, wire
-from nano_inference.engine.weight_update import WeightPatch
+from nano_inference.engine.transports import sender, wire
+from nano_inference.engine.weights.update import WeightPatch
 from nano_inference.errors import WeightUpdateError
+from nano_inference.parallel.process_group import ProcessGroup
 from tests.engine.weight_cases import EMBEDDING, NEW, NEWER, NORM, UP
 
 
 def after(count: int, happen: Any) -> None:
     """Let something happen instead of broadcast number `count` from now on."""
-    begin, left = group.Group.begin_broadcast, [count]
+    begin, left = ProcessGroup.begin_broadcast, [count]
 
     def begin_broadcast(self: Any, *arguments: Any) -> Any:
         left[0] -= 1
@@ -30,12 +31,12 @@ def after(count: int, happen: Any) -> None:
             happen()
         return begin(self, *arguments)
 
-    setattr(group.Group, "begin_broadcast", begin_broadcast)  # noqa: B010
+    setattr(ProcessGroup, "begin_broadcast", begin_broadcast)  # noqa: B010
 
 
 def lie(content: bytes) -> None:
     """Say something else than what is sent."""
-    wire.encode = lambda plan: content
+    wire.encode = lambda _: content
 
 
 def kill_in_the_middle() -> None:

@@ -138,7 +138,7 @@ def _inputs(shape: Shape) -> None:
 
 
 def _rope(shape: Shape, *, full: bool = False, units: bool = False) -> None:
-    from nano_inference.ops.cuda.rope import rope_and_store
+    from nano_inference.ops.cuda.rows import rope_and_store
 
     angles = shape.empty(2 * CONTEXT, shape.head_dim // 2, dtype=torch.float32)
     widths = (
@@ -253,7 +253,7 @@ def _products(shape: Shape, num_rows: tuple[int, ...]) -> None:
 
 
 def _few_rows(shape: Shape, num_rows: tuple[int, ...] = (1, 2, 3, 8)) -> None:
-    from nano_inference.ops.cuda import few_rows_kernels as kernels
+    from nano_inference.ops.cuda import few_rows as kernels
 
     for rows in num_rows:
         stream, norm = (

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from nano_inference import SamplingParams
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.columns import to_device
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.backend import FEW_ROWS, Norm
-from nano_inference.ops.cuda import few_rows_kernels
+from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import CudaOps
 from nano_inference.sampling.sample import sample
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
@@ -140,9 +141,9 @@ def test_few_rows(target: Target, shape: tuple[int, ...], dtype: torch.dtype) ->
         gated = ops.gate(product, "silu")
         # Sums in another order may be rounded otherwise, now and then; the gate multiplies two of
         # them.
-        pairs = [(few_rows_kernels.product(stream, norm, gate_up, bias), product)]
-        pairs.append((few_rows_kernels.product_gated(stream, norm, gate_up, bias, "silu"), gated))
-        added = few_rows_kernels.product_added(gated, None, down, None, stream, 0.5)
+        pairs = [(few_rows.product(stream, norm, gate_up, bias), product)]
+        pairs.append((few_rows.product_gated(stream, norm, gate_up, bias, "silu"), gated))
+        added = few_rows.product_added(gated, None, down, None, stream, 0.5)
         pairs.append((added.to(dtype), (stream + ops.linear(gated, down).float() * 0.5).to(dtype)))
         for got, expected in pairs:
             require_near(got, expected.double(), 4, 8 * ULP[dtype] + 1e-4)
@@ -295,7 +296,7 @@ def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -
     )
     expected = sample(logits, batch)
     ops = CudaOps(batch_invariant=False)
-    got = ops.sample_logits(logits.to(target.device), batch.to(torch.device(target.device)))
+    got = ops.sample_logits(logits.to(target.device), to_device(batch, torch.device(target.device)))
     same = got.token_ids.cpu() == expected.token_ids
     assert same.sum() >= rows - rows // 24
     assert (got.logprobs.cpu() - expected.logprobs)[same].abs().max() <= 2e-5

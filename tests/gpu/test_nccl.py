@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import distributed
 
-from nano_inference.engine.transports.group import Group, device_for, join_group, serve_store
 from nano_inference.engine.transports.interface import Deadline
+from nano_inference.engine.transports.rendezvous import device_for, join_group, serve_store
 from nano_inference.errors import WeightTransferError
+from nano_inference.parallel.process_group import ProcessGroup
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -26,16 +27,15 @@ PATIENCE = 60.0  # seconds; the first collective makes a communicator
 
 
 @pytest.fixture
-def group() -> Iterator[Group]:
+def group() -> Iterator[ProcessGroup]:
     device = device_for("nccl", None)
     store = serve_store(("127.0.0.1", 0), PATIENCE)
-    made = join_group(store, "room/", 0, 1, "nccl", device, "127.0.0.1", Deadline(PATIENCE))
-    group = Group(made, device)
+    group = join_group(store, "room/", 0, 1, "nccl", device, "127.0.0.1", Deadline(PATIENCE))
     yield group
     group.close()
 
 
-def test_what_travels_is_there_when_the_wait_is_over(group: Group) -> None:
+def test_what_travels_is_there_when_the_wait_is_over(group: ProcessGroup) -> None:
     """On whatever stream it is read: the host has seen that it is done."""
     sent = torch.randn(1 << 22, device=group.device)
     expected = sent.clone()
@@ -47,7 +47,7 @@ def test_what_travels_is_there_when_the_wait_is_over(group: Group) -> None:
     assert not group._travelling
 
 
-def test_another_thread_may_wait_and_close(group: Group) -> None:
+def test_another_thread_may_wait_and_close(group: ProcessGroup) -> None:
     done: list[bool] = []
 
     def run() -> None:
@@ -69,9 +69,7 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_deadline() -> None:
     device = device_for("nccl", None)
     store = serve_store(("127.0.0.1", 0), PATIENCE)
     began = time.monotonic()
-    lonely = Group(
-        join_group(store, "room/", 0, 2, "nccl", device, "127.0.0.1", Deadline(3.0)), device
-    )
+    lonely = join_group(store, "room/", 0, 2, "nccl", device, "127.0.0.1", Deadline(3.0))
     with pytest.raises(WeightTransferError):
         lonely.agree(True, Deadline(3.0), "the answer")
     lonely.close()

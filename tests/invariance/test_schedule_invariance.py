@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from nano_inference import SamplingParams, TrainingSample
 from nano_inference.config import Backend
+from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, run, same_bits
 from tests.models.tiny import tiny_llama
 
@@ -125,7 +126,12 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=18, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=at_depth(18),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_any_schedule(
     model: Path, dtype: str, backend: Backend, work: list[Request], schedule: Schedule
@@ -136,7 +142,7 @@ def test_same_bits_under_any_schedule(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=at_depth(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_many_schedules(
     model: Path, dtype: str, backend: Backend, work: list[Request], schedule: Schedule

@@ -20,6 +20,7 @@ from nano_inference.engine.storage import common_layout, layers_of_a_unit
 from nano_inference.models.loading import load_spec
 from nano_inference.rl import differences
 from nano_inference.rl.replayer import Replayer
+from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, poison, run, same_bits, small_tiles
 from tests.invariance.test_schedule_invariance import requests, schedules
 from tests.models.tiny import llama_config, llama_weights, tiny_model, write_model
@@ -137,7 +138,7 @@ def test_same_bits_where_memory_is_short(models: dict[str, Path], name: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=at_depth(20), deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_drawn_schedules(
     models: dict[str, Path], name: str, work: list[Request], schedule: Schedule

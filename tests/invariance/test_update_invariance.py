@@ -19,6 +19,7 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.rl import differences
 from nano_inference.rl.replayer import Replayer
 from nano_inference.types import KvPolicy, PauseMode
+from tests.depth import at_depth
 from tests.invariance.scenario import Schedule, poison, threads_restored
 from tests.invariance.test_schedule_invariance import BACKENDS, DTYPES, VALUES_PER_TOKEN, schedules
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
@@ -180,7 +181,7 @@ def check(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(
-    max_examples=15,
+    max_examples=at_depth(15),
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
@@ -201,7 +202,7 @@ def test_every_sample_is_made_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=at_depth(150), deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     work=st.lists(asks, min_size=1, max_size=5),
     events=st.lists(st.one_of(updates, updates, updates, pauses, others), min_size=1, max_size=6),

@@ -18,6 +18,7 @@ from nano_inference.config import Backend
 from nano_inference.engine.storage import common_layout, layers_of_a_unit
 from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
+from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, run, same_bits
 from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedules
 from tests.models.tiny import tiny_model
@@ -86,7 +87,12 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=at_depth(8),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_any_schedule(
     models: dict[str, Path], family: str, backend: Backend, work: list[Request], schedule: Schedule
@@ -97,7 +103,7 @@ def test_same_bits_under_any_schedule(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=at_depth(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(work=requests(), schedule=schedules)
 def test_same_bits_under_many_schedules(
     models: dict[str, Path], family: str, backend: Backend, work: list[Request], schedule: Schedule

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from nano_inference.kv_cache.block_pool import Block, BlockPool
+from tests.depth import at_depth
 
 PICK = st.integers(0, 2**16)
 
@@ -109,7 +110,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert [block.ref_count for block in self.pool.blocks] == self.counts
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=at_depth(60), stateful_step_count=40, deadline=None
+)
 TestPool = PoolMachine.TestCase
 
 

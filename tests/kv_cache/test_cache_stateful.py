@@ -9,6 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from nano_inference import PagedKVCache, RadixKVCache
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
+from tests.depth import at_depth
 from tests.kv_cache.machine import CacheFactory, CacheMachine, Written
 
 
@@ -76,7 +77,7 @@ class RadixMachine(CacheMachine):
 @pytest.mark.parametrize("machine", [PagedMachine, RadixMachine])
 def test_every_history_leaves_the_cache_right(machine: type[CacheMachine]) -> None:
     few = settings(
-        max_examples=120,
+        max_examples=at_depth(120),
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

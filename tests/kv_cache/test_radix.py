@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nano_inference import RadixKVCache
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.radix import Node, RadixTree
+from tests.depth import at_depth
 
 SIZE = 2
 Shape = dict[tuple[int, ...], Any]
@@ -89,7 +90,7 @@ def test_a_tree_that_lost_its_last_block_is_gone() -> None:
         cache.check([])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=at_depth(50))
 @given(
     queries=st.lists(st.lists(st.integers(1, 2), max_size=12), min_size=1, max_size=8),
     limit=st.integers(0, 14),

@@ -7,8 +7,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from nano_inference import PagedKVCache, RadixKVCache
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.indexed import IndexedKVCache
-from nano_inference.kv_cache.units import BlockLayout
+from nano_inference.kv_cache.manager import KVCacheManager
+from nano_inference.kv_cache.sliding_window import BlockLayout
+from tests.depth import at_depth
 from tests.kv_cache.window_machine import LAYOUTS, WindowCacheFactory, WindowMachine
 
 
@@ -23,7 +24,7 @@ class RadixWindowMachine(WindowMachine):
 @pytest.mark.parametrize("machine", [PagedWindowMachine, RadixWindowMachine])
 def test_every_history_leaves_the_cache_right(machine: type[WindowMachine]) -> None:
     few = settings(
-        max_examples=200,
+        max_examples=at_depth(200),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
@@ -53,7 +54,7 @@ def factory(request: pytest.FixtureRequest) -> WindowCacheFactory:
     return request.param
 
 
-def run_alone(cache: IndexedKVCache, tokens: list[int]) -> list[int]:
+def run_alone(cache: KVCacheManager, tokens: list[int]) -> list[int]:
     """Compute a sequence token by token; returns its table."""
     prefix = PrefixKeys(Namespace())
     prefix.extend(tokens, cache.block_size)
@@ -66,7 +67,7 @@ def run_alone(cache: IndexedKVCache, tokens: list[int]) -> list[int]:
     return table
 
 
-def matched(cache: IndexedKVCache, tokens: list[int]) -> int:
+def matched(cache: KVCacheManager, tokens: list[int]) -> int:
     prefix = PrefixKeys(Namespace())
     prefix.extend(tokens, cache.block_size)
     return cache.match(tokens, prefix, len(tokens)).cached_length

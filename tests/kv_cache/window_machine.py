@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
-from nano_inference.kv_cache.indexed import IndexedKVCache
-from nano_inference.kv_cache.units import NO_UNIT, BlockLayout
+from nano_inference.kv_cache.manager import KVCacheManager
+from nano_inference.kv_cache.sliding_window import NO_UNIT, BlockLayout
 from tests.kv_cache.machine import PICK, SALTS, SELDOM, TOKENS, Table, Written
 
 LAYOUTS = st.builds(
@@ -29,7 +29,7 @@ LAYOUTS = st.builds(
 class WindowCacheFactory(Protocol):
     def __call__(
         self, num_blocks: int, block_size: int, *, layout: BlockLayout, num_units: int | None
-    ) -> IndexedKVCache: ...
+    ) -> KVCacheManager: ...
 
 
 class WindowMachine(RuleBasedStateMachine):

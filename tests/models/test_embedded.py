@@ -18,6 +18,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.embedded import EMBEDDED_MODELS, EmbeddedModel, find_embedded
 from nano_inference.models.gguf import convert_gguf
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from tests.depth import at_depth
 
 SITE = "site"
 
@@ -51,7 +52,9 @@ def install(
 
 
 @settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=at_depth(20),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(parts=st.lists(st.binary(max_size=50), min_size=2, max_size=12))
 def test_parts_are_joined_in_order(

@@ -12,7 +12,7 @@ from huggingface_hub import errors as hub
 from nano_inference import ModelLoadError, WeightUpdateError
 from nano_inference.engine.transports.files import WeightFiles
 from nano_inference.engine.transports.interface import Deadline
-from nano_inference.engine.weight_sources import read_folder
+from nano_inference.engine.weights.sources import read_folder
 from nano_inference.models import embedded
 from nano_inference.models.embedded import install_command
 from nano_inference.models.folders import load_spec, resolve_model

@@ -12,9 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.gguf import convert_gguf, write_tokenizer
 from nano_inference.models.gguf_families import FAMILIES
-from nano_inference.models.gguf_tokenizer import write_tokenizer
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.models.tiny_gguf import (
     FFN,

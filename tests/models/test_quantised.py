@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nano_inference import ModelLoadError, WeightUpdateError
-from nano_inference.engine.weight_sources import read_folder
+from nano_inference.engine.weights.sources import read_folder
 from nano_inference.models.loading import load_params, load_spec
 from nano_inference.models.spec import spec_from_config
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from nano_inference.engine.transports import Deadline
 from nano_inference.engine.transports.files import MARKER, WeightFiles, WeightFolder, write_folder
-from nano_inference.engine.weight_sources import read_folder
+from nano_inference.engine.weights.sources import read_folder
 from nano_inference.errors import ModelLoadError, NanoInferenceError, WeightUpdateError
 from nano_inference.models.folders import load_spec, resolve_model
 from nano_inference.models.loading import load_params, read_tensors

@@ -74,7 +74,7 @@ CATCHES = {
     "triton_attention_tiles_from_the_window": PAGED,
     "context_merged_as_it_arrives": "tests/parallel/test_context_parallel.py -k to_the_bit",
     "replicas_of_other_numerics": "tests/serving/fleet/test_fleet.py -k alike",
-    "some_replicas_sleep_on": "tests/serving/fleet/test_together.py -k refuses",
+    "some_replicas_sleep_on": "tests/serving/fleet/test_operations.py -k sleep_that_one_refuses",
     "repeated_text_is_cut_twice": "tests/serving/fleet/test_fleet.py -k counted_down",
     "moved_logprobs_are_not_compared": "tests/serving/fleet/test_fleet.py -k other_logprobs",
     "ties_to_the_first_replica": "tests/serving/fleet/test_router.py -k take_turns",
@@ -130,12 +130,13 @@ def main() -> None:
     parser.add_argument(
         "--one-of", type=int, default=1, help="only every n-th fault; the commit decides which"
     )
+    parser.add_argument("--tier", default="all", help="of tests/depth.py, to see what it notices")
     arguments = parser.parse_args()
     root = Path(__file__).parents[2]
     names = (
         arguments.names or list(CATCHES)[commit_number(root) % arguments.one_of :: arguments.one_of]
     )
-    green = [name for name in names if not turns_red(root, name)]
+    green = [name for name in names if not turns_red(root, name, arguments.tier)]
     if green:
         raise SystemExit(f"not caught: {', '.join(green)}")
     print(f"{len(names)} passed, 0 failed")
@@ -149,7 +150,7 @@ def commit_number(root: Path) -> int:
     return int(found.stdout.strip() or "0", 16)
 
 
-def turns_red(root: Path, name: str) -> bool:
+def turns_red(root: Path, name: str, tier: str = "all") -> bool:
     """Whether the tests of a fault fail on a copy that has it."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +173,7 @@ def turns_red(root: Path, name: str) -> bool:
             "-p",
             "no:cacheprovider",
         ]
-        command += ["--hypothesis-profile=mutants", *shlex.split(CATCHES[name])]
+        command += ["--tier", tier, "--hypothesis-profile=mutants", *shlex.split(CATCHES[name])]
         try:
             done = subprocess.run(
                 command,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import at_depth
 from tests.ops.cpu_attention import (
     MACHINES,
     Chunk,
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="the kernels need a C++ compiler"
 )
 BLOCK_SIZES = (1, 4, 16, 24, 32, 64)
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(
+    max_examples=at_depth(60), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from nano_inference import (
 )
 from nano_inference.cache_folder import cache_folder
 from nano_inference.engine import backends
-from nano_inference.ops.cpu import build, library, stored
+from nano_inference.ops.cpu import build, library
 from nano_inference.ops.cpu.backend import cpu_ops
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
@@ -226,8 +226,8 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     assert len(paths) == 1
     assert sum("Built" in err for _, err in said) >= 1
     assert sum("Building" in err for _, err in said) == 1, "one builds, and the others wait for it"
-    (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != stored.LOCK)
-    assert {each.name for each in folder.iterdir()} == {build.LIBRARY, stored.MANIFEST}, (
+    (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != build.LOCK)
+    assert {each.name for each in folder.iterdir()} == {build.LIBRARY, build.MANIFEST}, (
         "nothing is left behind"
     )
 
@@ -246,9 +246,9 @@ def test_a_damaged_library_is_noticed_and_built_anew(
     assert build.build("portable", tmp_path / "root") == path
     assert ctypes.CDLL(str(path)).nano_answer() == 42
     assert sum("are damaged" in record.getMessage() for record in caplog.records) == 1
-    (path.parent / stored.MANIFEST).write_bytes(b"\xff")
+    (path.parent / build.MANIFEST).write_bytes(b"\xff")
     assert ctypes.CDLL(str(build.build("portable", tmp_path / "root"))).nano_answer() == 42
-    assert {each.name for each in (tmp_path / "root").iterdir()} == {path.parent.name, stored.LOCK}
+    assert {each.name for each in (tmp_path / "root").iterdir()} == {path.parent.name, build.LOCK}
 
 
 @NEEDS_COMPILER
@@ -265,18 +265,18 @@ def test_what_killed_builds_left_goes_once_it_is_old(sources: Path, tmp_path: Pa
         ".another",
         "mine",
         folder.name,
-        stored.LOCK,
+        build.LOCK,
     }
 
 
 def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> None:
     with (
-        stored.alone(tmp_path),
+        build.alone(tmp_path),
         pytest.raises(TimeoutError, match=r"build\.lock for more than 0\.2 s; end that process"),
-        stored.alone(tmp_path, patience=0.2),
+        build.alone(tmp_path, patience=0.2),
     ):
         pass
-    with stored.alone(tmp_path, patience=0.2):
+    with build.alone(tmp_path, patience=0.2):
         pass
 
 

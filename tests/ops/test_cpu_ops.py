@@ -16,11 +16,14 @@ from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
 from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 SETS = [name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= _processor_flags()]
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(
+    max_examples=at_depth(40), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 sizes = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 96, 100, 130, 257, 576])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.weights import PackedWeight
+from tests.depth import at_depth
 from tests.ops.cpu_kernels import available, kernels
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -39,7 +40,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("name", available())
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=at_depth(15), deadline=None)
 @given(
     st.integers(1, 70), st.integers(1, 100), st.integers(0, 40), st.booleans(), st.integers(0, 9)
 )
@@ -81,7 +82,7 @@ def test_rows_come_back_as_torch_casts_them(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=at_depth(20), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 50), st.data())
 def test_a_patch_is_written_where_it_belongs(
     dtype: torch.dtype, rows: int, columns: int, data: st.DataObject

@@ -20,6 +20,7 @@ from nano_inference.models.loading import load_params, load_spec
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import Replay, cpu_ops
 from nano_inference.ops.cpu.recorder import Buffer, Operation, place_buffers
+from tests.depth import at_depth
 from tests.models.tiny import FAMILIES, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 
@@ -167,7 +168,7 @@ def programs(draw: Any) -> tuple[list[Operation], list[Buffer], list[Buffer]]:
     return operations, inputs, outputs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=at_depth(300), deadline=None)
 @given(programs())
 def test_no_buffer_is_overwritten_before_its_last_reader(
     program: tuple[list[Operation], list[Buffer], list[Buffer]],
@@ -285,7 +286,7 @@ def test_a_batch_that_cannot_be_is_refused_before_anything_is_written(
 
 
 @NEEDS_COMPILER
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=at_depth(150), deadline=None)
 @given(st.data())
 def test_no_batch_crashes(model: Decoder, data: Any) -> None:
     """Whatever numbers stand in a batch, it runs or it is refused."""

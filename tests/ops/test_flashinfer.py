@@ -20,11 +20,14 @@ from nano_inference.engine.storage import BoundKVStorage, KVStorage
 from nano_inference.errors import ConfigError
 from nano_inference.ops import reference_attention
 from nano_inference.ops.flashinfer import FlashInferAttention
+from tests.depth import at_depth
 from tests.models.tiny import tiny_model
 from tests.ops import flashinfer_stand_in
 
 CALM = settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=at_depth(40),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 HEADS, KV_HEADS, D, NUM_BLOCKS = 4, 2, 8, 40
 

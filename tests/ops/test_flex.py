@@ -27,6 +27,7 @@ from nano_inference.ops import flex, reference_attention
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.flex import HeadShape, flex_ops, require_flex
 from nano_inference.ops.reference import reference_ops
+from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 
 # torch's compiler itself still touches what torch deprecates.
@@ -231,7 +232,7 @@ def workloads(draw: st.DrawFn) -> tuple[Paged, list[Piece], int]:
     return paged, pieces, draw(st.sampled_from([0, 1, 7, 16, 50, 1000]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=at_depth(40))
 @given(workloads())
 def test_agrees_with_the_explicit_mask(workload: tuple[Paged, list[Piece], int]) -> None:
     assert_agrees(*workload)

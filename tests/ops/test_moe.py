@@ -19,11 +19,12 @@ from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.weights import as_packed
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps
-from nano_inference.parallel.collectives import ThreadGroup
+from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config
+from tests.parallel.thread_group import ThreadGroup
 
 HIDDEN = 48
-CALM = settings(deadline=None, max_examples=20)
+CALM = settings(deadline=None, max_examples=at_depth(20))
 
 
 class Backend(NamedTuple):

@@ -17,12 +17,15 @@ from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.reference import reference_ops
-from nano_inference.ops.reference_attention import State, _merge
+from nano_inference.ops.reference_attention import SoftmaxState, _merge
 from nano_inference.parallel.context import SEGMENT, SegmentRows
+from tests.depth import at_depth
 from tests.ops.test_reference import Shape
 
 CALM = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=at_depth(12),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -131,8 +134,8 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
 
 def test_a_context_of_one_segment_is_merged_with_nothing() -> None:
     """So contexts up to 512 keys have the bits of plain online softmax, also the sign of a zero."""
-    before = State(torch.tensor([[-math.inf]]), torch.zeros(1, 1), torch.zeros(1, 2))
-    found = State(torch.tensor([[3.0]]), torch.tensor([[2.0]]), torch.tensor([[-0.0, 1.0]]))
+    before = SoftmaxState(torch.tensor([[-math.inf]]), torch.zeros(1, 1), torch.zeros(1, 2))
+    found = SoftmaxState(torch.tensor([[3.0]]), torch.tensor([[2.0]]), torch.tensor([[-0.0, 1.0]]))
     for merged, expected in zip(_merge(before, found), found, strict=True):
         assert torch.equal(merged.view(torch.int32), expected.view(torch.int32))
     assert SEGMENT == 512  # of kernels/attention.h too

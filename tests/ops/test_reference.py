@@ -23,8 +23,9 @@ from nano_inference.ops.backend import Norm
 from nano_inference.ops.reference import reference_ops
 from nano_inference.ops.reference_attention import attention, plan_attention
 from nano_inference.sampling.logprobs import logsumexp
+from tests.depth import at_depth
 
-CALM = settings(deadline=None, max_examples=25)
+CALM = settings(deadline=None, max_examples=at_depth(25))
 SIZES = st.integers(24, 600)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 THREADS = (1, 2, 3)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nano_inference.ops.cuda import attention
 from nano_inference.ops.cuda.attention import Attention
+from tests.depth import at_depth
 from tests.ops.triton_attention import (
     Heads,
     Memory,
@@ -149,7 +150,7 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
 @pytest.mark.parametrize(
     ("heads", "window"), [(Heads(group=3, kv_heads=1), 0), (Heads(kv_heads=1, dtype=HALF), 21)]
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=at_depth(6), deadline=None)
 @given(schedule=schedules())
 def test_a_rows_bits_are_its_own(
     heads: Heads, window: int, schedule: tuple[list[list[Piece]], Memory, int, int]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda.attention_plan import Bounds, Items, plan_items
+from tests.depth import at_depth
 
 pytest.importorskip("triton")
 
@@ -68,7 +69,7 @@ def batch_of(chunks: list[tuple[int, int]]) -> ForwardBatch:
     return batch_of_rows(rows, BLOCK_SIZE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_depth(40), deadline=None)
 @given(cases())
 def test_every_row_has_every_key_once(case: Case) -> None:
     batch = batch_of(case.chunks)

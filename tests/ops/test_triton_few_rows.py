@@ -24,7 +24,7 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec import spec_from_config
 from nano_inference.models.weights import allocate, param_table
 from nano_inference.ops.backend import Norm, Ops
-from nano_inference.ops.cuda import few_rows, few_rows_kernels
+from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import cuda_ops
 from nano_inference.ops.reference import reference_ops
 from tests.models.tiny import FAMILIES, llama_config
@@ -44,7 +44,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def small_tiles() -> Iterator[None]:
     """So that K is more than one of them, and a weight's rows too."""
-    with patch.multiple(few_rows_kernels, VECTOR_TILE=8192, LEAST_BYTES=8192):
+    with patch.multiple(few_rows, VECTOR_TILE=8192, LEAST_BYTES=8192):
         yield
 
 
@@ -89,10 +89,10 @@ def test_a_kernel_is_what_the_plain_operations_are(
     read = x if norm is None else plain.rms_norm(None, x, norm, 1.0)[0]
     for each, activation in ((None, "silu"), (bias, "gelu_tanh")):
         product = plain.linear(read, weight, each)
-        close(few_rows_kernels.product(x, norm, weight, each), product.to(dtype), dtype)
-        added = few_rows_kernels.product_added(x, norm, weight, each, residual, 0.3)
+        close(few_rows.product(x, norm, weight, each), product.to(dtype), dtype)
+        added = few_rows.product_added(x, norm, weight, each, residual, 0.3)
         close(added, residual + product.to(dtype).float() * 0.3, dtype)
-        gated = few_rows_kernels.product_gated(x, norm, weight, each, activation)
+        gated = few_rows.product_gated(x, norm, weight, each, activation)
         close(gated, plain.gate(product.to(dtype), activation).to(dtype), dtype)
 
 
@@ -102,16 +102,16 @@ def test_a_row_knows_nothing_of_the_others(few: tuple[int, int]) -> None:
     shape = SHAPES[1]
     weight, norm = drawn(*shape, seed=1), norms(shape[1], torch.float32)["norm"]
     x = drawn(few[1], shape[1], seed=3)
-    whole = few_rows_kernels.product_gated(x, norm, weight, None, "silu")
+    whole = few_rows.product_gated(x, norm, weight, None, "silu")
     own = x[: few[0]].clone()
     own[1:] = torch.nan
-    assert torch.equal(few_rows_kernels.product_gated(own, norm, weight, None, "silu")[0], whole[0])
+    assert torch.equal(few_rows.product_gated(own, norm, weight, None, "silu")[0], whole[0])
 
 
 def test_a_weight_is_cut_for_the_whole_card() -> None:
-    with patch.object(few_rows_kernels, "LEAST_BYTES", 8192):
+    with patch.object(few_rows, "LEAST_BYTES", 8192):
         cut = {
-            shape: few_rows_kernels.columns_of_vector(shape[0], 2 * shape[1])
+            shape: few_rows.columns_of_vector(shape[0], 2 * shape[1])
             for shape in [(1024, 2048), (4096, 1024), (6144, 1024), (28672, 4096), (64, 32)]
         }
     assert list(cut.values()) == [4, 16, 16, 16, 64]
@@ -201,8 +201,8 @@ def test_a_layer_is_six_kernels() -> None:
     names = ("embed", "linear", "rms_norm", "rope_and_store", "attention", "gate")
     ops = replace(plain, **{name: counted(name, getattr(plain, name)) for name in names})
     model = model_of("qwen3", replace(ops, few_rows=partial(few_rows.few_rows, ops)), torch.float32)
-    launch = few_rows_kernels._launch
-    with patch.object(few_rows_kernels, "_launch", counted("fused", launch)):
+    launch = few_rows._launch
+    with patch.object(few_rows, "_launch", counted("fused", launch)):
         trunk(model, 1, 1, few=True)
     layers = model.spec.num_layers
     assert called == {
@@ -218,7 +218,7 @@ def test_more_rows_than_few_go_the_plain_way() -> None:
     fused = few_rows.FewRows(reference_ops())
     weight, norm = drawn(16, 8, seed=1), Norm(None, 1e-5, 0.0, torch.float32)
     x, residual = drawn(9, 8, seed=2), drawn(9, 16, seed=3)
-    with patch.object(few_rows_kernels, "_launch", side_effect=AssertionError):
+    with patch.object(few_rows, "_launch", side_effect=AssertionError):
         product = fused.linear(fused.rms_norm(None, x, norm)[0], weight)
         assert torch.equal(fused.gate(product), reference_ops().gate(x @ weight.t(), "silu"))
         assert torch.equal(

@@ -17,6 +17,7 @@ from nano_inference.sampling import sample as reference
 from nano_inference.sampling.filters import rank
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from tests.depth import at_depth
 from tests.ops.test_cpu_head import random_requests, same_bits
 
 pytest.importorskip("triton")
@@ -24,7 +25,7 @@ pytest.importorskip("triton")
 from nano_inference.ops.cuda import filters, sampling
 from nano_inference.ops.cuda.softmax import BLOCK
 
-CALM = settings(deadline=None, max_examples=8)
+CALM = settings(deadline=None, max_examples=at_depth(8))
 PARTS = ("logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
 
 
@@ -40,7 +41,7 @@ def rows(num: int, vocab: int, seed: int = 0, scale: float = 3) -> Tensor:
 
 
 def masked(requests: list[DrawRequest]) -> SamplingBatch:
-    return replace(sampling_batch(requests), any_mask=True, any_filter=True, any_raw=True)
+    return replace(sampling_batch(requests), any_kept=True, any_filter=True, any_raw=True)
 
 
 def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
@@ -52,7 +53,7 @@ def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
 # -- against the reference -------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=at_depth(5))
 @given(
     seed=st.integers(0, 2**20),
     vocab=st.sampled_from([1, 37, 300]),
@@ -205,7 +206,7 @@ def test_masks_of_samples_without_filters() -> None:
 # -- the same bits ---------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=at_depth(3))
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from([37, 300, BLOCK + 1]), data=st.data())
 def test_a_sample_is_the_same_alone_and_in_any_batch(
     seed: int, vocab: int, data: st.DataObject

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.ops.cuda import matmul
+from tests.depth import at_depth
 
 # Rows and columns of a weight: one segment, several, whole tiles and ragged ones, a last segment
 # that is shorter.
@@ -66,7 +67,7 @@ def of_200_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return matmul.invariant_product(x, weight, None, torch.float32)
 
 
-@settings(max_examples=16, deadline=None, derandomize=True)
+@settings(max_examples=at_depth(16), deadline=None, derandomize=True)
 @given(
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from([torch.float32, torch.float16]),

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.engine.storage import BoundKVStorage, KVStorage, UnitMap
-from nano_inference.kv_cache.units import BlockLayout, UnitPool
+from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
+from tests.depth import at_depth
 from tests.ops.exactness import assert_close
 
 pytest.importorskip("triton")
 
-from nano_inference.ops.cuda.rope import rope_and_store
+from nano_inference.ops.cuda.rows import rope_and_store
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS, BLOCK_SIZE, POSITIONS, LAYERS = 6, 3, 40, 4
@@ -133,7 +134,7 @@ CASES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=at_depth(30))
 @given(
     case=CASES,
     ratio=st.sampled_from([1, 2, 3]),
@@ -162,7 +163,7 @@ def test_rope_and_store(case, ratio, num, layer, data):
     assert torch.equal(values.nan_to_num(7), expected[2].nan_to_num(7))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=at_depth(20))
 @given(
     case=CASES,
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),

@@ -12,6 +12,7 @@ from torch import Tensor
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.sampling.noise import stream_keys
+from tests.depth import at_depth
 from tests.ops.exactness import assert_close
 
 pytest.importorskip("triton")
@@ -19,7 +20,7 @@ pytest.importorskip("triton")
 from nano_inference.ops.cuda import rows as kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CALM = settings(deadline=None, max_examples=25)
+CALM = settings(deadline=None, max_examples=at_depth(25))
 WIDTHS = st.sampled_from([1, 2, 64, 96, 127, 1000])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 ACTIVATIONS = st.sampled_from(["silu", "gelu_tanh"])
@@ -138,7 +139,7 @@ def operations(width: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", operations(1, torch.float32))
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=at_depth(6))
 @given(num=st.integers(2, 5), width=st.sampled_from([96, 1000]), dtype=DTYPES, data=st.data())
 def test_rows_know_nothing_of_each_other(name, num, width, dtype, data):
     """Bitwise: alone, among others, elsewhere among fewer; one full of NaN spoils only itself."""

@@ -24,6 +24,7 @@ from nano_inference.sampling.sampling_batch import (
     greedy_batch,
     sampling_batch,
 )
+from tests.depth import at_depth
 from tests.ops.test_cpu_head import random_requests, same_bits
 
 pytest.importorskip("triton")
@@ -34,7 +35,7 @@ import triton.language as tl
 from nano_inference.ops.cuda import noise, sampling
 from nano_inference.ops.cuda.softmax import BLOCK
 
-CALM = settings(deadline=None, max_examples=4)
+CALM = settings(deadline=None, max_examples=at_depth(4))
 VOCABULARIES = [1, 37, 300, BLOCK + 1]
 PLAIN: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PARTS = ("logprobs", "raw_logprobs", "log_kept_mass", "top_logprobs")
@@ -286,7 +287,7 @@ class NoHostReads(TorchDispatchMode):
 
 def test_nothing_waits_for_the_device() -> None:
     requests = random_requests(random.Random(3), 5, 3, 60, top_logprobs=2)
-    batch, logits = replace(raw(requests), any_mask=True, any_filter=True), rows(3, 60)
+    batch, logits = replace(raw(requests), any_kept=True, any_filter=True), rows(3, 60)
     with NoHostReads():
         sampling.draw(logits, batch)
         sampling.score(logits, torch.arange(3), torch.ones(3))
@@ -358,7 +359,7 @@ def test_a_low_temperature_neither_overflows_nor_loses_digits() -> None:
 
 
 def test_no_samples_are_no_work() -> None:
-    for options in ({}, {"any_filter": True, "any_mask": True, "most_top": 3}):
+    for options in ({}, {"any_filter": True, "any_kept": True, "most_top": 3}):
         drawn = sampling.draw(torch.empty(0, 100), replace(sampling_batch([]), **options))
         assert drawn.token_ids.shape == drawn.logprobs.shape == (0,)
         assert drawn.kept is None or drawn.kept.shape == (0, 100)

@@ -13,6 +13,7 @@ from nano_inference import EngineConfig
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.errors import ConfigError
 from nano_inference.parallel.context import SEGMENT, ContextSplit, ContextStep, own_rows
+from tests.depth import at_depth
 
 
 @st.composite
@@ -40,7 +41,7 @@ def brought_together(parts: list[torch.Tensor], order: torch.Tensor) -> list[int
     return torch.cat(parts)[order].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 @given(data=st.data())
 def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
     split = data.draw(splits())
@@ -84,7 +85,7 @@ def test_every_row_is_computed_and_stored_once(data: st.DataObject) -> None:
     assert brought_together(targets, steps[0].scores.order) == batch.score_targets.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_depth(40), deadline=None)
 @given(
     data=st.data(),
     window=st.sampled_from([0, 0, 1, 100, 512, 1700]),
@@ -132,7 +133,7 @@ def test_every_row_merges_all_of_its_segments_in_order(
         assert merged[row] == list(range(first // SEGMENT, position // SEGMENT + 1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=at_depth(30), deadline=None)
 @given(split=splits(), positions=st.lists(st.integers(0, 9000), min_size=1))
 def test_what_a_rank_stores_is_counted(split: ContextSplit, positions: list[int]) -> None:
     owners = split.owners(torch.arange(9001))

@@ -19,12 +19,13 @@ from nano_inference import SamplingParams
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference import reference_ops
-from nano_inference.parallel.collectives import ThreadGroup
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.ops.test_cpu_head import random_requests
 from tests.parallel.test_tensor_parallel import on_ranks, require_same
+from tests.parallel.thread_group import ThreadGroup
 
 HIDDEN, ROWS, UNIT = 24, 5, 1536
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -87,7 +88,7 @@ def draw(hidden: Tensor, batch: SamplingBatch, divisor: float = 1.0) -> Callable
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=at_depth(8), deadline=None)
 @given(
     ranks=st.sampled_from([2, 4, 8]),
     kind=st.sampled_from([*KINDS]),
@@ -102,7 +103,7 @@ def test_ranks_draw_and_score_as_one(
     vocab = ranks * UNIT + more
     hidden, weight = random_head(vocab, dtype, seed)
     requests = random_requests(random.Random(seed), 12, ROWS, vocab, **KINDS[kind])
-    batch = replace(sampling_batch(requests), any_mask=masks)
+    batch = replace(sampling_batch(requests), any_kept=masks)
     ranked = Ranks(backend(name), weight, bounds_of(vocab, ranks))
     ranked.check(draw(hidden, batch, 1.5))
     token_ids = torch.tensor([0, vocab - 1, vocab // 2, UNIT - 1, UNIT])

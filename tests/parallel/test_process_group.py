@@ -9,24 +9,28 @@ import torch
 import torch.distributed
 
 from nano_inference.errors import RankLost
-from nano_inference.parallel.collectives import Group, ProcessGroup, ThreadGroup
+from nano_inference.parallel.process_group import ProcessGroup
+from tests.parallel.thread_group import ThreadGroup
 
 dist: Any = torch.distributed
 CPU = torch.device("cpu")
 
 
-def of_processes(size: int, patience: float = 10.0) -> list[Callable[[], Group]]:
+def of_processes(size: int, patience: float = 10.0) -> list[Callable[[], ProcessGroup]]:
     store = dist.HashStore()
     return [
-        lambda rank=rank: ProcessGroup(store, rank, size, CPU, patience) for rank in range(size)
+        lambda rank=rank: ProcessGroup.meet(store, rank, size, CPU, patience)
+        for rank in range(size)
     ]
 
 
-def of_threads(size: int, patience: float = 10.0) -> list[Callable[[], Group]]:
+def of_threads(size: int, patience: float = 10.0) -> list[Callable[[], ProcessGroup]]:
     return [lambda group=group: group for group in ThreadGroup.make(size, patience)]
 
 
-def together(makers: list[Callable[[], Group]], run: Callable[[Group], Any]) -> list[Any]:
+def together(
+    makers: list[Callable[[], ProcessGroup]], run: Callable[[ProcessGroup], Any]
+) -> list[Any]:
     """What each rank found, or raised."""
     found: list[Any] = [None] * len(makers)
 
@@ -47,12 +51,12 @@ def together(makers: list[Callable[[], Group]], run: Callable[[Group], Any]) -> 
 
 @pytest.mark.parametrize("make", [of_threads, of_processes])
 @pytest.mark.parametrize("size", [2, 4])
-def test_collectives(make: Callable[[int], list[Callable[[], Group]]], size: int) -> None:
+def test_collectives(make: Callable[[int], list[Callable[[], ProcessGroup]]], size: int) -> None:
     own = [
         torch.randn((3, 5), generator=torch.Generator().manual_seed(rank)) for rank in range(size)
     ]
 
-    def run(group: Group) -> Any:
+    def run(group: ProcessGroup) -> Any:
         mine = own[group.rank]
         gathered = group.all_gather(mine.to(torch.bfloat16))
         total = group.tree_sum(mine)
@@ -82,7 +86,7 @@ def test_collectives(make: Callable[[int], list[Callable[[], Group]]], size: int
 
 
 def test_who_waits_in_vain_is_told() -> None:
-    def run(group: Group) -> None:
+    def run(group: ProcessGroup) -> None:
         if group.rank == 0:
             group.tree_sum(torch.zeros(3))
 
@@ -98,7 +102,7 @@ def test_ranks_that_do_not_come() -> None:
 
 
 def test_a_group_can_be_closed_twice() -> None:
-    def run(group: Group) -> None:
+    def run(group: ProcessGroup) -> None:
         group.close()
         group.close()
 

@@ -17,12 +17,13 @@ from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
 from nano_inference.ops.cpu.weights import as_packed
 from nano_inference.parallel.bounds import SEGMENTS, check_segments, row_segments, segment_unit
-from nano_inference.parallel.collectives import ThreadGroup
 from nano_inference.parallel.segments import tree_sum
+from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.parallel.test_tensor_parallel import on_ranks
+from tests.parallel.thread_group import ThreadGroup
 
-FEW = settings(max_examples=25, deadline=None)
+FEW = settings(max_examples=at_depth(25), deadline=None)
 SETS = [name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= _processor_flags()]
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 heights = st.sampled_from([1, 2, 3, 4, 5, 8, 17, 64, 65])

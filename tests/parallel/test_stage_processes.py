@@ -100,7 +100,7 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
         [stage] = [
             child
             for child in psutil.Process().children()
-            if "engine.ranks.worker" in " ".join(child.cmdline())
+            if "engine.workers.worker" in " ".join(child.cmdline())
         ]
         began = time.monotonic()
         stage.kill()
@@ -128,7 +128,7 @@ def test_a_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path)
         workers = [
             child
             for child in psutil.Process().children()
-            if "engine.ranks.worker" in " ".join(child.cmdline())
+            if "engine.workers.worker" in " ".join(child.cmdline())
         ]
         workers[-1].suspend()  # its neighbour waits for it too, and gives up
         with pytest.raises(EngineDead, match=r"rank 3 .*does not go on"):

@@ -19,10 +19,10 @@ from nano_inference import (
     TrainingSample,
 )
 from nano_inference.config import Backend, CacheType
-from nano_inference.engine.ranks.step_diff import MirroredUnits
 from nano_inference.engine.storage import KVStorage, UnitMap, common_layout
+from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.loading import load_spec, read_tensors
-from nano_inference.models.part import part_of, split_layers
+from nano_inference.models.shard import shard_of, split_layers
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.types import KvPolicy
@@ -267,11 +267,11 @@ def test_waiting_is_told_from_work(models: Any) -> None:
 def test_a_stage_holds_its_layers_alone(models: Any, family: str, stages: int) -> None:
     spec = load_spec(models(family))
     places = [Place(Mesh(pipeline=stages), rank) for rank in range(stages)]
-    parts = [part_of(spec, place) for place in places]
+    parts = [shard_of(spec, place) for place in places]
     assert [layer for part in parts for layer in part.layers] == list(range(LAYERS))
     device, held = torch.device("cpu"), 0
     layout = common_layout([spec], 500, stages)
-    pool = UnitMap(MirroredUnits(40, 3, layout), device) if layout.num_sliding else None  # pyright: ignore
+    pool = UnitMap(UnitPool(40, 3, layout), device) if layout.num_sliding else None
     for part in parts:
         storage = KVStorage(part.spec, 3, 8, torch.float32, device, pool)
         held += storage.keys[:, :, 0].numel() * (layout.num_units if pool else 1)

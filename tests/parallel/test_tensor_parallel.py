@@ -16,18 +16,18 @@ from nano_inference import SamplingParams
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.joints import Joints
 from nano_inference.models.loading import load_params, load_spec
-from nano_inference.models.part import part_of
+from nano_inference.models.rank_exchange import RankExchange
+from nano_inference.models.shard import shard_of
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference import reference_ops
-from nano_inference.parallel.collectives import ThreadGroup
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 from tests.models.tiny import tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
+from tests.parallel.thread_group import ThreadGroup
 
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS = 8, 12
@@ -65,10 +65,10 @@ def decoders(folder: Path, ops: Ops, dtype: torch.dtype, ranks: int) -> list[Dec
     spec, groups = load_spec(folder), ThreadGroup.make(ranks, patience=20)
     found: list[Decoder] = []
     for rank in range(ranks):
-        part = part_of(spec, Place(Mesh(tensor=ranks), rank))
-        joints = Joints(part, tensor=groups[rank] if ranks > 1 else None)
+        part = shard_of(spec, Place(Mesh(tensor=ranks), rank))
+        rank_exchange = RankExchange(part, tensor=groups[rank] if ranks > 1 else None)
         params = load_params(folder, spec, dtype, CPU, ops.allocate, part)
-        found.append(Decoder(part.spec, params, ops, 64, joints))
+        found.append(Decoder(part.spec, params, ops, 64, rank_exchange))
     return found
 
 

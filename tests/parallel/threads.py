@@ -1,5 +1,5 @@
-"""Engines over ranks that are threads of this process: the real loop, a `ModelRunner` a rank, steps
-as diffs.
+"""Engines over ranks that are threads of this process: the real loop, a `ModelRunner` a rank, each of
+which replays the steps.
 
 `mesh_engine` gives an `InferenceEngine` whose runner is `ThreadRanks`. Every rank has its part of
 the weights, its own KV tensors (filled with NaN) and a thread that runs steps in the order in which
@@ -18,31 +18,26 @@ import msgspec
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.batch import ForwardBatch
+from nano_inference.batch import Chunks, ForwardBatch
 from nano_inference.engine import engine as engine_module
 from nano_inference.engine.assembly import Parts, assemble
 from nano_inference.engine.backends import choose_ops
-from nano_inference.engine.ranks.step_diff import (
-    Draw,
-    Forward,
-    MirroredUnits,
-    StepDecoder,
-    StepEncoder,
-)
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, common_layout, storage_key
-from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.engine.workers.replay import Draw, Forward, StepReplay, StepSender
+from nano_inference.kv_cache.hash_cache import PagedKVCache
+from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.joints import Joints
-from nano_inference.models.part import ModelPart, part_of
+from nano_inference.models.rank_exchange import RankExchange
+from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import allocate, param_table, read, slots, write
 from nano_inference.parallel.clock import RankClock
-from nano_inference.parallel.collectives import ThreadGroup
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS
+from tests.parallel.thread_group import ThreadGroup
 
 PATIENCE = 30.0  # seconds for any step
 
@@ -64,10 +59,10 @@ class Rank:
     """One rank: its thread, and what it mirrors."""
 
     def __init__(
-        self, part: ModelPart, runner: ModelRunner, block_size: int, units: MirroredUnits | None
+        self, part: ModelShard, runner: ModelRunner, block_size: int, units: UnitPool | None
     ) -> None:
-        self.part, self.runner, self.units = part, runner, units
-        self.decoder = StepDecoder(block_size)
+        self.part, self.runner = part, runner
+        self.steps = StepReplay(block_size, units)
         self.commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.failed: BaseException | None = None
         self._result: Any = None
@@ -80,15 +75,13 @@ class Rank:
     def forward(self, frame: bytes) -> None:
         message = decode(frame)
         assert isinstance(message, Forward)
-        if self.units is not None:
-            self.units.follow(message.units)
-        batches, copies = self.decoder.forward(message)
+        batches, copies = self.steps.forward(message)
         self._result = self.runner.forward(batches, copies, self._newest)
 
     def sample(self, frame: bytes, told: Future[SampledTokens] | None) -> None:
         message = decode(frame)
         assert isinstance(message, Draw)
-        batch = self.decoder.draw(message)
+        batch = self.steps.draw(message)
         if self.part.place.is_last_stage:
             self._newest = self.runner.sample(self._result, batch)
             tokens = self._newest.wait()
@@ -118,17 +111,18 @@ class ThreadRanks(ModelRunner):
         self.whole, self.mesh = parts.runner, mesh
         # of the whole model; they run nothing
         self.models, self.storages = self.whole.models, self.whole.storages
-        self.device, self.lockstep = self.whole.device, None
+        self.device = self.whole.device
         self.version_of: Callable[[], int] = lambda: 0
         self._version = 0
-        self._encoder = StepEncoder()
         self._pool = parts.cache.units
+        self._steps = StepSender(config.block_size, self._pool)
+        self._frame = b""
         # stages or tensor ranks with the same other places
         self._groups: list[ThreadGroup] = []
         tensor = self._meet(mesh, "tensor_peers", mesh.tensor)
         pipeline = self._meet(mesh, "pipeline_peers", mesh.pipeline)
         context = self._meet(mesh, "context_peers", mesh.context)
-        self.joints: dict[tuple[int, str], Joints] = {}
+        self.rank_exchange: dict[tuple[int, str], RankExchange] = {}
         self.ranks: list[Rank] = []
         for index in range(mesh.world_size):
             groups = {
@@ -154,6 +148,14 @@ class ThreadRanks(ModelRunner):
     def rank_times(self) -> list[tuple[int, int]]:
         return [(rank.runner.clock.busy, rank.runner.clock.waiting) for rank in self.ranks]
 
+    def announce(self, *step: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._frame = encode(self._steps.forward(*step))
+        if self._pool is not None:
+            self._pool.changed.clear()
+
+    def announce_draw(self, chunks: Chunks) -> None:
+        self._frame = encode(self._steps.draw(chunks))
+
     def forward(
         self,
         batches: tuple[ForwardBatch, ...],
@@ -163,15 +165,13 @@ class ThreadRanks(ModelRunner):
         if self.version_of() != self._version:
             self._version = self.version_of()
             self._spread()
-        frame = encode(self._encoder.forward(batches, block_copies, self._pool))
-        if self._pool is not None:
-            self._pool.changed.clear()
+        frame = self._frame
         for rank in self.ranks:
             rank.commands.put(lambda rank=rank: rank.forward(frame))
 
     def sample(self, result: Any, batch: SamplingBatch) -> OnTheirWay:
         self._raise_what_failed()
-        frame = encode(self._encoder.draw(batch))
+        frame = self._frame
         told = OnTheirWay()
         for index, rank in enumerate(self.ranks):
             future = told.future if index == self._teller else None
@@ -225,19 +225,23 @@ class ThreadRanks(ModelRunner):
         by_key: dict[Any, KVStorage] = {}
         budget, units = parts.memory_budget, None
         if self._pool is not None:
-            units = MirroredUnits(self._pool.num_units, self._pool.num_blocks, self._pool.layout)
-        unit_map = UnitMap(units, self.device) if units is not None else None  # pyright: ignore[reportArgumentType]
+            units = UnitPool(self._pool.num_units, self._pool.num_blocks, self._pool.layout)
+        unit_map = UnitMap(units, self.device) if units is not None else None
         for name, model in self.whole.models.items():
             if name == PREVIOUS:
                 continue
-            part = part_of(model.spec, place)
+            part = shard_of(model.spec, place)
             ops = choose_ops(config, {name: model.spec}, model.dtype, self.device)(
                 budget.num_blocks
             )
             params = allocate(param_table(model.spec, part), model.dtype, self.device, ops.allocate)
             _load(params, part, model)
             models[name] = Decoder(
-                part.spec, params, ops, budget.max_model_len, Joints(part, **groups, clock=clock)
+                part.spec,
+                params,
+                ops,
+                budget.max_model_len,
+                RankExchange(part, **groups, clock=clock),
             )
             key = storage_key(part.spec, budget.layout)
             if key not in by_key:
@@ -336,7 +340,7 @@ def poison(engine: InferenceEngine) -> None:
     runner.poison(free)
 
 
-def _load(params: dict[str, Any], part: ModelPart, model: Decoder) -> None:
+def _load(params: dict[str, Any], part: ModelShard, model: Decoder) -> None:
     """A part of what a whole model holds now."""
     whole = slots(param_table(part.whole))
     for name, slot in slots(param_table(part.whole, part)).items():

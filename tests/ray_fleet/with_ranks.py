@@ -53,7 +53,7 @@ def main() -> dict[str, Any]:
             seen["checksum"] = fleet.weights_checksum() == checksum
             seen["updated"] = bits(fleet.generate(PROMPTS, PARAMS, 2)) == quiet[1]
             say("updated")
-            (client,) = fleet._client.roster.living().values()
+            (client,) = fleet._client.supervisor.living().values()
             raylet = psutil.Process(client.info.pid).parent()
             assert raylet is not None
             (rank,) = (

@@ -145,7 +145,7 @@ def main() -> dict[str, Any]:
 
         # All of them die: the call waits for the first new one.
         running = in_the_middle(fleet)
-        for client in fleet._client.roster.living().values():
+        for client in fleet._client.supervisor.living().values():
             os.kill(client.info.pid, signal.SIGKILL)
         seen["all killed"] = running.result() == quiet
         seen["after all"] = [fleet.get_weight_version(), fleet.weights_checksum() == checksum]

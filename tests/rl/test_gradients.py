@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.models.fused_names import fused_tensors, unfused
+from nano_inference.models.spec import spec_from_config
+from nano_inference.models.weights import fused_tensors, param_table, unfused
 from nano_inference.rl import PolicyModel, torch_decoder
 from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
 from nano_inference.rl.torch_decoder import TorchDecoder
+from tests.depth import at_depth
 from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.parity.compare import smollm2_oracle
 from tests.rl.training import SEQUENCES, bits, build, coefficients, gradients, weighted_sum
@@ -33,7 +35,9 @@ def oracle_gradients(
         logprobs.append(torch.cat([torch.zeros(1), chosen]))
     weighted_sum(logprobs, coefficients([len(ids) for ids in sequences])).backward()
     grads = {name: param.grad for name, param in oracle.named_parameters()}
-    fused = fused_tensors({name: tuple(grad.shape) for name, grad in own.items()})
+    config = oracle.config.to_dict()
+    table = param_table(spec_from_config(config)) if config.get("architectures") else ()
+    fused = fused_tensors(table)
     return {
         name: grad for given, whole in grads.items() for name, grad in unfused(fused, given, whole)
     }
@@ -167,7 +171,7 @@ def test_a_loss_that_uses_nothing_has_gradients_of_zero(tmp_path: Path) -> None:
 TREES = st.lists(st.lists(st.integers(5, 7), min_size=1, max_size=9), max_size=8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=at_depth(100), deadline=None)
 @given(sequences=TREES, max_rows=st.integers(1, 30), seed=st.integers(0, 999))
 def test_micro_batches_hold_every_gradient_once_on_its_own_path(
     sequences: list[list[int]], max_rows: int, seed: int

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nano_inference.rl import parameter_states
 from nano_inference.rl.parameter_states import states
+from tests.depth import at_depth
 
 
 def swap_rows(words: Tensor, one: int, other: int) -> None:
@@ -43,7 +44,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=at_depth(200), deadline=None)
 @given(
     shape=st.sampled_from([(1,), (3,), (5, 7), (64, 33), (130, 64), (520, 33)]),
     dtype=st.sampled_from([torch.float32, torch.float16]),

@@ -25,6 +25,7 @@ from nano_inference import (
 from nano_inference.rl.comparison import differences
 from nano_inference.rl.replayer import MOST_ROWS, Replayer, replay
 from nano_inference.types import ContextVersions
+from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, tiny_model, write_model
 from tests.ops.compiler import NEEDS_COMPILER
 
@@ -118,7 +119,9 @@ def engine(request: pytest.FixtureRequest, build: Build) -> InferenceEngine:
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=at_depth(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     requests=st.lists(
@@ -162,7 +165,9 @@ def test_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> Non
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=at_depth(20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     at=st.tuples(st.integers(1, 7)) | st.tuples(st.integers(1, 7), st.integers(10, 15)),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nano_inference import ConfigError, SamplingParams, TrainingSample, VersionSpan
 from nano_inference.data import DataError
 from nano_inference.rl.report import MismatchReport, mismatch_report
+from tests.depth import at_depth
 
 
 def sample_of(
@@ -42,7 +43,7 @@ def sample_of(
 LOGPROB = st.floats(-20, 0, width=32)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=at_depth(100), deadline=None)
 @given(
     rows=st.lists(
         st.lists(st.tuples(LOGPROB, LOGPROB, st.booleans()), max_size=6),

@@ -23,6 +23,7 @@ from nano_inference import (
     TrainingSample,
 )
 from nano_inference.rl import score
+from tests.depth import at_depth
 from tests.models.tiny import tiny_llama, tiny_model
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 9, 40)]
@@ -125,7 +126,7 @@ def test_scores_of_a_whole_sequence_begin_with_nan_and_are_a_teachers(folder: Pa
 TREES = st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=12), min_size=1, max_size=8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_depth(40), deadline=None)
 @given(sequences=TREES, seed=st.integers(0, 999), one=st.booleans())
 def test_what_sequences_share_is_scored_once_and_copied(
     shared_engine: InferenceEngine, sequences: list[list[int]], seed: int, one: bool

@@ -24,6 +24,7 @@ from nano_inference import (
     WeightUpdateError,
 )
 from nano_inference.rl.trl import RolloutFunction, group_by_prompt, sampling_params
+from tests.depth import at_depth
 from tests.models.tiny import tiny_llama
 from tests.rl.training import build
 from tests.rl.trl_trainer import DistributedType, FakeTrainer
@@ -66,7 +67,7 @@ def test_groups_are_the_entries_by_prompt(prompts: list[list[int]]) -> None:
     assert [group.places[0] for group in groups] == sorted(group.places[0] for group in groups)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=at_depth(15), deadline=None)
 @given(
     words=st.lists(st.sampled_from(["a", "be", "sea", "deed"]), min_size=1, max_size=9),
     seed=st.integers(0, 99),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams, SamplingPipeline
+from nano_inference.columns import Entries, columns_of
 from nano_inference.ops.cpu import head
 from nano_inference.sampling import pipeline
 from nano_inference.sampling import sample as reference
@@ -33,14 +34,14 @@ from nano_inference.sampling.pipeline import (
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import (
     DrawRequest,
-    Entries,
     SamplingBatch,
     sampling_batch,
 )
+from tests.depth import at_depth
 from tests.ops import cpu_kernels
 
 VOCAB = 61
-CALM = settings(deadline=None, max_examples=80)
+CALM = settings(deadline=None, max_examples=at_depth(80))
 IDS = st.integers(0, VOCAB - 1)
 Sample = Callable[[Tensor, SamplingBatch], Draw]
 NEAR = 1e-4  # where a filter's threshold is nearer than this, float32 and float64 may disagree
@@ -144,7 +145,7 @@ def test_a_draw_is_what_float64_says(sample: Sample, draw: DrawRequest, seed: in
     logits = logits_of(seed)
     full, row, kept = written_down(logits, draw)
     possible = {i for i in range(VOCAB) if row[i] > -math.inf}
-    batch = replace(sampling_batch([draw]), any_raw=True, any_mask=True)
+    batch = replace(sampling_batch([draw]), any_raw=True, any_kept=True)
     drawn = sample(logits, batch)
     token = int(drawn.token_ids[0])
     raw = torch.log_softmax(logits[draw.row].double(), dim=-1)
@@ -206,7 +207,7 @@ def repeated(batch: SamplingBatch, num: int) -> SamplingBatch:
                 part.ids.repeat(num),
                 part.values.repeat(num),
             )
-        elif isinstance(part, Tensor):
+        elif isinstance(part, Tensor) and columns_of(SamplingBatch)[field.name].sizes[0] == "R":
             many[field.name] = part.expand(num, *part.shape[1:])
     many["noise_keys"] = torch.from_numpy(noise_keys([(9, i % 8, i // 8) for i in range(num)]))
     return replace(batch, **many)

@@ -10,19 +10,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams, sample_with_logprobs
+from nano_inference.columns import Entries
 from nano_inference.sampling.logprobs import gather_logprobs, logsumexp
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sample import Draw, sample
 from nano_inference.sampling.sampling_batch import (
     DrawRequest,
-    Entries,
     SamplingBatch,
     sampling_batch,
 )
+from tests.depth import at_depth
 
 VOCAB = 333
 CHI_SQUARE_19 = 43.8  # one in a thousand, 19 degrees of freedom
-CALM = settings(deadline=None, max_examples=50)
+CALM = settings(deadline=None, max_examples=at_depth(50))
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Row:
 
 def batch_of(rows: list[Row], *, raw: bool = True, mask: bool = False) -> SamplingBatch:
     draws = [DrawRequest(row.params, row.row, row.draw, banned=row.masked) for row in rows]
-    return replace(sampling_batch(draws), any_raw=raw, any_mask=mask)
+    return replace(sampling_batch(draws), any_raw=raw, any_kept=mask)
 
 
 ROWS = st.builds(
@@ -262,7 +263,8 @@ def test_draws_follow_the_distribution(monkeypatch: pytest.MonkeyPatch, row: Row
         **{
             field.name: getattr(few, field.name).expand(num)
             for field in fields(few)
-            if isinstance(getattr(few, field.name), Tensor) and field.name != "noise_keys"
+            if isinstance(getattr(few, field.name), Tensor)
+            and field.name not in ("noise_keys", "mask_words")
         },
     )
     draw = sample(logits, many)

@@ -128,7 +128,7 @@ class Model {
     auto add = [&](Kind kind, int32_t in, int32_t out, int32_t residual = -1) -> Op& {
       ops.push_back({});
       Op& op = ops.back();
-      op.kind = kind, op.in = in, op.out = out, op.residual = residual, op.scale = 1.f;
+      op.kind = kind, op.input = in, op.output = out, op.residual = residual, op.scale = 1.f;
       return op;
     };
     auto product = [&](const std::vector<T>& w, int64_t rows, int64_t columns, int32_t in, int32_t out, Finish finish) {
@@ -173,12 +173,15 @@ class Model {
     std::vector<int64_t> rows(R, row), top_k{0, 0, 5, 0, 3}, keys, entry_rows{1, 3}, entry_ids{7, s.vocab - 1}, ban_rows{0, 3, 4}, ban_ids{2, 7, s.vocab - 1}, tokens(R), top(2 * R);
     std::vector<double> temperature{1, 0, 1, 0.7, 2};
     std::vector<float> top_p{1, 1, 1, 0.9f, 0.8f}, zero(R, 0.f), one(R, 1.f), values{3, -2}, logprobs(R), raw(R), mass(R), best(2 * R);
-    std::vector<uint8_t> restricted(R, 0), kept(size_t(R * s.vocab));
+    std::vector<int64_t> mask_rows{-1, 0, -1, 0, -1};
+    std::vector<int32_t> mask_words(size_t((s.vocab + 31) / 32), 0x55555555);
+    mask_words.back() &= int32_t((1ull << (s.vocab - (int64_t(mask_words.size()) - 1) * 32)) - 1);
+    std::vector<uint8_t> kept(size_t(R * s.vocab));
     for (int64_t i = 0; i < 2 * R; i++) keys.push_back((position * 7919 + i * 104729) & 0xffffffff);
     const Entries some{entry_rows.data(), entry_ids.data(), values.data(), 2}, none{nullptr, nullptr, nullptr, 0};
     const Entries bans{ban_rows.data(), ban_ids.data(), zero.data(), 3};
     const DrawBatch batch{R, rows.data(), temperature.data(), top_k.data(), top_p.data(), zero.data(), zero.data(), zero.data(),
-                          one.data(), keys.data(), some, none, bans, none, restricted.data(), 1, 2, tokens.data(), logprobs.data(),
+                          one.data(), keys.data(), some, bans, none, mask_rows.data(), mask_words.data(), 1, int64_t(mask_words.size()), 1, 2, tokens.data(), logprobs.data(),
                           raw.data(), mass.data(), kept.data(), top.data(), best.data()};
     if (int problem = nano_draw(&input, &batch)) std::printf("draw %d\n", problem), std::exit(1);
     for (int64_t token : tokens)
@@ -192,7 +195,7 @@ class Model {
     const size_t R = size_t(batch.num_samples);
     std::vector<int64_t> top_k(R, 0), tokens(R), other_tokens(R);
     std::vector<float> top_p(R, 1.f), logprobs(R), other_logprobs(R), unused(2 * R);
-    batch.top_k = top_k.data(), batch.top_p = top_p.data(), batch.kept = nullptr, batch.num_top = 0;
+    batch.filters.top_k = top_k.data(), batch.filters.top_p = top_p.data(), batch.kept = nullptr, batch.num_top = 0;
     batch.raw_logprobs = unused.data(), batch.log_kept_mass = unused.data() + R;
     batch.token_ids = tokens.data(), batch.logprobs = logprobs.data();
     if (nano_draw(&input, &batch)) std::exit(1);

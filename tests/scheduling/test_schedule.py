@@ -6,9 +6,10 @@ import pytest
 
 from nano_inference import PagedKVCache, SamplingParams, SchedulerConfig, schedule
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.scheduling.commit import Applied, apply, preempt
+from nano_inference.kv_cache.sliding_window import BlockLayout
+from nano_inference.scheduling.commit import Applied, SampledTokens, apply, commit, preempt
 from nano_inference.scheduling.decision import SchedulerOutput
-from nano_inference.scheduling.sequence import Sequence, Sequences
+from nano_inference.scheduling.sequence import CheckedRequest, Sequence, Sequences
 
 
 class Stage:
@@ -26,14 +27,10 @@ class Stage:
         seq_id = self.sequences.new_id()
         seq = Sequence(
             seq_id,
-            seq_id,
+            CheckedRequest(seq_id, len(prompt), params),
             list(prompt),
-            len(prompt),
-            params,
-            frozenset(),
-            0,
-            PrefixKeys(Namespace(salt=params.cache_salt)),
             num_samples,
+            prefix=PrefixKeys(Namespace(salt=params.cache_salt)),
         )
         seq.prefix.extend(prompt, self.config.block_size)
         self.sequences.insert(seq)
@@ -240,3 +237,28 @@ def test_limits_of_a_step_hold() -> None:
         assert len(decision.seq_ids) <= 2
         assert decision.num_tokens <= 7
         assert max(decision.lengths, default=0) <= 3
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_sequence_may_draw_at_several_rows_of_a_chunk(window: int) -> None:
+    """Rows behind the first count as computed, leave the window and fill blocks that can be matched
+    only when the tokens before them are accepted.
+    """
+    layout = BlockLayout(num_sliding=1, window=window) if window else BlockLayout()
+    stage = Stage(num_blocks=8)
+    stage.cache = PagedKVCache(8, stage.config.block_size, layout=layout)
+    seq = stage.add([1, 2, 3, 4, 5, 6])
+    apply(stage.decide(), stage.sequences, stage.cache)
+    tokens = SampledTokens([7], [-1.0], [-1.0], [0.0])
+    assert commit([seq], tokens, stage.sequences, stage.cache) == []
+    # its newest token, and two that are guessed
+    rows = SchedulerOutput((seq.seq_id,), (6,), (3,), (1,), (seq.weight_set,), (1,), ((0, 1, 2),))
+    applied = apply(rows, stage.sequences, stage.cache)
+    assert applied.sampled == (seq, seq, seq)
+    assert (seq.num_computed_tokens, seq.num_published_blocks) == (7, 1)
+    drawn = SampledTokens([8, 9], [-1.0] * 2, [-1.0] * 2, [0.0] * 2)
+    commit(applied.sampled[:2], drawn, stage.sequences, stage.cache)  # the third guess was wrong
+    assert seq.token_ids[-3:] == [7, 8, 9]
+    assert (seq.num_computed_tokens, seq.num_published_blocks) == (8, 2)
+    slid = [layout.num_slid(seq.num_computed_tokens, stage.config.block_size)]
+    stage.cache.check(stage.sequences.block_tables(), slid)

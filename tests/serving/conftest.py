@@ -5,6 +5,7 @@ Other servers: `running_server(ScriptedClient(...))`.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,17 +13,33 @@ import pytest
 import torch
 
 from nano_inference.config import EngineConfig
+from nano_inference.engine.loop import EngineLoop
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.main import running_server
 from nano_inference.serving.process_client import ProcessClient
+from nano_inference.types import TrainingSample
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import Run, config_of
 
 SMOLLM2 = EngineConfig(
     "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1
 )
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in this process take at least some milliseconds a step: a request of a tiny model
+    lasts until what a test does to it has come, however fast the machine is.
+    """
+    step = EngineLoop.step
+
+    def slow(loop: EngineLoop) -> list[TrainingSample]:
+        time.sleep(0.004)
+        return step(loop)
+
+    monkeypatch.setattr(EngineLoop, "step", slow)
 
 
 @pytest.fixture(scope="session")

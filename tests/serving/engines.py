@@ -9,6 +9,7 @@ from typing import Any
 
 from nano_inference.config import EngineConfig
 from nano_inference.serving.client import EngineClient, RequestStream
+from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 
@@ -74,7 +75,9 @@ async def idle(client: EngineClient) -> None:
     assert client.num_samples == 0
 
 
-def child_of(client: ProcessClient):
-    child = client._child
-    assert child is not None
-    return child
+def child_of(client: EngineClient) -> ProcessClient:
+    """The client of the process, which a fleet of one has begun last."""
+    if isinstance(client, FleetClient):
+        client = client.supervisor.replicas["0"].client
+    assert isinstance(client, ProcessClient)
+    return client

@@ -24,7 +24,7 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
-from nano_inference.text.output_text import OutputText
+from nano_inference.text.detokenizer import OutputText
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import (
     Delta,

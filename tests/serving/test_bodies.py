@@ -4,6 +4,7 @@ same.
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -13,7 +14,7 @@ import pytest
 from nano_inference.errors import ConfigError
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge import connection
-from nano_inference.serving.edge.bodies import SMALL, Bodies
+from nano_inference.serving.edge.admission import SMALL, Bodies
 from nano_inference.serving.main import running_server
 from tests.serving.scripted import ScriptedClient
 from tests.serving.test_exchange import eventually
@@ -92,11 +93,12 @@ def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps({"prompt": "Hi"}).encode()
     with (
-        serving(monkeypatch, body_timeout=5.0) as (url, _),
+        serving(monkeypatch, body_timeout=1.0) as (url, _),
         unfinished(url, 0, len(content)) as peer,
     ):
-        for byte in content:
+        for byte in content:  # all of it takes longer than one gap may
             peer.sendall(bytes((byte,)))
+            time.sleep(0.08)
         assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 

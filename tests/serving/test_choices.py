@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.serving.choices import Piece, new_choice
+from nano_inference.serving.choices import ChoiceDelta, new_choice
 from nano_inference.serving.messages import Generate
 from nano_inference.types import Delta, SamplingParams
+from tests.depth import at_depth
 from tests.serving.scripted import Script, ScriptedClient, _Sample
 
 COLUMNS = ("token_ids", "logprobs", "top_logprobs", "raw_logprobs", "log_kept_mass")
@@ -35,7 +36,7 @@ def deltas() -> list[Delta]:
     return [*made, sample.last()]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_depth(40), deadline=None)
 @given(data=st.data())
 def test_deltas_that_are_joined_keep_their_order_in_every_column(
     data: st.DataObject, deltas: list[Delta]
@@ -45,7 +46,7 @@ def test_deltas_that_are_joined_keep_their_order_in_every_column(
     ends = [*cuts, len(deltas)]
     pieces = [choice.push(deltas[begin:end]) for begin, end in zip([0, *cuts], ends, strict=True)]
 
-    def column(found: list[Piece], name: str) -> list[object]:
+    def column(found: list[ChoiceDelta], name: str) -> list[object]:
         return [each for piece in found for each in getattr(piece, name) or ()]
 
     for name in COLUMNS:

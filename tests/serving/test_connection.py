@@ -14,8 +14,9 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from nano_inference.serving import runner
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge import connection, runner
+from nano_inference.serving.edge import connection
 from nano_inference.serving.main import running_server
 from tests.serving.scripted import Script, ScriptedClient
 from tests.serving.test_exchange import eventually

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nano_inference.errors import EngineDead
-from nano_inference.serving.edge.lifecycle import Lifecycle
+from nano_inference.serving.edge.admission import Lifecycle
 from nano_inference.serving.errors import api_error_of
 from nano_inference.serving.process_client import ProcessClient
 from tests.serving.engines import PATIENCE, child_of, config_of, finished, params_of, until

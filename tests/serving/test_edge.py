@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from nano_inference.errors import ConfigError
 from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects.paths import CONTROL
 from nano_inference.serving.edge.access import LEVELS, Level
-from nano_inference.serving.edge.json_limits import MAX_CONTAINERS, MAX_KEYS, check_json
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import PROTOCOLS, ROUTES, running_server
-from nano_inference.serving.protocols import reading
-from nano_inference.serving.protocols.openai_requests import CompletionRequest
+from nano_inference.serving.paths import CONTROL
+from nano_inference.serving.protocols import requests
+from nano_inference.serving.protocols.json_limits import MAX_CONTAINERS, MAX_KEYS, check_json
+from nano_inference.serving.protocols.openai_schema import CompletionRequest
 from nano_inference.serving.server import Server
+from tests.depth import at_depth
 from tests.serving.scripted import ScriptedClient
 
 KEY, OTHER, ADMIN = "key-one", "key-two", "admin-key"
@@ -127,7 +128,7 @@ def test_admin_routes_are_off_without_an_admin_key(keyed: str, open_: str) -> No
 @given(
     sane=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128)
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=at_depth(20), deadline=None)
 def test_a_sane_request_id_is_taken_over(open_: str, sane: str) -> None:
     reply = httpx.get(open_ + "/health", headers={"x-request-id": sane})
     assert reply.headers["x-request-id"] == reply.headers["request-id"] == sane
@@ -203,7 +204,7 @@ def depth(value: object) -> int:
 
 
 @given(value=VALUES, ascii_=st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=at_depth(200))
 def test_depth_is_found_without_parsing(value: object, ascii_: bool) -> None:
     body, found = (
         json.dumps(value, ensure_ascii=ascii_).encode("utf-8", "surrogatepass"),
@@ -216,7 +217,7 @@ def test_depth_is_found_without_parsing(value: object, ascii_: bool) -> None:
 
 
 @given(body=st.binary() | st.text('"\\[]{}a').map(str.encode))
-@settings(max_examples=200)
+@settings(max_examples=at_depth(200))
 def test_depth_of_what_is_not_json(body: bytes) -> None:
     with suppress(ApiError):  # and nothing else
         check_json(body, 1, 2)
@@ -241,7 +242,7 @@ def commas(value: object) -> int:
 
 
 @given(value=VALUES, ascii_=st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=at_depth(200))
 def test_values_are_counted_without_parsing(value: object, ascii_: bool) -> None:
     """Commas and brackets in texts count nothing, whatever stands around them."""
     whole = [value, '",[{:\\"', "x," * 3]
@@ -266,10 +267,10 @@ def test_values_and_keys_are_refused_before_they_are_parsed(
     monkeypatch: pytest.MonkeyPatch, bomb: bytes, what: str
 ) -> None:
     parsed: list[bytes] = []
-    monkeypatch.setattr(reading.msgspec.json, "decode", parsed.append)
+    monkeypatch.setattr(requests.msgspec.json, "decode", parsed.append)
     config = ServerConfig(max_values=2_000 if what == "values" else 10 * MAX_KEYS)
     with pytest.raises(ApiError, match=f"has more than .* {what}"):
-        reading.decode(bomb, config)
+        requests.decode(bomb, config)
     assert not parsed
 
 
@@ -288,7 +289,7 @@ def test_a_long_logit_bias_is_refused_before_it_is_validated(nested: bool) -> No
         {"prompt": "Hi", "sampling_params": bias} if nested else {"prompt": "Hi"} | bias
     ).encode()
     with pytest.raises(ApiError, match="logit_bias has 2000 entries"):
-        reading.read_body(body, CompletionRequest, ServerConfig(), {})
+        requests.read_body(body, CompletionRequest, ServerConfig())
 
 
 def raw(url: str, *pieces: bytes) -> bytes:

@@ -25,7 +25,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge import connection
 from nano_inference.serving.edge.admission import Admission
-from nano_inference.serving.edge.event_stream import EventStream
+from nano_inference.serving.edge.replies import EventStream
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import running_server
 from nano_inference.serving.messages import Ready

@@ -19,6 +19,7 @@ from nano_inference.types import (
     TrainingSample,
     VersionSpan,
 )
+from tests.depth import at_depth
 
 FLOATS = st.floats() | st.sampled_from([-0.0, math.nan, math.inf, -math.inf])
 IDS = st.integers(0, 2**31)
@@ -90,7 +91,7 @@ def plain(value: Any) -> str:
 
 
 @given(st.lists(DELTAS, max_size=3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=at_depth(80), deadline=None)
 def test_deltas_arrive_as_they_were(deltas: list[Delta]) -> None:
     message = Outputs(deltas, list(range(len(deltas))))
     arrived = there_and_back(message, FromEngine)
@@ -108,7 +109,7 @@ def test_deltas_arrive_as_they_were(deltas: list[Delta]) -> None:
 
 
 @given(st.lists(IDS), PARAMS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=at_depth(80), deadline=None)
 def test_requests_arrive_as_they_were(prompt: list[int], params: SamplingParams) -> None:
     arrived = there_and_back(Generate(3, prompt, params, 2, True), ToEngine)
     assert arrived == Generate(3, prompt, params, 2, True)

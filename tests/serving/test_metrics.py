@@ -84,7 +84,7 @@ def test_pauses_of_failovers_are_a_histogram_whose_buckets_add_up() -> None:
     metrics = Metrics(made.client)
     metrics.serve("m")
     for seconds in (0.005, 0.02, 0.02, 0.15, 0.15, 0.15, 9.0, 100.0):
-        made.client.failovers.paused(seconds)
+        made.client.failover.paused(seconds)
     families = {
         family.name: family for family in text_string_to_metric_families(metrics.text().decode())
     }

@@ -17,16 +17,17 @@ from jsonschema import Draft202012Validator
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.serving import handler
-from nano_inference.serving.choices import Piece, new_choice
+from nano_inference.serving.choices import ChoiceDelta, new_choice
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.handler import Generation
 from nano_inference.serving.handler import events as events_of
 from nano_inference.serving.main import running_server
 from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.protocols.interface import Served
-from nano_inference.serving.protocols.openai_completions import Completions
-from nano_inference.serving.protocols.openai_schemas import CHAT, COMPLETION, MODELS, TEXT, TOKENS
+from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
+from nano_inference.serving.protocols.openai_schema import CHAT, COMPLETION, MODELS, TEXT, TOKENS
 from nano_inference.types import Delta, TrainingSample
+from tests.depth import at_depth
 from tests.serving.scripted import Script, ScriptedClient, logprob, with_template
 from tests.serving.streams import events, post
 from tests.serving.test_openai_sdk import TEMPLATE, THINKS_AND_CALLS, TOOLS
@@ -291,7 +292,7 @@ def test_a_stream_that_is_dropped_aborts_all_its_prompts() -> None:
         served = Served("scripted", client.info, client.tokenizer, ChatFormat(), ServerConfig())
         body = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 60, "stream": True}
         generation = Generation(
-            Completions().prepare(json.dumps(body).encode(), served, "id"), served
+            COMPLETIONS.prepare(json.dumps(body).encode(), served, "id"), served
         )
         generation.submit(client)
         source = events_of(generation)
@@ -308,7 +309,7 @@ def test_a_stream_that_is_dropped_aborts_all_its_prompts() -> None:
     assert client.aborted == [request.request_id for request in client.requests]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 @given(
     ids=st.lists(st.integers(0, 49151) | st.sampled_from([2, 145, 240, 8530]), max_size=30),
     data=st.data(),
@@ -318,7 +319,7 @@ def test_a_choice_s_text_does_not_depend_on_its_portions(
 ) -> None:
     tokenizer = engine.tokenizer
     choice = new_choice(0, tokenizer, (), frozenset([2]), None)
-    pieces, begin = list[Piece](), 0
+    pieces, begin = list[ChoiceDelta](), 0
     while begin < len(ids):
         end = data.draw(st.integers(begin + 1, len(ids)))
         pieces.append(
@@ -462,7 +463,7 @@ def test_all_logprobs_where_the_server_tells_them(engine: ScriptedClient) -> Non
         ServerConfig(max_logprobs=-1),
     )
     body = PROMPT | {"logprobs": -1, "prompt_logprobs": -1}
-    (ask,) = Completions().prepare(json.dumps(body).encode(), served, "id").asks
+    (ask,) = COMPLETIONS.prepare(json.dumps(body).encode(), served, "id").asks
     assert ask.params.top_logprobs == ask.params.prompt_top_logprobs == engine.info.vocab_size
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nano_inference.models.loading import resolve_model
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from tests.depth import at_depth
 from tests.serving.streams import events, post
 
 TEXT = "The capital of France is Paris. 🙂 Über"
@@ -147,7 +148,7 @@ def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any
     return choices
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=at_depth(15), deadline=None)
 @given(data=st.data())
 def test_a_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject) -> None:
     chat = data.draw(st.booleans())

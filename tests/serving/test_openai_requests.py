@@ -18,8 +18,9 @@ from nano_inference.serving.errors import ApiError, api_error_of
 from nano_inference.serving.main import running_server
 from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.protocols.interface import Served
-from nano_inference.serving.protocols.openai_chat import Chat
-from nano_inference.serving.protocols.openai_completions import Completions
+from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
+from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
+from tests.depth import at_depth
 from tests.serving.scripted import ScriptedClient
 from tests.serving.streams import post
 
@@ -57,7 +58,7 @@ def refusal(body: object, served: Served, *, chat: bool) -> ApiError:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     began = time.thread_time()
     with pytest.raises((ApiError, InvalidRequest)) as raised:
-        (Chat() if chat else Completions()).prepare(data, served, "id")
+        (CHATS if chat else COMPLETIONS).prepare(data, served, "id")
     assert time.thread_time() - began < 0.05
     return api_error_of(raised.value)
 
@@ -280,9 +281,9 @@ def test_fields_that_change_nothing_are_taken(served: Served) -> None:
         "top_k": -1,
         "model": "scripted",
     }
-    plain = Completions().prepare(json.dumps(TEXT).encode(), served, "id")
+    plain = COMPLETIONS.prepare(json.dumps(TEXT).encode(), served, "id")
     assert (
-        Completions().prepare(json.dumps(TEXT | harmless).encode(), served, "id").asks == plain.asks
+        COMPLETIONS.prepare(json.dumps(TEXT | harmless).encode(), served, "id").asks == plain.asks
     )
     chat = {
         "verbosity": "low",
@@ -291,25 +292,25 @@ def test_fields_that_change_nothing_are_taken(served: Served) -> None:
         "tool_choice": "none",
         "tools": [],
     }
-    Chat().prepare(json.dumps(CHAT | harmless | chat).encode(), served, "id")
+    CHATS.prepare(json.dumps(CHAT | harmless | chat).encode(), served, "id")
 
 
 def test_an_unknown_field_is_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     body = json.dumps(TEXT | {"frobnicate\n": 1}).encode()
     with caplog.at_level(logging.WARNING, "nano_inference.serving"):
         for _ in range(3):
-            Completions().prepare(body, served, "id")
+            COMPLETIONS.prepare(body, served, "id")
     assert [
         record.getMessage() for record in caplog.records if "frobnicate" in record.getMessage()
     ] == ['requests hold an unknown field, which is ignored: "frobnicate\\n"']
 
 
 def test_defaults(served: Served) -> None:
-    (ask,) = Completions().prepare(json.dumps(TEXT).encode(), served, "id").asks
+    (ask,) = COMPLETIONS.prepare(json.dumps(TEXT).encode(), served, "id").asks
     assert ask.params.max_tokens == 16
-    (ask,) = Completions().prepare(json.dumps({"prompt": [1] * 250}).encode(), served, "id").asks
+    (ask,) = COMPLETIONS.prepare(json.dumps({"prompt": [1] * 250}).encode(), served, "id").asks
     assert ask.params.max_tokens == 6
-    (ask,) = Chat().prepare(json.dumps(CHAT).encode(), served, "id").asks
+    (ask,) = CHATS.prepare(json.dumps(CHAT).encode(), served, "id").asks
     assert ask.params.max_tokens == 256 - len(ask.prompt)
 
 
@@ -335,7 +336,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=at_depth(400), deadline=None)
 @given(st.booleans(), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_whatever_a_body_holds(served: Served, chat: bool, change: dict[str, Any]) -> None:
     base = CHAT | {"max_tokens": 5} if chat else TEXT
@@ -343,7 +344,7 @@ def test_whatever_a_body_holds(served: Served, chat: bool, change: dict[str, Any
     body = json.dumps(base | change).encode()
     began = time.thread_time()
     try:
-        (Chat() if chat else Completions()).prepare(body, served, "id")
+        (CHATS if chat else COMPLETIONS).prepare(body, served, "id")
         error = None
     except (ApiError, InvalidRequest) as problem:
         error = api_error_of(problem)
@@ -355,7 +356,7 @@ def test_whatever_a_body_holds(served: Served, chat: bool, change: dict[str, Any
 def test_fuzzed_bodies_over_http(url: str) -> None:
     with httpx.Client() as http:
 
-        @settings(max_examples=60, deadline=None)
+        @settings(max_examples=at_depth(60), deadline=None)
         @given(st.booleans(), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
         def check(chat: bool, change: dict[str, Any]) -> None:
             path, base = (

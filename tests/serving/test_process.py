@@ -20,10 +20,13 @@ import pytest
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
-from nano_inference.serving import backoff, engine_child, process_client
 from nano_inference.serving import client as client_module
-from nano_inference.serving.encoding import encoded
+from nano_inference.serving import process_client
+from nano_inference.serving.client import EngineClient
+from nano_inference.serving.engine_host import encoded
 from nano_inference.serving.errors import ApiError, EngineReplaced, api_error_of
+from nano_inference.serving.fleet import supervisor
+from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.messages import FromEngine, Outputs, Refused
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.types import Delta, SamplingParams
@@ -53,16 +56,30 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def running(config: EngineConfig, **options: Any) -> AsyncIterator[ProcessClient]:
     """A client of a running engine; in the end nothing is left of it."""
     client = ProcessClient(config, 4096, **options)
+    async with running_client(client):
+        yield client
+
+
+@asynccontextmanager
+async def restarted(config: EngineConfig) -> AsyncIterator[FleetClient]:
+    """The same, of an engine that another one takes the place of when it has died."""
+    client = FleetClient(lambda _: ProcessClient(config, 4096), 1, 4096, restart=True)
+    async with running_client(client):
+        yield client
+
+
+@asynccontextmanager
+async def running_client(client: EngineClient) -> AsyncIterator[None]:
     await asyncio.wait_for(client.start(), 2 * PATIENCE)
     first = child_of(client)
     try:
-        yield client
+        yield
     finally:
-        last = client._child
+        last = child_of(client)
         await asyncio.wait_for(client.close(), PATIENCE)
         for child in (first, last):
-            assert child is None or not is_alive(child.pid)
-            assert child is None or not child.folder.exists()
+            assert not is_alive(child.pid)
+            assert not child.folder.exists()
 
 
 def is_alive(pid: int) -> bool:
@@ -85,7 +102,7 @@ def busy_with_a_long_step(client: ProcessClient) -> Callable[[], bool]:
 
 def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -> None:
     async def test() -> None:
-        async with running(config_of(model), restart=True) as client:
+        async with restarted(config_of(model)) as client:
             before = core_of(await finished(client.submit([1, 2], params_of(3), 2, stream=True)))
             pid = child_of(client).pid
             streams = [
@@ -143,7 +160,7 @@ def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
 @pytest.mark.parametrize("how", ["cancelled", "killed", "closed"])
 def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) -> None:
     async def test() -> None:
-        client = ProcessClient(config_of(model), 4096, restart=True)
+        client = ProcessClient(config_of(model), 4096)
         starting = asyncio.create_task(client.start())
         await asyncio.sleep(0.1)
         child = child_of(client)
@@ -159,7 +176,7 @@ def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) 
             await asyncio.wait_for(starting, PATIENCE)
         assert not is_alive(child.pid)
         assert not child.folder.exists()
-        assert client._child is None
+        assert client._process is None
 
     play(test())
 
@@ -168,19 +185,20 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's folder goes away, so that no new engine can be built."""
-    monkeypatch.setattr(backoff, "FIRST", 0.1)
+    monkeypatch.setattr(supervisor, "FIRST_WAIT", 0.1)
     gone = shutil.copytree(model, tmp_path / "gone")
 
     async def test() -> None:
-        async with running(config_of(gone), restart=True) as client:
+        async with restarted(config_of(gone)) as client:
             shutil.rmtree(gone)
             os.kill(child_of(client).pid, signal.SIGKILL)
-            await until(lambda: client.num_restarts == 2)
+            replica = client.supervisor.replicas["0"]
+            await until(lambda: replica.num_starts == 3)
             assert client.restarting
-            assert "ModelLoadError" in str(client.why_dead)
-        assert not client.restarting
+            await until(lambda: "ModelLoadError" in replica.why)
         await asyncio.sleep(0.1)
-        assert client._child is None
+        assert replica.num_starts == 3
+        assert child_of(client)._process is None
 
     play(test())
 
@@ -196,7 +214,7 @@ def test_signals_to_all_processes_at_once_are_not_for_the_engine(
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
         starting = asyncio.create_task(client.start())
-        await until(lambda: client._child is not None)
+        await until(lambda: client._process is not None)
         pid = child_of(client).pid
         for _ in range(20):
             os.kill(pid, number)
@@ -226,7 +244,7 @@ async def main():
         await starting
         client.submit([3] * int(sys.argv[2]), params_of(0, 100), stream=True)
     await asyncio.sleep(0.3)  # the step has begun
-    print(client._child.pid, client._child.folder, flush=True)
+    print(client.pid, client.folder, flush=True)
     await asyncio.sleep(100)
 
 asyncio.run(main())
@@ -341,7 +359,7 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(
             paused.close()
             os.kill(pid, signal.SIGSTOP)  # and now it does not listen when it is told to end
             monkeypatch.setattr(process_client, "STOP_PATIENCE", 0.5)
-            monkeypatch.setattr(engine_child, "HANG_UP_PATIENCE", 0.5)
+            monkeypatch.setattr(process_client, "HANG_UP_PATIENCE", 0.5)
 
     play(test())
 

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.pieced_reply import PIECE, WHOLE, PiecedReply, reply_in_pieces
+from nano_inference.serving.edge.replies import PIECE, WHOLE, PiecedReply, reply_in_pieces
 from nano_inference.serving.main import running_server
-from nano_inference.serving.protocols.pieces import Told, json_pieces
+from nano_inference.serving.protocols.answers import LazyArray, json_pieces
 from tests.serving.scripted import Script, ScriptedClient
 from tests.serving.streams import post
 
@@ -241,8 +241,8 @@ def test_the_mask_that_killed_the_engine_ends_its_samples_alone(server: str) -> 
 def test_json_in_pieces_is_json() -> None:
     told = {
         "a": 1,
-        "b": {"c": Told(({"d": Told(range(5), 2)} for _ in range(2)), 1), "e": {}},
-        "f": Told(()),
+        "b": {"c": LazyArray(({"d": LazyArray(range(5), 2)} for _ in range(2)), 1), "e": {}},
+        "f": LazyArray(()),
         "g": [],
     }
     expected = {"a": 1, "b": {"c": [{"d": [0, 1, 2, 3, 4]}] * 2, "e": {}}, "f": [], "g": []}
@@ -270,7 +270,7 @@ def test_a_large_answer_is_made_while_it_is_written_and_aside() -> None:
         return {"type": "http.disconnect"}
 
     async def test() -> None:
-        reply = await reply_in_pieces({"choices": Told(rows(5000, made))}, aside=True)
+        reply = await reply_in_pieces({"choices": LazyArray(rows(5000, made))}, aside=True)
         assert isinstance(reply, PiecedReply)
         assert len(made) * 1000 < WHOLE + 2 * PIECE
         await reply({"type": "http", "state": {}}, receive, send)  # pyright: ignore
@@ -294,7 +294,7 @@ def test_a_client_that_is_gone_gets_no_more_made() -> None:
         Connection.is_open = False
 
     async def test() -> None:
-        reply = await reply_in_pieces(Told(rows(5000, made)), aside=False)
+        reply = await reply_in_pieces(LazyArray(rows(5000, made)), aside=False)
         await reply({"type": "http", "state": {"connection": Connection}}, None, send)  # pyright: ignore
 
     asyncio.run(test())

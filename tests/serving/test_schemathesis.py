@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects.paths import CONTROL
 from nano_inference.serving.main import running_server
+from nano_inference.serving.paths import CONTROL
 from tests.serving.scripted import ScriptedClient
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from nano_inference.serving import client as client_module
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects import sglang
+from nano_inference.serving.dialects import sglang_routes
 from nano_inference.serving.main import running_server
 from nano_inference.serving.messages import Call, Dead, Heartbeat, Outputs, ToEngine
 from nano_inference.types import SamplingParams
@@ -75,14 +75,14 @@ def test_a_request_hides_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Silent()
-    monkeypatch.setattr(sglang, "ANSWER_PATIENCE", 0.2)
+    monkeypatch.setattr(sglang_routes, "ANSWER_PATIENCE", 0.2)
     with running_server(client, ServerConfig(port=0, rl=True)) as url:
         late = httpx.get(url + "/health_generate", timeout=3.0)
         assert late.status_code == 503
         assert "does not answer" in late.json()["error"]["message"]
         assert httpx.get(url + "/health").status_code == 200
         client._heard = time.monotonic() - client_module.SILENCE
-        monkeypatch.setattr(sglang, "ANSWER_PATIENCE", 60.0)
+        monkeypatch.setattr(sglang_routes, "ANSWER_PATIENCE", 60.0)
         assert httpx.get(url + "/health_generate", timeout=3.0).status_code == 503  # at once
         health = httpx.get(url + "/health")
         assert (health.status_code, health.json()["status"]) == (503, "stalled")

@@ -12,7 +12,7 @@ import pytest
 
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
-from nano_inference.serving.protocols import chats
+from nano_inference.serving.protocols import requests
 from tests.serving.scripted import ScriptedClient
 
 FUNCTION = {
@@ -86,7 +86,7 @@ def test_a_call_in_anthropics_history(client: httpx.Client, engine: ScriptedClie
 def test_tools_are_answered_with_text(
     client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chats._say_once.cache_clear()
+    requests._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "nano_inference.serving"):
         for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
             body = {"model": "m", "messages": HISTORY, "tools": [TOOL], **choice}

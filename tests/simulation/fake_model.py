@@ -9,12 +9,12 @@ is; full layers must find the whole context, sliding ones their window.
 
 import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.kv_cache.units import NO_UNIT, UNIFORM, UnitPool
+from nano_inference.kv_cache.sliding_window import NO_UNIT, UNIFORM, UnitPool
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
@@ -137,6 +137,11 @@ class FakeRunner:
         self.tokens_computed = self.num_dropped = 0
         self.prompt_tokens_computed = 0
         self.largest_step = self.most_chunks = self.longest_chunk = 0
+
+    def announce(self, *_: Any) -> None:
+        """There is no other rank."""
+
+    announce_draw = announce
 
     def forward(
         self,

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.config import CacheType, SchedulerConfig
+from tests.depth import at_depth
 from tests.simulation.workload import Ask, Workload, run
 
 CACHES = st.sampled_from(("paged", "radix"))
@@ -25,7 +26,7 @@ def ends(workload: Workload) -> dict[int, int]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 @given(
     first=ASKS,
     others=st.lists(ASKS, min_size=1, max_size=5),

@@ -2,9 +2,8 @@
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.loop import Add, ChangeWeights, EngineLoop
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.paged import PagedKVCache
-from nano_inference.scheduling.sequence import POLICY, Sequence
+from nano_inference.kv_cache.hash_cache import PagedKVCache
+from nano_inference.scheduling.sequence import POLICY, CheckedRequest, Sequence
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import EOS, FakeRunner, oracle
 
@@ -15,12 +14,13 @@ def loop_with(prompts: list[list[int]], lookahead: int, max_tokens: int = 10) ->
     )
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=max_tokens)
-        prefix = PrefixKeys(Namespace())
         stop = frozenset([EOS])
         loop.inbox.append(
             Add(
                 Sequence(
-                    loop.sequences.new_id(), index, prompt, len(prompt), params, stop, 0, prefix
+                    loop.sequences.new_id(),
+                    CheckedRequest(index, len(prompt), params, stop),
+                    prompt,
                 )
             )
         )

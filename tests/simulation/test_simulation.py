@@ -7,7 +7,7 @@ import pytest
 
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
-from nano_inference.kv_cache.units import BlockLayout
+from nano_inference.kv_cache.sliding_window import BlockLayout
 from tests.simulation.workload import Ask, Workload, random_workload, run
 
 

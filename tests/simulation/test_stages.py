@@ -11,10 +11,9 @@ import pytest
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Add, EngineLoop
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.paged import PagedKVCache
-from nano_inference.kv_cache.units import BlockLayout
-from nano_inference.scheduling.sequence import Sequence
+from nano_inference.kv_cache.hash_cache import PagedKVCache
+from nano_inference.kv_cache.sliding_window import BlockLayout
+from nano_inference.scheduling.sequence import CheckedRequest, Sequence
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import FakeRunner
 from tests.simulation.workload import Ask, Workload, random_workload, run, with_groups
@@ -96,10 +95,10 @@ def endless_loop(lengths: list[int], groups: int, **limits: int) -> EngineLoop:
     config = SchedulerConfig(block_size=4, groups=groups, enable_prefix_caching=False, **limits)  # pyright: ignore
     loop = EngineLoop(PagedKVCache(400, 4), FakeRunner(1600, 4), config, groups - 1, "fake")
     for index, length in enumerate(lengths):
-        params, prefix = SamplingParams(max_tokens=60), PrefixKeys(Namespace())
+        params = SamplingParams(max_tokens=60)
         prompt = [1 + index % 9] * length
         loop.inbox.append(
-            Add(Sequence(index, index, prompt, length, params, frozenset(), index, prefix))
+            Add(Sequence(index, CheckedRequest(index, length, params, seed=index), prompt))
         )
     for _ in lengths:
         loop.sequences.new_id()
@@ -147,9 +146,7 @@ def test_an_urgent_newcomer_need_not_wait_for_balance() -> None:
     loop = endless_loop([3] * 4, 2, max_batch_size=4)
     for _ in range(4):
         loop.step()
-    params, prefix = SamplingParams(max_tokens=3, priority=-1), PrefixKeys(Namespace())
-    loop.inbox.append(
-        Add(Sequence(loop.sequences.new_id(), 9, [1, 2], 2, params, frozenset(), 0, prefix))
-    )
+    params = SamplingParams(max_tokens=3, priority=-1)
+    loop.inbox.append(Add(Sequence(loop.sequences.new_id(), CheckedRequest(9, 2, params), [1, 2])))
     loop.step()
     assert any(seq.request_id == 9 for seq in loop.in_flight[-1].sampled)

@@ -10,10 +10,16 @@ from dataclasses import dataclass, field, replace
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.units import UNIFORM, BlockLayout
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.sampling.noise import noise_keys
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE, Group, Sequence
+from nano_inference.scheduling.sequence import (
+    POLICY,
+    PREVIOUS,
+    REFERENCE,
+    CheckedRequest,
+    SampleGroup,
+    Sequence,
+)
 from nano_inference.types import (
     GROUP_COMPLETE,
     VERSION_GONE,
@@ -270,10 +276,8 @@ def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, ste
 
 
 def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
-    return Sequence(
-        seq_id=loop.sequences.new_id(),
+    request = CheckedRequest(
         request_id=request_id,
-        token_ids=list(ask.prompt),
         num_prompt_tokens=len(ask.prompt),
         params=SamplingParams(
             max_tokens=ask.max_tokens,
@@ -286,13 +290,12 @@ def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:
         scored=range(len(ask.prompt) - 1) if ask.prompt_logprobs else range(0),
         stop_ids=frozenset([EOS]),
         seed=1000 + request_id,
-        prefix=PrefixKeys(Namespace()),
-        num_samples=ask.num_samples,
         min_version=ask.min_version,
         max_staleness=ask.max_staleness,
         exact_version=ask.exact_version,
-        group=Group(ask.num_wanted) if ask.num_wanted is not None else None,
+        group=SampleGroup(ask.num_wanted) if ask.num_wanted is not None else None,
     )
+    return Sequence(loop.sequences.new_id(), request, list(ask.prompt), ask.num_samples)
 
 
 def _check_scores(workload: Workload, ask: Ask, sample: TrainingSample) -> None:

@@ -13,6 +13,7 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.text import control_tokens
 from nano_inference.text.chat import encode_chat, render_chat, warm_up
 from nano_inference.text.tokenizer import Tokenizer
+from tests.depth import at_depth
 from tests.text.chat_templates import QWEN
 
 # Some overlap, one begins another, one is not ASCII, one is in capitals.
@@ -122,14 +123,14 @@ def expected(kind: str, messages: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(st.lists(TEXTS, min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=at_depth(200), deadline=None)
 def test_whatever_is_written_stays_text(kind: str, texts: list[str]) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
     assert encode_chat(TOKENIZERS[kind][0], messages) == expected(kind, messages)
 
 
 @given(TEXTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=at_depth(50), deadline=None)
 def test_a_vocabulary_that_knows_control_tokens_itself(text: str) -> None:
     words = [
         ("<unk>", -50.0),

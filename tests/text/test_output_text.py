@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.text.detokenize import Detokenizer
-from nano_inference.text.output_text import OutputText
+from nano_inference.text.detokenizer import Detokenizer, OutputText
 from nano_inference.text.tokenizer import Tokenizer
+from tests.depth import at_depth
 from tests.text.vocabularies import BYTE_LEVEL, GEMMA, LLAMA, PIECES, byte_token
 
 # Few letters, so that stop strings overlap each other and themselves; emoji in pieces; U+FFFD from
@@ -72,7 +72,7 @@ def samples(draw: st.DrawFn, tokenizer: Tokenizer) -> tuple[list[int], list[bool
 @pytest.mark.parametrize(
     "tokenizer", [BYTE_LEVEL, LLAMA, GEMMA], ids=["byte level", "llama", "gemma"]
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=at_depth(200), deadline=None)
 @given(data=st.data(), stops=st.lists(STOP, max_size=3).map(tuple))
 def test_equal_to_a_search_of_the_whole_text(
     tokenizer: Tokenizer, stops: tuple[str, ...], data: st.DataObject
@@ -164,7 +164,7 @@ def test_without_stop_strings_only_incomplete_characters_wait() -> None:
     assert (output.take(), output.text) == ("é", "aé")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=at_depth(50), deadline=None)
 @given(data=st.data(), stops=st.lists(STOP, max_size=3).map(tuple))
 def test_copies_have_their_own_future(stops: tuple[str, ...], data: st.DataObject) -> None:
     past, one, other = (data.draw(samples(GEMMA))[0] for _ in range(3))

@@ -9,7 +9,7 @@ import pytest
 from nano_inference.errors import InvalidRequest
 from nano_inference.text import sandbox
 from nano_inference.text.chat import render_chat
-from nano_inference.text.template_budget import MAX_TEXT
+from nano_inference.text.sandbox import MAX_TEXT
 
 DOUBLE = (
     "{% set ns = namespace(x='x', l=[1], t=(1,), u=(1,)) %}{% for i in range(99) %}BODY{% "

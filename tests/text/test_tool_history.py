@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.text.chat import render_chat
-from nano_inference.text.tool_history import CallShape, reshaped
+from nano_inference.text.messages import CallShape, reshaped
+from tests.depth import at_depth
 from tests.text.chat_templates import HERMES, LLAMA, QWEN
 
 CHATML = (
@@ -149,7 +150,7 @@ def tools_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=at_depth(25))
 @given(data=st.data())
 def test_every_call_and_answer_is_rendered(name: str, data: st.DataObject) -> None:
     messages = data.draw(histories())

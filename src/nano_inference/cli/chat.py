@@ -4,20 +4,29 @@ server.
 
 import sys
 import time
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from nano_inference.cli import options
-from nano_inference.cli.backends import ChatBackend, EngineBackend, ServerBackend
 from nano_inference.cli.coloring import has_colors
+from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, printable, write
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.http_client import HttpClient, ServerError, Usage
+from nano_inference.serving.http_client import HttpClient, Piece, ServerError, Usage
 from nano_inference.types import SamplingParams
+
+if TYPE_CHECKING:
+    from nano_inference.engine.engine import InferenceEngine
+
+Messages = list[dict[str, str]]
+Pieces = Generator[Piece, None, None]
 
 _COMMANDS = {
     "/reset": "forget the conversation",
@@ -27,15 +36,18 @@ _COMMANDS = {
 }
 
 
-_OF_THE_ENGINE = (
-    *("tokenizer", "cache_type", "dtype", "device", "kv_cache_memory", "max_model_len", "threads"),
-    "generation_config",
-)
+_Sampling = Annotated[
+    options.Values,
+    FieldOptions(SamplingParams, options.PARAMS, {"temperature": 0.7, "max_tokens": 1024}),
+]
+_Engine = Annotated[options.Values, FieldOptions(EngineConfig, options.ONE_ENGINE)]
 _OF_A_SERVER = ("api_key", "api_key_file")
 
 
+@options.from_fields
 def chat(
     ctx: typer.Context,
+    *,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -55,24 +67,9 @@ def chat(
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    max_tokens: options.MaxTokens = 1024,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    sampling: _Sampling,
     generation_config: options.GenerationDefaults = "auto",
-    tokenizer: options.Tokenizer = None,
-    cache_type: options.Cache = "paged",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    kv_cache_memory: options.KVCacheMemory = None,
-    max_model_len: options.MaxModelLen = None,
-    threads: options.Threads = None,
+    engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
@@ -81,39 +78,18 @@ def chat(
     Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands. If standard input is not a
     terminal, each of its lines is a message.
     """
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=tuple(stop or ()),
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-    )
+    params = SamplingParams(**sampling)
     _check_given(ctx, model, url)
     if url is not None:
         client = HttpClient(url, options.key_of(api_key, api_key_file))
-        _Session(ServerBackend(client, model or client.default_model()), params, system).run()
+        answer = partial(_ask_server, client, model or client.default_model())
+        _Session(answer, params, system).run()
         return
     assert model is not None
-    config = EngineConfig(
-        model,
-        tokenizer_path=tokenizer,
-        cache_type=cache_type,
-        dtype=dtype,
-        device=device,
-        kv_cache_memory=kv_cache_memory,
-        max_model_len=max_model_len,
-        num_threads=threads,
-        max_batch_size=1,
-    )
-    _require_template(model, tokenizer)
-    with load_engine(config) as engine:
-        params = options.with_recommended(ctx, params, engine.model_folder, generation_config)
-        _Session(EngineBackend(engine), params, system).run()
+    _require_template(model, engine["tokenizer_path"])
+    with load_engine(EngineConfig(model, **engine, max_batch_size=1)) as built:
+        params = options.with_recommended(ctx, params, built.model_folder, generation_config)
+        _Session(partial(_ask_engine, built), params, system).run()
 
 
 def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None:
@@ -123,12 +99,11 @@ def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None
     unused, owner = (
         (_OF_A_SERVER, "a server (--url)")
         if url is None
-        else (_OF_THE_ENGINE, "an engine of your own")
+        else ((*options.ONE_ENGINE, "generation_config"), "an engine of your own")
     )
-    for name in unused:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"--{name.replace('_', '-')} is for {owner}; leave it out.")
+    for option in ctx.command.params:
+        if option.name in unused and options.is_given(ctx, option.name):
+            raise typer.BadParameter(f"{option.opts[0]} is for {owner}; leave it out.")
 
 
 def _require_template(model: str, tokenizer: str | None) -> None:
@@ -147,11 +122,52 @@ def _require_template(model: str, tokenizer: str | None) -> None:
             )
 
 
+def _ask_engine(engine: "InferenceEngine", messages: Messages, params: SamplingParams) -> Pieces:
+    from nano_inference.text.chat import encode_chat
+
+    length = len(encode_chat(engine.tokenizer, messages))
+    params = _fitting(params, length, engine.max_model_len)
+    for delta in engine.generate(messages, params, stream=True, progress=False):
+        sample = delta.finished
+        if sample is None:
+            yield Piece(delta.text or "")
+        else:
+            usage = Usage(
+                len(sample.prompt_tokens), len(sample.completion_tokens), sample.cached_tokens
+            )
+            yield Piece(delta.text or "", finish_reason=sample.finish_reason, usage=usage)
+
+
+def _ask_server(
+    client: HttpClient, model: str, messages: Messages, params: SamplingParams
+) -> Pieces:
+    given: dict[str, Any] = {"model": model, "messages": messages}
+    counted: dict[str, Any] = {}
+    # some servers cannot count; then they refuse what does not fit
+    with suppress(InvalidRequest, ServerError):
+        counted = client.post("/tokenize", given)
+    if isinstance(counted.get("count"), int) and isinstance(counted.get("max_model_len"), int):
+        params = _fitting(params, counted["count"], counted["max_model_len"])
+    yield from client.chat(given | options.request_body(params))
+
+
+def _fitting(params: SamplingParams, length: int, limit: int) -> SamplingParams:
+    """The parameters, with no more tokens than still fit. Raises `InvalidRequest`."""
+    if limit - length < 1:
+        raise InvalidRequest(
+            f"the conversation has {length} tokens, which leaves no room for an answer: the limit "
+            f"is {limit}; /reset forgets it."
+        )
+    return replace(params, max_tokens=min(params.max_tokens, limit - length))
+
+
 @dataclass
 class _Session:
-    """A conversation and who answers it."""
+    """A conversation. `answer` streams the answer to one: at most `params.max_tokens`, and no more
+    than still fit.
+    """
 
-    backend: ChatBackend
+    answer: Callable[[Messages, SamplingParams], Pieces]
     params: SamplingParams
     system: str | None
     history: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
@@ -231,7 +247,7 @@ class _Session:
         usage: Usage | None = None
         is_cut = False
         start = time.perf_counter()
-        with Interruptible(self.backend.answer(messages, self.params)) as pieces:
+        with Interruptible(self.answer(messages, self.params)) as pieces:
             for piece in pieces:
                 if piece.reasoning:
                     self._think(piece.reasoning)

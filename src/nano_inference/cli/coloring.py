@@ -57,7 +57,7 @@ def _pieces(sample: "TrainingSample", tokenizer: "Tokenizer") -> Iterator[tuple[
     """Text token by token. Tokens that make a character together come together, with the least of
     their logprobs.
     """
-    from nano_inference.text.detokenize import Detokenizer
+    from nano_inference.text.detokenizer import Detokenizer
 
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     least = 0.0

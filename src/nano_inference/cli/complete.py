@@ -14,7 +14,9 @@ from nano_inference.serving.http_client import HttpClient, Usage
 from nano_inference.types import SamplingParams
 
 
+@options.from_fields
 def complete(
+    *,
     url: Annotated[
         str,
         typer.Option(
@@ -33,16 +35,7 @@ def complete(
     model: options.ServedModel = None,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    max_tokens: options.MaxTokens = 256,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    sampling: options.Sampling,
     debug: options.Debug = False,
 ) -> None:
     """Let a server's model continue a text.
@@ -51,18 +44,7 @@ def complete(
     output as it is made.
     """
     text = _prompt(prompt, file)
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=tuple(stop or ()),
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-    )
+    params = SamplingParams(**sampling)
     client = HttpClient(url, options.key_of(api_key, api_key_file))
     body = {"model": model or client.default_model(), "prompt": text} | options.request_body(params)
     usage: Usage | None = None

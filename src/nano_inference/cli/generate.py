@@ -12,6 +12,7 @@ from rich.text import Text
 
 from nano_inference.cli import options
 from nano_inference.cli.coloring import colored, legend
+from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.prompts import Prompt, as_chat, read_prompts, title
 from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, printable, write
 from nano_inference.config import EngineConfig
@@ -22,8 +23,22 @@ if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
 
 
+_Sampling = Annotated[
+    options.Values,
+    FieldOptions(SamplingParams, (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos")),
+]
+_Engine = Annotated[
+    options.Values,
+    FieldOptions(
+        EngineConfig, ("ref_model_path", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
+    ),
+]
+
+
+@options.from_fields
 def generate(
     ctx: typer.Context,
+    *,
     model: options.Model,
     prompt: Annotated[
         list[str] | None,
@@ -58,38 +73,7 @@ def generate(
             "Default: the template, if the model has one.",
         ),
     ] = None,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    max_tokens: options.MaxTokens = 256,
-    min_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Do not end a completion before so many tokens.", rich_help_panel="Sampling"
-        ),
-    ] = 0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="ID",
-            help="End a completion with this token. May be repeated.",
-            rich_help_panel="Sampling",
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="Go on after the end-of-sequence token.",
-            rich_help_panel="Sampling",
-        ),
-    ] = False,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    sampling: _Sampling,
     generation_config: options.GenerationDefaults = "auto",
     logprobs: Annotated[
         bool,
@@ -108,19 +92,7 @@ def generate(
         int,
         typer.Option(min=0, help="With --json: also the most probable tokens at every position."),
     ] = 0,
-    ref_model: options.RefModel = None,
-    tokenizer: options.Tokenizer = None,
-    cache_type: options.Cache = "paged",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    kv_cache_memory: options.KVCacheMemory = None,
-    max_model_len: options.MaxModelLen = None,
-    threads: options.Threads = None,
-    tensor_parallel: options.TensorParallel = 1,
-    pipeline_parallel: options.PipelineParallel = 1,
-    context_parallel: options.ContextParallel = 1,
-    expert_parallel: options.ExpertParallel = 1,
-    rank_timeout: options.RankTimeout = 60.0,
+    engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
@@ -135,47 +107,16 @@ def generate(
         )
     if top_logprobs and not as_json:
         raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        seed=seed,
-        stop=tuple(stop or ()),
-        stop_token_ids=frozenset(stop_token_id or ()),
-        ignore_eos=ignore_eos,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        top_logprobs=top_logprobs,
-    )
-    config = EngineConfig(
-        model,
-        ref_model_path=ref_model,
-        tokenizer_path=tokenizer,
-        cache_type=cache_type,
-        dtype=dtype,
-        device=device,
-        kv_cache_memory=kv_cache_memory,
-        max_model_len=max_model_len,
-        num_threads=threads,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        context_parallel=context_parallel,
-        expert_parallel=expert_parallel,
-        rank_timeout=rank_timeout,
-    )
-    with load_engine(config) as engine:
-        params = options.with_recommended(ctx, params, engine.model_folder, generation_config)
-        if chat if chat is not None else _has_chat_template(engine):
+    params = SamplingParams(**sampling, top_logprobs=top_logprobs)
+    with load_engine(EngineConfig(model, **engine)) as built:
+        params = options.with_recommended(ctx, params, built.model_folder, generation_config)
+        if chat if chat is not None else _has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]
         # A single text grows before the eyes; of several only whole ones can be read.
         live = (
             len(prompts) * num_samples == 1 and output.is_terminal and not as_json and not logprobs
         )
-        run = _sample(engine, prompts, params, num_samples, live=live)
+        run = _sample(built, prompts, params, num_samples, live=live)
         if as_json:
             from nano_inference.data import json_line  # imports torch
 
@@ -183,13 +124,13 @@ def generate(
                 typer.echo(json_line(sample))
         elif logprobs:
             output.print(legend(output), "", sep="\n")
-            _show(engine, prompts, num_samples, run.samples, logprobs=True)
+            _show(built, prompts, num_samples, run.samples, logprobs=True)
         elif not live:
-            _show(engine, prompts, num_samples, run.samples, logprobs=False)
+            _show(built, prompts, num_samples, run.samples, logprobs=False)
         if errors.is_terminal and len(prompts) * num_samples == 1:
             # between the text and the figures; after several samples there is an empty line already
             errors.print()
-        errors.print(_figures(engine, run), style="dim")
+        errors.print(_figures(built, run), style="dim")
         if run.stopped:
             errors.print(
                 f"Interrupted: {len(run.samples)} of {len(prompts) * num_samples} samples were "

@@ -13,36 +13,41 @@ from rich.table import Table
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, output
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
 
 if TYPE_CHECKING:
     from nano_inference.engine.assembly import EnginePlan
-    from nano_inference.models.part import ModelPart
     from nano_inference.models.rope_spec import RopeSpec
+    from nano_inference.models.shard import ModelShard
     from nano_inference.models.spec import ModelSpec
     from nano_inference.text.tokenizer import Tokenizer
 
 Rows = list[tuple[str, str]]
 
 
+_Engine = Annotated[
+    options.Values,
+    FieldOptions(
+        EngineConfig,
+        (
+            *("ref_model_path", "tokenizer_path", "dtype", "device", "kv_cache_memory"),
+            *("max_model_len", *options.RANKS, "block_size"),
+        ),
+    ),
+]
+
+
+@options.from_fields
 def info(
     model: options.Model,
+    *,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of tables.")
     ] = False,
-    ref_model: options.RefModel = None,
-    tokenizer: options.Tokenizer = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    kv_cache_memory: options.KVCacheMemory = None,
-    max_model_len: options.MaxModelLen = None,
-    tensor_parallel: options.TensorParallel = 1,
-    pipeline_parallel: options.PipelineParallel = 1,
-    context_parallel: options.ContextParallel = 1,
-    expert_parallel: options.ExpertParallel = 1,
-    block_size: options.BlockSize = 16,
+    engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
@@ -50,22 +55,8 @@ def info(
 
     It reads the configuration and not the weights, so it is quick also for large models.
     """
-    config = EngineConfig(
-        model,
-        ref_model_path=ref_model,
-        tokenizer_path=tokenizer,
-        dtype=dtype,
-        device=device,
-        kv_cache_memory=kv_cache_memory,
-        max_model_len=max_model_len,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        context_parallel=context_parallel,
-        expert_parallel=expert_parallel,
-        block_size=block_size,
-    )
     with errors.status(f"reading {model}"):
-        plans = _plans(config)
+        plans = _plans(EngineConfig(model, **engine))
         plan = plans[0]
         text_side = _tokenizer(plan)
     if as_json:
@@ -89,7 +80,7 @@ def info(
 def _plans(config: EngineConfig) -> "list[EnginePlan]":
     """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
     from nano_inference.engine.assembly import Rank, plan_engine
-    from nano_inference.models.shares import mesh_of
+    from nano_inference.models.shard_checks import mesh_of
     from nano_inference.parallel.mesh import Place
 
     mesh, engines = mesh_of(config), config.expert_parallel if config.tensor_parallel == 1 else 1
@@ -108,7 +99,7 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
     return [plan_engine(config, rank=Rank(place, here, engines=engine)) for place, engine in places]
 
 
-def _part(plan: "EnginePlan") -> "ModelPart":
+def _part(plan: "EnginePlan") -> "ModelShard":
     from nano_inference.scheduling.sequence import POLICY
 
     return plan.parts[POLICY]

@@ -1,17 +1,20 @@
-"""Options that several commands share, as annotated types, and the configuration that they make."""
+"""Options of commands: made from the fields of configurations, or shared as annotated types."""
 
+import inspect
 import re
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nano_inference.cli.terminal import errors, set_up_logging
-from nano_inference.config import CacheType, DType
 from nano_inference.errors import ConfigError
 from nano_inference.models.generation_defaults import GenerationConfig, as_text, generation_defaults
-from nano_inference.types import SamplingParams
+from nano_inference.options import is_optional
+from nano_inference.types import SAMPLING, SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
 
@@ -34,12 +37,8 @@ def parse_size(text: str | int) -> int:
 
 def read_keys(file: Path) -> list[str]:
     """The keys of a file, one a line; empty lines are passed over. Raises `ConfigError`."""
-    try:
-        keys = [
-            line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"the keys in {file} cannot be read: {problem}") from None
+    lines = _read(file, "the keys in").splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise ConfigError(f"{file} holds no key; write one a line.")
     return keys
@@ -47,10 +46,121 @@ def read_keys(file: Path) -> list[str]:
 
 def read_template(file: Path) -> str:
     """A chat template. Raises `ConfigError`."""
+    return _read(file, "the chat template in")
+
+
+def _read(file: Path, what: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"the chat template in {file} cannot be read: {problem}") from None
+        raise ConfigError(f"{what} {file} cannot be read: {problem}") from None
+
+
+# -- options made from fields ----------------------------------------------------------------------
+
+Values = dict[str, Any]  # names of fields -> their values
+
+
+@dataclass(frozen=True)
+class FieldOptions:
+    """Marks a parameter of a command, of type `Values`: it becomes one option a field.
+
+    Attributes:
+        config: a dataclass with fields made by `nano_inference.options.option`.
+        names: of the fields, in the order of `--help`; empty: all that are options.
+        defaults: where the command's default is not the field's.
+    """
+
+    config: type
+    names: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One for each option, as typer reads them."""
+        return [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if "each" in each.metadata else self._default(each),
+                annotation=Annotated[_type(each, self._default(each)), _option(each)],
+            )
+            for each in self._fields()
+        ]
+
+    def take(self, given: Values) -> Values:
+        """The fields' values, taken out of a command's arguments."""
+        found = {each.name: (each, given.pop(each.name)) for each in self._fields()}
+        return {
+            name: (tuple(value) if value else each.default) if "each" in each.metadata else value
+            for name, (each, value) in found.items()
+        }
+
+    def _fields(self) -> "list[Field[Any]]":
+        known = {each.name: each for each in fields(self.config) if "help" in each.metadata}
+        return [known[name] for name in self.names or known]
+
+    def _default(self, each: "Field[Any]") -> Any:
+        return self.defaults.get(each.name, each.default)
+
+
+def _type(each: "Field[Any]", default: Any) -> Any:
+    if "each" in each.metadata:
+        return list[each.metadata["each"]] | None
+    kind: Any = each.type
+    return kind | None if default is None and not is_optional(each) else kind
+
+
+def _option(each: "Field[Any]") -> Any:
+    settings = dict(each.metadata)
+    panel, flags = settings.pop("panel"), settings.pop("flags")
+    for name in ("least", "unset", "each"):
+        settings.pop(name, None)
+    if settings.pop("size", False):
+        settings |= {"parser": parse_size, "metavar": "SIZE"}
+    name = each.name.replace("_", "-")
+    has_opposite = each.default is True or each.type == bool | None
+    usual = f"--{name}/--no-{name}" if has_opposite else f"--{name}"
+    return typer.Option(*(flags or (usual,)), rich_help_panel=panel, **settings)
+
+
+def from_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with one option for each field where `command` takes `FieldOptions`."""
+    marked: dict[str, FieldOptions] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        for mark in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(mark, FieldOptions):
+                marked[parameter.name] = mark
+                parameters += mark.parameters()
+        if parameter.name not in marked:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        taken = {name: mark.take(given) for name, mark in marked.items()}
+        command(**given, **taken)
+
+    # what typer reads
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+ONE_ENGINE = (
+    *("tokenizer_path", "cache_type", "dtype", "device", "kv_cache_memory", "max_model_len"),
+    "num_threads",
+)
+RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+PARAMS = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+Sampling = Annotated[Values, FieldOptions(SamplingParams, PARAMS)]
+
+
+# -- options that are no fields --------------------------------------------------------------------
 
 
 def _note_debug(ctx: typer.Context, debug: bool) -> bool:
@@ -70,11 +180,6 @@ def _embedded_names() -> list[str]:
     return sorted(EMBEDDED_MODELS)
 
 
-def option(panel: str, *names: str, **settings: Any) -> Any:
-    """An option that help lists in this panel."""
-    return typer.Option(*names, rich_help_panel=panel, **settings)
-
-
 Model = Annotated[
     str,
     typer.Argument(
@@ -85,7 +190,6 @@ Model = Annotated[
         "smollm2-135m.",
     ),
 ]
-
 ServedModel = Annotated[
     str | None,
     typer.Option(
@@ -101,151 +205,31 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[
     Path | None, typer.Option("--api-key-file", help="The server's key is in this file.")
 ]
-
-_ENGINE = "The engine"
-Tokenizer = Annotated[
-    str | None,
-    option(
-        _ENGINE, "--tokenizer", help="Take tokenizer and chat template from this folder or hub id."
-    ),
-]
-RefModel = Annotated[
-    str | None,
-    option(_ENGINE, "--ref-model", help="A frozen model that scores every sample: ref_logprobs."),
-]
-Cache = Annotated[
-    CacheType, option(_ENGINE, "--cache-type", help="How cached prefixes are indexed.")
-]
-Dtype = Annotated[
-    DType, option(_ENGINE, "--dtype", help="Of weights and KV cache. auto: the checkpoint's.")
-]
-Device = Annotated[
-    str, option(_ENGINE, "--device", help="cpu, cuda, cuda:1 … auto: cuda if there is one.")
-]
-KVCacheMemory = Annotated[
-    int | None,
-    option(
-        _ENGINE,
-        "--kv-cache-memory",
-        parser=parse_size,
-        metavar="SIZE",
-        help="Memory of the KV cache, such as 512MiB or 2GiB.",
-    ),
-]
-MaxModelLen = Annotated[
-    int | None, option(_ENGINE, "--max-model-len", help="Tokens of prompt and completion together.")
-]
-Threads = Annotated[
-    int | None,
-    option(
-        _ENGINE, "--threads", help="Threads of the CPU operations. Default: the physical cores."
-    ),
-]
-
-BlockSize = Annotated[int, option(_ENGINE, "--block-size", help="Tokens in a KV block.")]
-
-_RANKS = "Several processes"
-TensorParallel = Annotated[
-    int,
-    option(
-        _RANKS,
-        "--tensor-parallel",
-        help="Processes that share every layer of the model: 1, 2, 4, 8 …",
-    ),
-]
-PipelineParallel = Annotated[
-    int,
-    option(_RANKS, "--pipeline-parallel", help="Stages, each a process with layers of its own."),
-]
-ContextParallel = Annotated[
-    int,
-    option(
-        _RANKS,
-        "--context-parallel",
-        help="Processes that share the KV cache of every sequence: 1, 2, 4 …",
-    ),
-]
-ExpertParallel = Annotated[
-    int,
-    option(
-        _RANKS, "--expert-parallel", help="Processes over which a mixture's experts are spread."
-    ),
-]
-RankTimeout = Annotated[
-    float,
-    option(
-        _RANKS, "--rank-timeout", help="Seconds that one of them may take for what others wait for."
-    ),
-]
-
-_SAMPLING = "Sampling"
-Temperature = Annotated[
-    float,
-    option(
-        _SAMPLING,
-        "--temperature",
-        "-t",
-        help="0 always takes the most likely token; 1 samples as trained.",
-    ),
-]
-TopP = Annotated[
-    float,
-    option(_SAMPLING, "--top-p", help="Keep the likeliest tokens with this much mass; 1: all."),
-]
-TopK = Annotated[
-    int, option(_SAMPLING, "--top-k", help="Keep this many of the likeliest tokens; 0: all.")
-]
-MinP = Annotated[
-    float,
-    option(
-        _SAMPLING,
-        "--min-p",
-        help="Keep tokens at least this likely, relative to the likeliest; 0: all.",
-    ),
-]
-MaxTokens = Annotated[
-    int, option(_SAMPLING, "--max-tokens", "-m", help="End a completion after so many tokens.")
-]
-Seed = Annotated[
-    int | None,
-    option(_SAMPLING, "--seed", help="The same seed gives the same samples. Default: a fresh one."),
-]
-Stop = Annotated[
-    list[str] | None,
-    option(
-        _SAMPLING,
-        "--stop",
-        metavar="TEXT",
-        help="End a completion before this text. May be repeated.",
-    ),
-]
-PresencePenalty = Annotated[
-    float,
-    option(
-        _SAMPLING,
-        "--presence-penalty",
-        help="Taken off the logits of tokens already in the completion.",
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    option(_SAMPLING, "--frequency-penalty", help="The same, times how often they are in it."),
-]
-RepetitionPenalty = Annotated[
-    float,
-    option(
-        _SAMPLING,
-        "--repetition-penalty",
-        help="Above 1 disfavours tokens of prompt and completion.",
-    ),
-]
-
 GenerationDefaults = Annotated[
     GenerationConfig,
-    option(
-        _SAMPLING,
+    typer.Option(
         "--generation-config",
+        rich_help_panel=SAMPLING,
         help="auto: what is not given here is as the model's generation_config.json recommends.",
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        rich_help_panel="Messages",
+        callback=_note_verbose,
+        help="Also show what the engine logs.",
+    ),
+]
+Debug = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        rich_help_panel="Messages",
+        callback=_note_debug,
+        help="Show an error with its traceback.",
     ),
 ]
 
@@ -255,28 +239,16 @@ def with_recommended(
 ) -> SamplingParams:
     """Parameters, of which those that the command line left out are as the model recommends."""
     found = generation_defaults(folder) if use == "auto" else {}
-    left_out = {name: value for name, value in found.items() if not _is_given(ctx, name)}
+    left_out = {name: value for name, value in found.items() if not is_given(ctx, name)}
     if left_out:
         errors.print(f"sampling as the model recommends: {as_text(left_out)}", style="dim")
     return replace(params, **left_out)
 
 
-def _is_given(ctx: typer.Context, name: str) -> bool:
+def is_given(ctx: typer.Context, name: str) -> bool:
+    """Whether an option is given, on the command line or by a variable of the environment."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
-
-
-_MESSAGES = "Messages"
-Verbose = Annotated[
-    bool,
-    option(
-        _MESSAGES, "--verbose", "-v", callback=_note_verbose, help="Also show what the engine logs."
-    ),
-]
-Debug = Annotated[
-    bool,
-    option(_MESSAGES, "--debug", callback=_note_debug, help="Show an error with its traceback."),
-]
 
 
 def key_of(key: str | None, file: Path | None) -> str | None:
@@ -285,27 +257,12 @@ def key_of(key: str | None, file: Path | None) -> str | None:
 
 
 def request_body(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as fields of a request. Only what differs from the defaults: other servers do not
-    know them all.
+    """Parameters as fields of a request: of what the commands offer, only what differs from the
+    defaults, since other servers do not know them all.
     """
     default = SamplingParams()
-    fields = {
+    return {
         name: getattr(params, name)
-        for name in _SENT
-        if getattr(params, name) != getattr(default, name)
+        for name in PARAMS
+        if name in ("temperature", "max_tokens") or getattr(params, name) != getattr(default, name)
     }
-    if params.stop:
-        fields["stop"] = list(params.stop)
-    return {"temperature": params.temperature, "max_tokens": params.max_tokens} | fields
-
-
-_SENT = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-)

@@ -9,6 +9,7 @@ from rich.progress import track
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, load_engine, output
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 MOST_DIAGNOSES = 3  # a diagnosis takes about as long as generating the sample did
 
 
+_Engine = Annotated[
+    options.Values,
+    FieldOptions(
+        EngineConfig, ("ref_model_path", "kv_cache_memory", "max_model_len", "num_threads")
+    ),
+]
+
+
+@options.from_fields
 def replay(
+    *,
     file: Annotated[
         Path,
         typer.Argument(
@@ -46,10 +57,7 @@ def replay(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many samples.")
     ] = None,
-    ref_model: options.RefModel = None,
-    kv_cache_memory: options.KVCacheMemory = None,
-    max_model_len: options.MaxModelLen = None,
-    threads: options.Threads = None,
+    engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
@@ -67,18 +75,11 @@ def replay(
         samples = _read(file)[:limit]
     if not samples:
         raise typer.BadParameter(f"{file} holds no sample.", param_hint="SAMPLES")
-    config = EngineConfig(
-        model,
-        ref_model_path=ref_model,
-        kv_cache_memory=kv_cache_memory,
-        max_model_len=max_model_len,
-        num_threads=threads,
-        **_numerics(samples[0].numerics),
-    )
-    with load_engine(config) as engine:
+    config = EngineConfig(model, **engine, **_numerics(samples[0].numerics))
+    with load_engine(config) as built:
         from nano_inference.rl.replayer import Replayer
 
-        replayer = Replayer(engine, folders)
+        replayer = Replayer(built, folders)
         versions = _check(replayer, samples)
         num_different = _compare(replayer, samples)
         num_tokens = sum(len(sample.completion_tokens) for sample in samples)
@@ -92,7 +93,7 @@ def replay(
                 f" are equal to the bit: {num_tokens:,} tokens looked at, weight "
                 f"version{'s' if len(versions) > 1 else ''} "
                 f"{', '.join(map(str, sorted(versions)))}, "
-                f"{engine.numerics.fingerprint}",
+                f"{built.numerics.fingerprint}",
             ),
             soft_wrap=True,
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from nano_inference.engine.backends import (
     start_up_line,
     try_attention,
 )
+from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.memory import (
     Claims,
     MemoryBudget,
@@ -39,19 +40,19 @@ from nano_inference.engine.memory_profile import (
 )
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, storage_key
-from nano_inference.errors import ConfigError
-from nano_inference.kv_cache.paged import PagedKVCache
+from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.joints import Joints
 from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
-from nano_inference.models.part import ModelPart, part_of
-from nano_inference.models.shares import mesh_of, require_experts
+from nano_inference.models.rank_exchange import RankExchange
+from nano_inference.models.shard import ModelShard, shard_of
+from nano_inference.models.shard_checks import mesh_of, require_experts
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
-from nano_inference.parallel.collectives import Group
 from nano_inference.parallel.mesh import Place
+from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 
 logger = logging.getLogger("nano_inference")
@@ -70,19 +71,19 @@ class Rank:
     Attributes:
         place: where it stands.
         ranks_here: how many of them share this machine, its memory and its cores.
-        joints: what it exchanges with the others, for a part of a model; None: it has all of it.
+        rank_exchange: what it exchanges with others, for a shard of a model; None: it has all.
         agree: from the KV cache that this rank can have to the one that all have.
         engines: which one its engine is of how many in lockstep.
     """
 
     place: Place
     ranks_here: int = 1
-    joints: Callable[[ModelPart], Joints | None] = lambda _: None
+    rank_exchange: Callable[[ModelShard], RankExchange | None] = lambda _: None
     agree: Callable[[MemoryBudget], MemoryBudget] = lambda budget: budget
     engines: tuple[int, int] = (0, 1)
 
 
-def rank_in_lockstep(config: EngineConfig, engines: Group) -> Rank:
+def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup) -> Rank:
     """The place of an engine, which is one rank, among those that have the experts in common with
     it.
     """
@@ -92,7 +93,9 @@ def rank_in_lockstep(config: EngineConfig, engines: Group) -> Rank:
             "instead."
         )
     place = engines.rank, engines.size
-    return Rank(Place(), joints=lambda part: Joints(part, engines=engines), engines=place)
+    return Rank(
+        Place(), rank_exchange=lambda part: RankExchange(part, engines=engines), engines=place
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class EnginePlan:
     rank: Rank
     folders: Mapping[str, Path]  # by weight set
     specs: Mapping[str, ModelSpec]  # by weight set: of the whole model
-    parts: Mapping[str, ModelPart]  # by weight set: what this rank holds
+    parts: Mapping[str, ModelShard]  # by weight set: what this rank holds
     dtype: torch.dtype
     device: torch.device
     ops: Ops
@@ -152,7 +155,7 @@ def plan_engine(
     specs = {name: load_spec(each) for name, each in folders.items()}
     _require_same_vocabulary(specs, config)
     _require_lockstep(config, specs, rank)
-    parts = {name: part_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
+    parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
     dtype = resolve_dtype(config.dtype, specs[POLICY])
     make_ops = choose_ops(config, specs, dtype, device, try_kernels=try_kernels)
     claims = _guessed_claims(
@@ -282,7 +285,9 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
                 )
             )
         return {
-            name: Decoder(part.spec, params[name], plan.ops, positions, plan.rank.joints(part))
+            name: Decoder(
+                part.spec, params[name], plan.ops, positions, plan.rank.rank_exchange(part)
+            )
             for name, part in plan.parts.items()
         }
     except torch.OutOfMemoryError:
@@ -303,7 +308,7 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
 
 def _guessed_claims(
     config: EngineConfig,
-    parts: Mapping[str, ModelPart],
+    parts: Mapping[str, ModelShard],
     dtype: torch.dtype,
     memory: DeviceMemory | None,
     kernels: bool,
@@ -317,7 +322,7 @@ def _guessed_claims(
     return Claims(weights, workspace, others=reading.used, total=reading.total, estimated=True)
 
 
-def _local(parts: Mapping[str, ModelPart]) -> list[ModelSpec]:
+def _local(parts: Mapping[str, ModelShard]) -> list[ModelSpec]:
     """The models as this rank runs them."""
     return [part.spec for part in parts.values()]
 
@@ -401,3 +406,43 @@ def _graph_memory(plan: EnginePlan) -> GraphMemory | None:
     return lambda models, storages: graph_memory(
         plan.config, models, storages, max_model_len=longest
     )
+
+
+if TYPE_CHECKING:
+    from nano_inference.engine.workers.launcher import Launcher
+else:
+    Launcher = Any
+
+
+def assemble_all(
+    config: EngineConfig, launcher: "Launcher | None", lockstep: Lockstep | None = None
+) -> Parts:
+    """Load everything that a config names, on all ranks. Raises `ConfigError` or
+    `ModelLoadError`.
+    """
+    if lockstep is not None:
+        return assemble(config, rank=rank_in_lockstep(config, lockstep.group))
+    if mesh_of(config).world_size == 1:
+        if launcher is not None:
+            raise ConfigError(
+                "a launcher starts other ranks, and this config has none; leave it out."
+            )
+        return assemble(config)
+    try:
+        from nano_inference.engine.workers.assembly import assemble_ranks  # brings in msgspec
+    except ModuleNotFoundError as problem:
+        raise ConfigError(
+            f"an engine of several ranks needs {problem.name}: pip install "
+            "'nano-inference[parallel]'."
+        ) from problem
+    return assemble_ranks(config, launcher)
+
+
+def require_one_rank(runner: ModelRunner, what: str) -> None:
+    """Raise `InvalidRequest` where several ranks share the model; `what` needs all of it in one
+    process.
+    """
+    if runner.shares is not None:
+        raise InvalidRequest(
+            f"{what} needs an engine of one rank: it works on the whole model in one process."
+        )

@@ -10,9 +10,9 @@ from typing import Any
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.faults import failed
 from nano_inference.engine.generation import in_order
 from nano_inference.engine.requests import many_prompts, params_for
+from nano_inference.engine.shared_loop import failed
 from nano_inference.errors import EngineDead, InvalidRequest
 from nano_inference.types import Delta, KvPolicy, PauseMode, SamplingParams, TrainingSample
 
@@ -216,7 +216,7 @@ class AsyncInferenceEngine:
 
     @contextmanager
     def _listen(self) -> Iterator["_Listener"]:
-        """A listener for as long as somebody awaits it; what has not ended then is aborted."""
+        """A listener for as long as it is awaited; what has not ended then is aborted."""
         listener = _Listener(asyncio.get_running_loop())
         self._listeners.add(listener)
         try:
@@ -241,7 +241,7 @@ class AsyncInferenceEngine:
         except EngineDead as problem:
             self._fail(problem)
         except BaseException as problem:
-            # a bug: nobody would step any more, and all would wait for ever
+            # a bug: nothing would step any more, and all would wait for ever
             dead = failed("the thread that steps has ended", problem)
             self.engine.shared.end(dead.public)
             self._fail(EngineDead(dead.text, dead.public))

@@ -17,7 +17,7 @@ from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.indexed import IndexedKVCache
+from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.kv_cache.news import BlockNews, BlockReport
 from nano_inference.scheduling.sequence import POLICY
 
@@ -78,7 +78,7 @@ class BlockExchange:
     """Takes blocks out of an engine's cache and puts others' in, between steps. For any thread."""
 
     def __init__(
-        self, shared: SharedLoop, cache: IndexedKVCache, runner: ModelRunner, *, enabled: bool
+        self, shared: SharedLoop, cache: KVCacheManager, runner: ModelRunner, *, enabled: bool
     ) -> None:
         self._shared = shared
         self._cache = cache

@@ -20,7 +20,8 @@ A step as the host and the device see it (`EngineLoop.step`, lookahead 1):
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +31,8 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.config import EngineConfig
 from nano_inference.engine.backends import captures_graphs
 from nano_inference.engine.device import DeviceQueue, Event, queue_of
-from nano_inference.engine.graphs import DecodeGraphs, DrawResults, is_plain
-from nano_inference.engine.kept_ids import BestRows, KeptIds
-from nano_inference.engine.runner import ModelRunner, StepResult
+from nano_inference.engine.graphs import RESULTS, DecodeGraphs, DrawResults, is_plain
+from nano_inference.engine.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.engine.step_buffers import Downloads, Uploads
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
@@ -41,20 +41,8 @@ from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.sequence import POLICY
 
-_NO_SCORES = np.zeros(0, dtype=np.float32)
-
-
-class Columns(NamedTuple):
-    """A step's results in pinned memory: R samples, P scores."""
-
-    token_ids: np.ndarray  # [R]
-    logprobs: np.ndarray  # [R]
-    raw_logprobs: np.ndarray  # [R]
-    log_kept_mass: np.ndarray  # [R]
-    scores: np.ndarray = _NO_SCORES  # [P]
-    top: tuple[np.ndarray, np.ndarray] | None = None  # ids and logprobs [R, K]
-    kept: np.ndarray | None = None  # bool [R, V]
-    best: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+_NO_SCORES = torch.empty(0)
+_NO_IDS, _NO_LOGPROBS = torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 0))
 
 
 class Arriving:
@@ -63,12 +51,21 @@ class Arriving:
     Args:
         queue: of the device.
         event: after which they are there.
-        columns: where.
+        draw, scores, best: in pinned memory; see `sampled_tokens`.
         held: tensors that they are copied from, whose memory must not be used again before.
     """
 
-    def __init__(self, queue: DeviceQueue, event: Event, columns: Columns, held: Any) -> None:
-        self._queue, self._event, self._columns, self._held = queue, event, columns, held
+    def __init__(
+        self,
+        queue: DeviceQueue,
+        event: Event,
+        draw: Draw,
+        scores: Tensor,
+        best: Sequence[tuple[Tensor, Tensor]],
+        held: Any,
+    ) -> None:
+        self._queue, self._event, self._held = queue, event, held
+        self._draw, self._scores, self._best = draw, scores, best
 
     def wait(self) -> SampledTokens:
         """The samples. The only place where the host waits for the device. Raises `DeviceHangs`, or
@@ -76,17 +73,13 @@ class Arriving:
         """
         self._queue.wait(self._event)
         self._held = None
-        columns = self._columns
-        return SampledTokens(
-            token_ids=columns.token_ids.tolist(),
-            logprobs=columns.logprobs.tolist(),
-            raw_logprobs=columns.raw_logprobs.tolist(),
-            log_kept_mass=columns.log_kept_mass.tolist(),
-            masks=None if columns.kept is None else KeptIds(columns.kept.copy()),
-            top=None if columns.top is None else BestRows(*(each.copy() for each in columns.top)),
-            scores=columns.scores.tolist(),
-            score_best=[pair for each in columns.best for pair in _pairs(*each)],
+        draw = replace(
+            self._draw,
+            kept=None if self._draw.kept is None else self._draw.kept.clone(),
+            top_ids=self._draw.top_ids.clone(),
+            top_logprobs=self._draw.top_logprobs.clone(),
         )
+        return sampled_tokens(draw, self._scores, self._best)
 
 
 class CudaRunner(ModelRunner):
@@ -212,43 +205,21 @@ class CudaRunner(ModelRunner):
 
     def _fetch_results(self, rows: int) -> Arriving:
         fetched = self._downloads.fetch([self._results.buffer])
-        token_ids, logprobs, raw_logprobs, log_kept_mass = self._results.on_host(
-            fetched.arrays[0], rows
-        )
-        return Arriving(
-            self.queue,
-            fetched.event,
-            Columns(token_ids, logprobs, raw_logprobs, log_kept_mass),
-            self._results,
-        )
+        results = self._results.on_host(fetched.tensors[0], rows)
+        named = dict(zip(RESULTS, results, strict=True))
+        draw = Draw(**named, kept=None, top_ids=_NO_IDS, top_logprobs=_NO_LOGPROBS)
+        return Arriving(self.queue, fetched.event, draw, _NO_SCORES, (), self._results)
 
     def _fetch(self, draw: Draw, result: StepResult) -> Arriving:
-        tensors = [
-            draw.token_ids,
-            draw.logprobs,
-            draw.raw_logprobs,
-            draw.log_kept_mass,
-            result.scores,
-        ]
-        tensors += [draw.top_ids, draw.top_logprobs]
+        names = [field.name for field in fields(draw) if getattr(draw, field.name) is not None]
+        tensors = [result.scores, *(getattr(draw, name) for name in names)]
         tensors += [tensor for best in result.best for tensor in best]
-        tensors += [] if draw.kept is None else [draw.kept]
         fetched = self._downloads.fetch(tensors)
-        token_ids, logprobs, raw_logprobs, log_kept_mass, scores, top_ids, top_logprobs, *best = (
-            fetched.arrays
-        )
-        best = best[: 2 * len(result.best)]
-        columns = Columns(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            raw_logprobs=raw_logprobs,
-            log_kept_mass=log_kept_mass,
-            scores=scores,
-            top=(top_ids, top_logprobs) if top_ids.shape[1] else None,
-            kept=None if draw.kept is None else fetched.arrays[-1],
-            best=list(zip(best[::2], best[1::2], strict=True)),
-        )
-        return Arriving(self.queue, fetched.event, columns, tensors)
+        scores, *found = fetched.tensors
+        arriving = replace(draw, **dict(zip(names, found, strict=False)))
+        best = found[len(names) :]
+        pairs = list(zip(best[::2], best[1::2], strict=True))
+        return Arriving(self.queue, fetched.event, arriving, scores, pairs, tensors)
 
 
 def make_runner(
@@ -307,8 +278,3 @@ def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
         and is_plain(batch)
         and np.array_equal(batch.rows.numpy(), np.arange(rows))
     )
-
-
-def _pairs(token_ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[list[int], list[float]]]:
-    """Two of [R, K], row by row."""
-    return list(zip(token_ids.tolist(), logprobs.tolist(), strict=True))

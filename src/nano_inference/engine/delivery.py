@@ -1,6 +1,4 @@
-"""Who gets what a step made: deltas and samples go to those who wait for their request, the rest to
-nobody yet.
-"""
+"""Delivery: deltas and samples of a step go to the sinks of their requests."""
 
 import itertools
 import logging
@@ -28,10 +26,10 @@ class Delivery:
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
-        self.broken: set[int] = set()  # requests whose sink has raised, for whoever aborts them
+        self.broken: set[int] = set()  # requests whose sink has raised, to be aborted
 
     def open(self, request_id: int, num_samples: int, sink: Sink) -> None:
-        """From now on `sink` takes this request's deltas, called by whoever steps. Raises
+        """From now on `sink` takes this request's deltas, called by the thread that steps. Raises
         `InvalidRequest`.
         """
         if request_id in self._waiting:
@@ -48,7 +46,7 @@ class Delivery:
         return unfinished
 
     def open_requests(self) -> set[int]:
-        """Requests that somebody waits for."""
+        """Requests with a sink."""
         return set(self._waiting)
 
     def note(self, queue_times: Iterable[tuple[int, float]]) -> None:
@@ -62,7 +60,7 @@ class Delivery:
     def hand_out(
         self, streamed: Iterable[Delta], samples: Iterable[TrainingSample]
     ) -> list[TrainingSample]:
-        """Give each its own; returns the samples that nobody waits for."""
+        """Give each its own; returns the samples without a sink."""
         for delta in streamed:
             if waiting := self._waiting.get(delta.request_id):
                 self._hand(delta, waiting)
@@ -79,9 +77,7 @@ class Delivery:
         return unclaimed
 
     def _hand(self, delta: Delta, waiting: _Waiting) -> None:
-        """Give a delta to its sink. One that raises gets no other, and nobody else is the worse for
-        it.
-        """
+        """Give a delta to its sink. One that raises gets no other; other requests go on."""
         try:
             waiting.sink(delta)
         except Exception as problem:
@@ -99,7 +95,7 @@ def next_delta(seq: Sequence, before: int, text: str | None) -> Delta:
     version = seq.version_starts[-1][0] if len(seq.token_ids) > before else 0
     past = seq.contexts[-1].past if version and seq.contexts else ()
     return _delta(
-        seq, before - seq.num_prompt_tokens, seq.num_completion_tokens, text, version, past
+        seq, before - seq.request.num_prompt_tokens, seq.num_completion_tokens, text, version, past
     )
 
 
@@ -135,7 +131,7 @@ def _delta(
     past: tuple[VersionSpan, ...],
 ) -> Delta:
     """A sequence's completion tokens [begin, end)."""
-    first, params, new = seq.num_prompt_tokens, seq.params, slice(begin, end)
+    first, params, new = seq.request.num_prompt_tokens, seq.request.params, slice(begin, end)
     return Delta(
         request_id=seq.request_id,
         sample_index=seq.sample_index,
@@ -153,8 +149,8 @@ def _delta(
 
 
 def _last_delta(sample: TrainingSample, queued: float) -> Delta:
-    """The delta that brings a sample. Its tokens and text were in earlier ones, if anybody wanted
-    to see them grow.
+    """The delta that brings a sample. Its tokens and text were in earlier ones, if those were
+    wanted.
     """
     return Delta(
         request_id=sample.request_id,

@@ -7,21 +7,22 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from nano_inference.config import EngineConfig
-from nano_inference.engine import faults, generation
+from nano_inference.engine import generation
+from nano_inference.engine.assembly import Launcher, assemble_all
 from nano_inference.engine.backends import lookahead_of
 from nano_inference.engine.block_exchange import BlockExchange
 from nano_inference.engine.delivery import Sink
+from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
-from nano_inference.engine.launch import Launcher, assemble_all
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop
-from nano_inference.engine.progress import Progress
 from nano_inference.engine.requests import Params, RequestChecks
-from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.engine.resume_from import resumed
+from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.statistics import collect
 from nano_inference.engine.transports import WeightTransport
-from nano_inference.engine.updates import Updates
-from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.engine.weights.update import WeightUpdate
+from nano_inference.engine.weights.update_modes import Updates
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 from nano_inference.text.tokenizer import Tokenizer
@@ -77,13 +78,13 @@ class InferenceEngine:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
-        self.shared = SharedLoop(self.loop, partial(faults.why, config=config, loop=self.loop))
+        self.shared = SharedLoop(self.loop, partial(why_dead, config=config, loop=self.loop))
         self.blocks = BlockExchange(
             self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
         )
         if lockstep is not None:
             self.shared.join(lockstep, self.model.device)
-            self.runner.lockstep = lockstep
+            self.runner.gate = lockstep
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.runner.watch(self.shared)
@@ -256,7 +257,7 @@ class InferenceEngine:
         Raises `InvalidRequest` (also for a version that is gone) or `RequestTooLarge`.
         """
         self.shared.require_alive()
-        sequence = self.intake.resumed(sample, append, max_new_tokens, stream=False)
+        sequence = resumed(self.intake, sample, append, max_new_tokens)
         with self.shared.lock:
             self.shared.handle()
             if version is not None:
@@ -277,8 +278,8 @@ class InferenceEngine:
         request_id: int | None = None,
         **limits: Unpack[Limits],
     ) -> int:
-        """Queue a request whose deltas go to `sink`, called by whoever steps; returns its id.
-        Limits: `add_request`.
+        """Queue a request whose deltas go to `sink`, called by the thread that steps; returns
+        its id. Limits: `add_request`.
 
         Without `stream` there is one delta a sample, when it has ended. Where another thread steps,
         deltas may come before this returns: who must know the id by then gives it

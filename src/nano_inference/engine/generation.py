@@ -1,13 +1,22 @@
 """`generate`, seen from inside: add requests, step until they have ended, hand out their deltas."""
 
+import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
-from nano_inference.engine.progress import Progress, progress_of
+from tqdm import tqdm
+
+from nano_inference.engine.loop import EngineLoop
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.scheduling.sequence import Sequence
 from nano_inference.types import Delta, TrainingSample
 
+# (finished samples, samples in all, completion tokens so far), called after every step
+ProgressFunction = Callable[[int, int, int], None]
+Progress = ProgressFunction | bool | None
+
+LONG = 2.0  # seconds after which a bar appears by itself
 PATIENCE = 0.5  # seconds between two looks at an engine that is paused
 
 
@@ -51,3 +60,43 @@ def texts(engine: SharedLoop, requests: list[Sequence]) -> Iterator[tuple[int, s
     for delta in run(engine, requests, False):
         if delta.text:
             yield places[delta.request_id], delta.text
+
+
+class _Shown:
+    """Reports of one `generate`."""
+
+    def __init__(
+        self, report: ProgressFunction | None, bar: "tqdm[Any] | None", total: int, loop: EngineLoop
+    ):
+        self.report, self.bar, self.total, self.loop = report, bar, total, loop
+        self.tokens_before = loop.num_completion_tokens
+
+    def __call__(self, left: int) -> None:
+        """After a step; `left` samples have not ended."""
+        tokens = self.loop.num_completion_tokens - self.tokens_before
+        if self.report is not None:
+            self.report(self.total - left, self.total, tokens)
+        if self.bar is not None:
+            self.bar.n = self.total - left
+            elapsed = self.bar.format_dict["elapsed"]
+            use = self.loop.cache.share_in_use()
+            self.bar.set_postfix_str(
+                f"{tokens / max(elapsed, 1e-9):,.0f} tok/s, KV {use:.0%}", refresh=False
+            )
+            self.bar.update(0)
+
+    def close(self) -> None:
+        """Nothing more will be reported."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def progress_of(progress: Progress, total: int, loop: EngineLoop) -> _Shown:
+    """What `generate` calls after every step."""
+    if callable(progress):
+        return _Shown(progress, None, total, loop)
+    wanted = progress if progress is not None else sys.stderr.isatty()
+    bar: tqdm[Any] | None = None
+    if wanted:
+        bar = tqdm(total=total, unit="sample", delay=0 if progress else LONG, dynamic_ncols=True)
+    return _Shown(None, bar, total, loop)

@@ -18,21 +18,34 @@ grammars):
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.columns import to_device
 from nano_inference.engine.device import Captured, DeviceQueue
-from nano_inference.engine.step_buffers import Column, DecodeInputs, Uploads, carve
+from nano_inference.engine.step_buffers import (
+    DecodeInputs,
+    TensorPlace,
+    Uploads,
+    captured_specs,
+    carve,
+)
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.ops.backend import FEW_ROWS
 from nano_inference.ops.cuda.rows import make_noise_keys, relay_tokens
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import Entries, SamplingBatch
+from nano_inference.sampling.sampling_batch import (
+    COLUMNS,
+    DrawRequest,
+    SamplingBatch,
+    sampling_batch,
+)
+from nano_inference.types import SamplingParams
 
 SMALL = (1, 2, 4, 8)
 STEP = 16  # sizes from here on are multiples of it
@@ -50,27 +63,26 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < largest} | {largest}))
 
 
+RESULTS = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass")  # fields of `Draw`
+
+
 class DrawResults:
     """What a captured draw gives, at fixed places: fields of `Draw`, one entry a row."""
 
     def __init__(self, largest: int, device: torch.device) -> None:
-        reals = [Column((largest,), torch.float32)] * 3
-        columns = [Column((largest,), torch.int64), *reals]
+        dtypes = (torch.int64, torch.float32, torch.float32, torch.float32)
+        self._specs = [TensorPlace((largest,), dtype) for dtype in dtypes]
         self.largest = largest
-        self._first_real = columns[0].num_words
-        self.buffer = torch.zeros(
-            sum(column.num_words for column in columns), dtype=torch.int64, device=device
-        )
-        self.token_ids, *self._reals = carve(self.buffer, columns)
+        num_words = sum(spec.num_words for spec in self._specs)
+        self.buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._places = carve(self.buffer, self._specs)
+        self.token_ids = self._places[0]
 
     def write(self, draw: Draw) -> None:
         """Bring a draw here. On the device; can be captured."""
         rows = len(draw.token_ids)
-        self.token_ids[:rows].copy_(draw.token_ids)
-        for place, column in zip(
-            self._reals, (draw.logprobs, draw.raw_logprobs, draw.log_kept_mass), strict=True
-        ):
-            place[:rows].copy_(column)
+        for place, name in zip(self._places, RESULTS, strict=True):
+            place[:rows].copy_(getattr(draw, name))
 
     def keep_tokens(self, draw: Draw) -> Tensor:
         """Where the next step finds the tokens of a draw that was not captured: here, if there is
@@ -82,12 +94,9 @@ class DrawResults:
         self.token_ids[:rows].copy_(draw.token_ids)
         return self.token_ids
 
-    def on_host(self, words: np.ndarray, rows: int) -> list[np.ndarray]:
-        """The columns in a copy of `buffer`: token ids, logprobs, raw logprobs and log kept mass of
-        the first rows.
-        """
-        reals = words[self._first_real :].view(np.float32).reshape(3, -1)
-        return [words[:rows], *(column[:rows] for column in reals)]
+    def on_host(self, copy: Tensor, rows: int) -> list[Tensor]:
+        """`RESULTS` of the first rows, in a copy of `buffer`."""
+        return [place[:rows] for place in carve(copy, self._specs)]
 
 
 class DrawParameters:
@@ -96,67 +105,44 @@ class DrawParameters:
     """
 
     def __init__(self, largest: int, device: torch.device) -> None:
-        whole, real = (largest,), torch.float32
-        columns = [
-            Column(whole, dtype) for dtype in (torch.float64, torch.int64, torch.int64, real, real)
-        ]
-        num_words = sum(column.num_words for column in columns)
-        self._host = carve(torch.zeros(num_words, dtype=torch.int64), columns)
-        self._host[0].fill_(1.0)  # of padding: any temperature but 0, and no filter
-        self._host[3].fill_(1.0)
+        specs = captured_specs(SamplingBatch, {"R": largest})
+        self._largest, self._device = largest, device
+        num_words = sum(spec.num_words for spec in specs.values())
+        host = carve(torch.zeros(num_words, dtype=torch.int64), specs.values())
+        self._host = dict(zip(specs, host, strict=True))
+        for name, place in self._host.items():
+            place.fill_(COLUMNS[name].padding or 0)
         self._buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._places = carve(self._buffer, columns)
+        self._places = dict(zip(specs, carve(self._buffer, specs.values()), strict=True))
+        for name, place in self._places.items():
+            place.copy_(self._host[name])
         # the streams that stand here; see `SamplingBatch.streams`
         self._written: Tensor | None = None
-        self._device = device
-        for host, place in zip(self._host, self._places, strict=True):
-            place.copy_(host)
 
     @property
     def streams(self) -> Tensor:
         """What the noise keys are made of, int64 [largest]."""
-        return self._places[2]
+        return self._places["streams"]
 
     def follow(self, batch: SamplingBatch, uploads: Uploads) -> None:
         """Bring the parameters of a batch here, unless they are here already."""
         if batch.streams is self._written:
             return
-        columns = (batch.temperature, batch.top_k, batch.streams, batch.top_p, batch.min_p)
-        for host, column in zip(self._host, columns, strict=True):
-            host[: len(column)].copy_(column)
-        uploads.write(self._host, self._buffer)
+        for name, place in self._host.items():
+            place[: len(batch)].copy_(getattr(batch, name))
+        uploads.write(list(self._host.values()), self._buffer)
         self._written = batch.streams
 
     def batch(self, size: int, keys: Tensor, *, any_filter: bool) -> SamplingBatch:
         """The first `size` rows as a batch, row i of the logits for sample i; `keys` [size, 2] are
         its noise keys.
         """
-        temperature, top_k, _, top_p, min_p = (place[:size] for place in self._places)
-        ones = torch.ones(size, device=self._device)
-        zeros = torch.zeros(size, device=self._device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=self._device)
-        no_entries = Entries(nothing, nothing, zeros[:0])
-        return SamplingBatch(
-            rows=torch.arange(size, device=self._device),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            presence=zeros,
-            frequency=zeros,
-            repetition=ones,
-            noise_keys=keys,
-            bias=no_entries,
-            allowed=no_entries,
-            banned=no_entries,
-            restricted=torch.zeros(size, dtype=torch.bool, device=self._device),
-            counts=no_entries,
-            any_filter=any_filter,
-            any_greedy=True,  # maybe; rows that are not greedy have the same bits either way
-            any_raw=True,
-            any_mask=False,
-            most_top=0,
-        )
+        plain = to_device(sampling_batch([DrawRequest(SamplingParams())] * size), self._device)
+        places = {name: place[:size] for name, place in self._places.items()}
+        rows = torch.arange(size, device=self._device)
+        # Some may be greedy; rows that are not have the same bits either way.
+        flags = {"any_filter": any_filter, "any_greedy": True, "any_raw": True}
+        return replace(plain, rows=rows, noise_keys=keys, **places, **flags)
 
 
 def is_plain(batch: SamplingBatch) -> bool:
@@ -164,7 +150,7 @@ def is_plain(batch: SamplingBatch) -> bool:
     own.
     """
     entries = len(batch.bias.ids) + len(batch.counts.ids)
-    return not (entries or batch.masks or batch.any_mask or batch.most_top)
+    return not (entries or batch.has_masks or batch.any_kept or batch.most_top)
 
 
 class DecodeGraph(NamedTuple):

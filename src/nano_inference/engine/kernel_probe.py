@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import Rows, batch_of_rows
-from nano_inference.engine.runner import to_device
+from nano_inference.columns import to_device
 from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import ConfigError, one_line
 from nano_inference.models.decoder import Decoder
@@ -127,10 +127,10 @@ def _run(
         chunks, block_size, draws=last, scores=[(row, 1) for row in range(sum(LENGTHS))]
     )
     hidden = model.forward(to_device(batch, device), storage).hidden
-    ops.sample_logits(model.logits(hidden), _draws(DRAWS).to(device))
-    model.draw(hidden, _draws(DRAWS).to(device))
+    ops.sample_logits(model.logits(hidden), to_device(_draws(DRAWS), device))
+    model.draw(hidden, to_device(_draws(DRAWS), device))
     # without filters there may be a shorter way
-    model.draw(hidden, _draws(DRAWS[:1] * len(last)).to(device))
+    model.draw(hidden, to_device(_draws(DRAWS[:1] * len(last)), device))
     if ops.few_rows is not None:
         for rows in (1, 2, FEW_ROWS):  # kernels are chosen by it
             decodes = [

@@ -16,12 +16,14 @@ At the start of a round everybody says what it brings. From that follows, the sa
 - which weight update is applied by all before the next round: the one that everybody has received,
   checked, and could apply. So no row meets experts of another version, and rows of one version see
   experts of that version.
-- whether the weights may be put aside: once everybody wants that. Nobody computes then until
-  everybody has them again.
+- whether the weights may be put aside: once all engines want that, as each needs the experts of
+  all. An engine whose weights are to sleep stops, says so in the next round, and serves the others
+  until all have said it. Then none computes until a round in which all have their weights again.
 """
 
 import math
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,14 +33,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 
-from nano_inference.errors import RankLost
-from nano_inference.parallel.collectives import Group, ProcessGroup
+from nano_inference.engine.gate import Gate, Stepping
+from nano_inference.errors import NanoInferenceError, RankLost
+from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 
 dist: Any = torch.distributed
 
 SETS = (POLICY, REFERENCE)  # that all engines have, in the order in which they are computed
 NOTHING = -1
+SLEEP_SECONDS = 60.0  # for all engines to be asked to let their weights sleep
+WAKE_SECONDS = 600.0  # for all of them to read theirs back
+LOOK = 0.005  # seconds between two looks at what the others have said
 LISTENING = 1.0  # seconds until a bell looks whether it was closed
 KEPT = 8  # waves whose keys a store holds; who listens is never so far behind
 
@@ -181,11 +187,11 @@ class Member:
     update: int | None
 
 
-class Lockstep:
+class Lockstep(Gate):
     """One engine's side of the lockstep.
 
     Args:
-        group: the engines, by number. Its experts are those of `part_of(spec, engines=(group.rank,
+        group: the engines, by number. Its experts are those of `shard_of(spec, engines=(group.rank,
             group.size))`.
         bell: that all of them hear.
 
@@ -197,7 +203,9 @@ class Lockstep:
         asleep: all have said so, and not all have said since that they have them again.
     """
 
-    def __init__(self, group: Group, bell: Bell) -> None:
+    alone = False
+
+    def __init__(self, group: ProcessGroup, bell: Bell) -> None:
         self.group = group
         self.wave = 0
         self.running = False
@@ -273,6 +281,31 @@ class Lockstep:
             raise RankLost(f"the engines in lockstep cannot go on: {lost}") from lost
         return self._take_in(told.tolist(), mine)
 
+    def await_sleep(self, engine: Stepping) -> None:
+        """See `Gate`. Serves the other engines meanwhile."""
+        self._wait(lambda: self.asleep or not self.sleep_wanted, engine, SLEEP_SECONDS)
+
+    def await_wake(self, engine: Stepping) -> None:
+        """See `Gate`. Ends early where this engine is to sleep again."""
+        if not self._wait(lambda: self.sleep_wanted or not self.asleep, engine, WAKE_SECONDS):
+            raise NanoInferenceError(
+                "the weights of other engines in lockstep sleep on, and this one waits for them; "
+                "wake() them, and then this one again."
+            )
+
+    def _wait(self, holds: Callable[[], bool], engine: Stepping, seconds: float) -> bool:
+        """Take part in rounds until it holds; False: not in so many seconds."""
+        end = time.monotonic() + seconds
+        while not holds():
+            engine.require_alive()
+            if time.monotonic() > end:
+                return False
+            if engine.has_work():  # else the others' rounds, or a thread that steps, are waited for
+                engine.advance()
+            else:
+                time.sleep(LOOK)
+        return True
+
     def close(self) -> None:
         """Leave; the others end too, since their experts are incomplete."""
         self.group.close()
@@ -298,6 +331,14 @@ class Lockstep:
         return self._say()
 
 
+def not_together() -> NanoInferenceError:
+    """Why the weights of an engine in lockstep may not sleep."""
+    return NanoInferenceError(
+        "the weights of engines in lockstep sleep together, and not all of these were asked to "
+        f"sleep within {SLEEP_SECONDS:g} s, or some were woken; ask all of them at once."
+    )
+
+
 def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device) -> Lockstep:
     """The lockstep of an engine that has a process to itself.
 
@@ -311,5 +352,5 @@ def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device
     Raises `RankLost` if the others do not come in time.
     """
     store = dist.FileStore(meeting, -1)
-    group = ProcessGroup(dist.PrefixStore("group", store), rank, size, device)
+    group = ProcessGroup.meet(dist.PrefixStore("group", store), rank, size, device)
     return Lockstep(group, StoreBell(dist.PrefixStore("bell", store)))

@@ -5,43 +5,40 @@ engine.
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.delivery import next_delta
 from nano_inference.engine.device import is_device_failure
-from nano_inference.engine.inbox import Abort, Add, ChangeWeights, Message
-from nano_inference.engine.isolation import Known, draw_without_the_failing
-from nano_inference.engine.lockstep import Lockstep
-from nano_inference.engine.step_clock import StepClock
+from nano_inference.engine.gate import Gate
+from nano_inference.engine.reference_logprobs import ReferenceLogprobs
+from nano_inference.engine.statistics import StepClock
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import (
+    Applied,
     SampledTokens,
     apply,
     commit,
     commit_scores,
     enter,
-    judge,
     preempt,
     retire,
     training_samples,
 )
 from nano_inference.scheduling.decision import SchedulerOutput
-from nano_inference.scheduling.failure import take_text
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import (
     POLICY,
     PREVIOUS,
-    REFERENCE,
     Sequence,
     Sequences,
     SequenceStatus,
 )
-from nano_inference.scheduling.stopping import Finish
+from nano_inference.scheduling.stopping import Finish, failure, take_text
 from nano_inference.scheduling.versions import (
     begun,
     change_version,
@@ -59,6 +56,43 @@ NOT_WANTED = Finish("abort", GROUP_COMPLETE)
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
 
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A new sequence."""
+
+    sequence: Sequence
+    posted: float = field(default_factory=perf_counter, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End these requests (None: all) with what they have."""
+
+    request_ids: frozenset[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeWeights:
+    """Call `write` when nothing is in flight; it returns the new version of `weight_set`, or None
+    if it failed.
+
+    With `wait` and `finish_old` it may have to wait, and later updates behind it. `version` is the
+    one that `write` will return, so that requests that come later can be held for it.
+    """
+
+    weight_set: str
+    write: Callable[[], int | None]
+    kv_policy: KvPolicy = "recompute"
+    version: int | None = None
+    # keep the old weights as `previous`; False: the update failed
+    set_aside: Callable[[], bool] | None = None
+    # whether it has failed, so that `write` will do nothing
+    is_void: Callable[[], bool] = lambda: False
+
+
+Message = Add | Abort | ChangeWeights
+
+
 class Pending(Protocol):
     """Samples that a step in flight is drawing."""
 
@@ -69,6 +103,14 @@ class Pending(Protocol):
 
 class Runner(Protocol):
     """What the loop needs of a device."""
+
+    def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
+        """Called before the batches of a step are built: other ranks build theirs meanwhile."""
+        ...
+
+    def announce_draw(self, chunks: Chunks) -> None:
+        """Called before a draw: other ranks draw the same samples of the step."""
+        ...
 
     def forward(
         self,
@@ -101,6 +143,34 @@ class Flight:
     tokens: Pending
 
 
+OnFinish = Callable[[Sequence, list[TrainingSample]], list[TrainingSample]]
+
+
+class SampleGroups:
+    """Counts the finished samples of requests of which only some are wanted."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
+        self._complete: set[int] = set()
+
+    def __call__(self, seq: Sequence, samples: list[TrainingSample]) -> list[TrainingSample]:
+        """An `OnFinish` hook."""
+        group = seq.request.group
+        if group is not None:
+            group.num_left -= 1
+            if group.num_left <= 0:
+                self._complete.add(seq.request_id)
+        return samples
+
+    def not_wanted(self) -> list[Sequence]:
+        """Sequences of groups that are complete; not those that score finished samples."""
+        if not self._complete:
+            return []
+        complete, self._complete = frozenset(self._complete), set()
+        rest = self._sequences.of_requests(complete)
+        return [seq for seq in rest if seq.request.scored_sample is None]
+
+
 class EngineLoop:
     """Sequences, their cache and the steps in flight. Not thread-safe, except that anyone may
     append to `inbox`.
@@ -125,7 +195,13 @@ class EngineLoop:
         self.inbox: deque[Message] = deque()
         # in order; the first may wait for sequences to end
         self.updates: deque[ChangeWeights] = deque()
-        self.lockstep: Lockstep | None = None  # with other engines; None: it is alone
+        self.gate = Gate()
+        self.groups = SampleGroups(self.sequences)
+        # called in this order with each sequence that finishes, not with one that is aborted
+        self.on_finish: list[OnFinish] = [
+            self.groups,
+            ReferenceLogprobs(self.sequences, config.block_size),
+        ]
         self.paused = False  # nothing is launched
         self.writable = True  # False: updates wait, because the weights are put aside
         self.admitting = True  # False: newcomers are held until the engine is resumed
@@ -137,7 +213,7 @@ class EngineLoop:
         self.num_cached_tokens = 0
         self.num_leaked_blocks = 0  # when it was last without a sequence
         self.clock = StepClock()
-        self.streamed: list[Delta] = []  # tokens of streaming sequences that nobody took yet
+        self.streamed: list[Delta] = []  # tokens of streaming sequences that were not taken yet
         # (request id, seconds) of those that left the queue: the same
         self.queue_times: list[tuple[int, float]] = []
 
@@ -147,9 +223,7 @@ class EngineLoop:
         """
         if self.inbox or self.in_flight or (self.updates and self._may_change(self.updates[0])):
             return True
-        if self.lockstep is not None and self.lockstep.is_due():
-            return True
-        return not self.paused and self.is_busy()
+        return self.gate.is_due() or (not self.paused and self.is_busy())
 
     def is_busy(self) -> bool:
         """Whether anything runs or waits to run."""
@@ -178,6 +252,7 @@ class EngineLoop:
             self._accompany()  # until the oldest is back, whose sequences can go on
             return finished + self._retire(keep=len(self.in_flight) - 1)
         self.num_steps += 1
+        self.runner.announce(decision, applied, live)
         chunks = self.batches.chunks(decision, applied.sampled, live)
         batches = self.batches.forward_batches(chunks, self._sampling_now())
         lap("build")
@@ -202,12 +277,13 @@ class EngineLoop:
 
     def _accompany(self) -> None:
         """Compute nothing, where other engines may be computing."""
-        if self.lockstep is not None and self.lockstep.is_due():
+        if self.gate.is_due():
             self.runner.idle()
 
     def _draw(self, result: Any, chunks: Chunks) -> Pending:
         sampling = self.batches.sampling_batch(chunks)
         self.clock.lap("build")
+        self.runner.announce_draw(chunks)
         pending = self.runner.sample(result, sampling)
         # at once: what it raises may be one sample's too
         return pending if self.lookahead else Known(pending.wait())
@@ -295,27 +371,17 @@ class EngineLoop:
             live = [seq for seq in flight.sampled if seq.status is not _FINISHED]
             self.num_completion_tokens += len(live)
             # Length before: a sample whose logits were not finite ends without another token.
-            streaming = [(seq, len(seq.token_ids)) for seq in live if seq.streaming]
+            streaming = [(seq, len(seq.token_ids)) for seq in live if seq.request.streaming]
             ends = commit(flight.sampled, tokens, self.sequences, self.cache)
             for seq, before in streaming:
                 ends += self._stream(seq, before)
-            complete: set[int] = set()
             for seq, finish in dict(ends).items():  # of two the later one
                 ended = self._samples(seq, finish)
-                if ended[0].finish_reason == "abort":
-                    samples += ended
-                    continue
-                if seq.group is not None:
-                    seq.group.num_left -= 1
-                    complete |= {seq.request_id} if seq.group.num_left <= 0 else set()
-                if REFERENCE in self.sequences.versions:
-                    judge(ended[0], seq, self.sequences, self.config.block_size)
-                else:
-                    samples += ended
-            if complete:
-                rest = self.sequences.of_requests(frozenset(complete))
-                samples += self._end([seq for seq in rest if seq.judged is None], NOT_WANTED)
-            self._free_previous()
+                if ended[0].finish_reason != "abort":
+                    for hook in self.on_finish:
+                        ended = hook(seq, ended)
+                samples += ended
+            samples += self._end(self.groups.not_wanted(), NOT_WANTED)
             self.clock.lap("commit")
         return samples
 
@@ -327,7 +393,7 @@ class EngineLoop:
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
-        return self._end_outdated() if seq.exact_version is not None else []
+        return self._end_outdated() if seq.request.exact_version is not None else []
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
         """Whether an update of this policy could not be applied now: something keeps it, or one
@@ -343,14 +409,8 @@ class EngineLoop:
         return self.updates[0].version if ready else None
 
     def _may_change(self, update: ChangeWeights) -> bool:
-        """Whether an update need not wait, for anybody."""
-        if (
-            self.lockstep is not None
-            and not update.is_void()
-            and not self.lockstep.allows(update.version)
-        ):
-            return False
-        return self._is_ready(update)
+        """Whether an update need not wait, here or for other engines."""
+        return (update.is_void() or self.gate.allows(update.version)) and self._is_ready(update)
 
     def _is_ready(self, update: ChangeWeights) -> bool:
         """Whether nothing here keeps an update waiting."""
@@ -395,7 +455,7 @@ class EngineLoop:
                 seq.behind = None
 
     def _keeps_old(self, update: ChangeWeights) -> bool:
-        """Whether somebody will finish on weights that an update overwrites."""
+        """Whether a sequence will finish on weights that an update overwrites."""
         if update.kv_policy == "finish_old" and begun(self.sequences, update.weight_set):
             return True
         return update.weight_set == POLICY and PREVIOUS in self.sequences.versions
@@ -406,7 +466,7 @@ class EngineLoop:
         for seq in sequences:
             retire(seq, self.sequences, self.cache)
             self._leave_queue(seq)
-            if seq.streaming and seq.judged is None:
+            if seq.request.streaming and seq.request.scored_sample is None:
                 self._stream(seq, len(seq.token_ids))
             samples += self._samples(seq, finish)
         self._free_previous()
@@ -441,7 +501,7 @@ class EngineLoop:
             is_new, of_policy = seq.posted is not None, seq.weight_set in (POLICY, PREVIOUS)
             self._leave_queue(seq)
             if of_policy:
-                self.num_prompt_tokens += seq.num_prompt_tokens if is_new else 0
+                self.num_prompt_tokens += seq.request.num_prompt_tokens if is_new else 0
                 self.num_queried_tokens += (
                     len(seq.token_ids) if self.config.enable_prefix_caching else 0
                 )
@@ -469,3 +529,42 @@ class EngineLoop:
 
     def _newest_tokens(self) -> Pending | None:
         return self.in_flight[-1].tokens if self.in_flight else None
+
+
+class Known(NamedTuple):
+    """Samples that are on the host already, where others would be on their way."""
+
+    tokens: SampledTokens
+
+    def wait(self) -> SampledTokens:
+        """They."""
+        return self.tokens
+
+
+class Isolated(NamedTuple):
+    """A draw without those who made it fail."""
+
+    chunks: Chunks  # of the step, with the samples that are left
+    tokens: Any  # theirs
+    failed: list[tuple[Sequence, Finish]]  # the others, and how they end
+
+
+def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> Isolated:
+    """Draw a step's samples after `draw` of all of them has raised.
+
+    A draw does not depend on its neighbours, so the samples that are left have the bits that they
+    would have had. Raises what `draw` raises of these, and what is the device's: that is nobody's
+    own.
+    """
+    failed: dict[int, Finish] = {}
+    for place, seq in enumerate(chunks.sampled):
+        try:
+            draw(chunks.drawing([place])).wait()
+        except Exception as problem:
+            if is_device_failure(problem):
+                raise
+            failed[place] = failure(seq, "the draw", problem)
+    left = chunks.drawing([place for place in range(len(chunks.sampled)) if place not in failed])
+    return Isolated(
+        left, draw(left), [(chunks.sampled[place], finish) for place, finish in failed.items()]
+    )

@@ -10,8 +10,8 @@ import torch
 from nano_inference.config import EngineConfig
 from nano_inference.engine.storage import common_layout, layers_of_a_unit, storage_key
 from nano_inference.errors import ConfigError
-from nano_inference.kv_cache.units import UNIFORM, BlockLayout
-from nano_inference.models.part import ModelPart
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
+from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
 
 CPU_SHARE = 0.25  # of the available memory
@@ -138,7 +138,7 @@ def longest_asked(config: EngineConfig, specs: Sequence[ModelSpec]) -> int:
 
 def plan_memory(
     config: EngineConfig,
-    parts: Sequence[ModelPart],
+    parts: Sequence[ModelShard],
     claims: Claims,
     dtype: torch.dtype,
     device: torch.device,

@@ -3,7 +3,6 @@ is made.
 """
 
 import gc
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,9 +10,9 @@ from typing import Protocol
 import torch
 
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.columns import to_device
 from nano_inference.config import EngineConfig
 from nano_inference.engine.memory import Claims, gibibytes, longest_asked
-from nano_inference.engine.runner import to_device
 from nano_inference.engine.storage import KVStorage, kv_shape
 from nano_inference.errors import ConfigError, one_line
 from nano_inference.models.decoder import Decoder
@@ -188,19 +187,8 @@ def run_largest_steps(
         for name, model in models.items():
             batch = _batch(lengths, longest, config.block_size, name, scored)
             result = model.forward(to_device(batch, model.device), storages[name])
-            model.draw(result.hidden, drawn.to(model.device))
+            model.draw(result.hidden, to_device(drawn, model.device))
             del result
-
-
-def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | None = None) -> float:
-    """Bytes of a device that a weight update may be put aside in; a step's workspace is left to the
-    steps.
-    """
-    if device.type == "cpu":
-        return math.inf
-    reading = (memory or CudaMemory(device)).read()
-    # what is under way takes some too
-    return max(0, (reading.total - reading.used - workspace) // 2)
 
 
 def guess(

@@ -1,28 +1,61 @@
 """`ModelRunner`: runs batches on one device, one forward a weight set, and draws the samples."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.batch import Chunks, ForwardBatch
+from nano_inference.columns import to_device
+from nano_inference.engine.gate import Gate
 from nano_inference.engine.kept_ids import BestRows, KeptIds
-from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Pending
 from nano_inference.engine.sleeping import Sleep, give_back
 from nano_inference.engine.storage import KVStorage
-from nano_inference.engine.weight_update import Shares, WeightUpdate
+from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
-from nano_inference.scheduling.commit import SampledTokens
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS
+from nano_inference.scheduling.commit import Applied, SampledTokens
+from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS, Sequences
 from nano_inference.types import Memory
 
 if TYPE_CHECKING:
     from nano_inference.engine.shared_loop import SharedLoop
+    from nano_inference.engine.workers.sharing import SentUpdates
+
+
+def sampled_tokens(
+    draw: Draw, scores: Tensor, best: Sequence[tuple[Tensor, Tensor]]
+) -> SampledTokens:
+    """What a step drew, on the host.
+
+    Args:
+        draw: R samples; `kept` and the best tokens must stay as they are.
+        scores: float32 [P].
+        best: ids and logprobs [R, K] of batches whose rows' most probable tokens are wanted.
+    """
+    top = masks = None
+    if draw.top_ids.shape[1]:
+        top = BestRows(draw.top_ids.cpu().numpy(), draw.top_logprobs.cpu().numpy())
+    if draw.kept is not None:
+        masks = KeptIds(draw.kept.cpu().numpy())
+    return SampledTokens(
+        token_ids=draw.token_ids.tolist(),
+        logprobs=draw.logprobs.tolist(),
+        raw_logprobs=draw.raw_logprobs.tolist(),
+        log_kept_mass=draw.log_kept_mass.tolist(),
+        masks=masks,
+        top=top,
+        scores=scores.tolist(),
+        score_best=[
+            pair
+            for ids, logprobs in best
+            for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)
+        ],
+    )
 
 
 class Sampled:
@@ -35,22 +68,7 @@ class Sampled:
 
     def wait(self) -> SampledTokens:
         """The samples on the host. The only place where the host waits for the device."""
-        draw = self.draw
-        masks = top = None
-        if draw.top_ids.shape[1]:
-            top = BestRows(draw.top_ids.cpu().numpy(), draw.top_logprobs.cpu().numpy())
-        if draw.kept is not None:
-            masks = KeptIds(draw.kept.cpu().numpy())
-        return SampledTokens(
-            token_ids=draw.token_ids.tolist(),
-            logprobs=draw.logprobs.tolist(),
-            raw_logprobs=draw.raw_logprobs.tolist(),
-            log_kept_mass=draw.log_kept_mass.tolist(),
-            masks=masks,
-            top=top,
-            scores=self.scores.tolist(),
-            score_best=[pair for best in self.best for pair in _pairs(*best)],
-        )
+        return sampled_tokens(self.draw, self.scores, self.best)
 
 
 class StepResult(NamedTuple):
@@ -70,15 +88,15 @@ class ModelRunner:
         shares: the other ranks' parts of weight updates; None: there are no other ranks.
     """
 
-    shares: Shares | None = None
+    shares: "SentUpdates | None" = None
 
     def __init__(self, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> None:
         self.models = dict(models)
         # sets whose KV tensors have one shape may share them: a block belongs to one
         self.storages = dict(storages)
         self.device = self.storage.keys.device
-        self.lockstep: Lockstep | None = None  # with other engines
-        self.clock = self.models[POLICY].joints.clock
+        self.gate = Gate()
+        self.clock = self.models[POLICY].rank_exchange.clock
         self.tokens_computed = 0
         self.prompt_tokens_computed = 0  # of the policy
 
@@ -92,6 +110,12 @@ class ModelRunner:
     def storage(self) -> KVStorage:
         """The policy's KV tensors."""
         return self.storages[POLICY]
+
+    def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
+        """See `Runner`. There is no other rank here."""
+
+    def announce_draw(self, chunks: Chunks) -> None:
+        """See `Runner`. There is no other rank here."""
 
     def forward(
         self,
@@ -140,7 +164,9 @@ class ModelRunner:
     def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:
         """Draw the samples of a step."""
         mark = self.clock.begin()
-        sampled = Sampled(self._draw(result, batch.to(self.device)), result.scores, result.best)
+        sampled = Sampled(
+            self._draw(result, to_device(batch, self.device)), result.scores, result.best
+        )
         self.clock.end(mark)
         return sampled
 
@@ -194,11 +220,9 @@ class ModelRunner:
         )
 
     def _forward_all(self, batches: Sequence[ForwardBatch], previous: Any) -> list[ForwardResult]:
-        if self.lockstep is None:
-            return [self._forward_one(batch, previous) for batch in batches]
         own = {batch.weight_set: batch for batch in batches}
         found: dict[str, ForwardResult] = {}
-        for name in self.lockstep.begin(own):
+        for name in self.gate.begin(own):
             if name in own:
                 found[name] = self._forward_one(own[name], previous)
             else:
@@ -234,19 +258,3 @@ class ModelRunner:
             batch.input_ids[batch.relay_rows] = self._newest_tokens(previous)[batch.relay_sources]
         self._count(batch)
         return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])
-
-
-def _pairs(token_ids: Tensor, logprobs: Tensor) -> list[tuple[list[int], list[float]]]:
-    """Two of [R, K], row by row."""
-    return list(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
-
-
-def to_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    """The same batch with its tensors on another device."""
-    if device.type == "cpu":
-        return batch
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    moved = {
-        name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, Tensor)
-    }
-    return replace(batch, **moved)

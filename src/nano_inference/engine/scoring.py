@@ -1,5 +1,6 @@
 """Scoring tokens that are given: sequences of no samples, in the loop with all others."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,9 +13,8 @@ from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids, is_text
 from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarge, WeightUpdateError
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.models.routes import RouteRecord
-from nano_inference.scheduling.sequence import POLICY, Sequence
+from nano_inference.scheduling.sequence import POLICY, CheckedRequest, Sequence
 from nano_inference.types import SamplingParams, TrainingSample
 
 ATTEMPTS = 8  # to score under one version of the weights
@@ -37,7 +37,7 @@ class Scores(NamedTuple):
     Attributes:
         logprobs: of its tokens from `start` on.
         routes: the experts of all its rows but the last, int16 [rows, layers of experts, K]; None:
-            nothing was scored, or nobody keeps a record of them.
+            nothing was scored, or the decoder keeps no record of them.
     """
 
     logprobs: list[float]
@@ -100,12 +100,10 @@ def score_tokens(
 def _scores(
     engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str
 ) -> list[Scores]:
-    scorers = [_scorer(engine, request, weight_set) for request in requests]
     record = engine.runner.models[weight_set].routes
     routes: dict[int, Tensor] = {}
-    if record is not None:
-        for scorer in scorers:
-            scorer.at_end = partial(_take_routes, record, routes)
+    take = None if record is None else partial(_take_routes, record, routes)
+    scorers = [_scorer(engine, request, weight_set, take) for request in requests]
     by_id: dict[int, list[float]] = {}
     with closing(generation.run(engine.shared, scorers, progress=False)) as deltas:
         for sample in (delta.finished for delta in deltas if delta.finished is not None):
@@ -124,9 +122,13 @@ def _take_routes(record: RouteRecord, routes: dict[int, Tensor], seq: Sequence) 
     )
 
 
-def _scorer(engine: InferenceEngine, request: ScoreRequest, weight_set: str) -> Sequence:
-    request_id = engine.intake.new_request_id()
-    params = SamplingParams()
+def _scorer(
+    engine: InferenceEngine,
+    request: ScoreRequest,
+    weight_set: str,
+    at_end: Callable[[Sequence], None] | None,
+) -> Sequence:
+    request_id, num_tokens = engine.intake.new_request_id(), len(request.token_ids)
     stand_in = TrainingSample(  # the scores come back in it
         prompt_tokens=(),
         completion_tokens=(),
@@ -136,18 +138,19 @@ def _scorer(engine: InferenceEngine, request: ScoreRequest, weight_set: str) -> 
         finish_reason="stop",
         request_id=request_id,
     )
+    asked = CheckedRequest(
+        request_id,
+        num_tokens,
+        SamplingParams(),
+        scored=range(request.start - 1, num_tokens - 1),
+        score_temperature=request.temperature,
+        scored_sample=stand_in,
+        at_end=at_end,
+    )
     return Sequence(
-        seq_id=engine.loop.sequences.new_id(),
-        request_id=request_id,
-        token_ids=request.token_ids,
-        num_prompt_tokens=len(request.token_ids),
-        params=params,
-        stop_ids=frozenset(),
-        seed=0,
-        prefix=PrefixKeys(Namespace()),
+        engine.loop.sequences.new_id(),
+        asked,
+        request.token_ids,
         num_samples=0,
         weight_set=weight_set,
-        scored=range(request.start - 1, len(request.token_ids) - 1),
-        score_temperature=request.temperature,
-        judged=stand_in,
     )

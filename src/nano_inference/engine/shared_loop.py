@@ -3,24 +3,142 @@ failure ends.
 """
 
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import NoReturn, get_args
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import torch
 
+from nano_inference.config import EngineConfig
 from nano_inference.engine.delivery import Delivery, Sink
-from nano_inference.engine.fair_lock import FairLock
-from nano_inference.engine.faults import Why, failed
-from nano_inference.engine.interrupts import HeldInterrupts
-from nano_inference.engine.lockstep import Lockstep, Member
+from nano_inference.engine.device import is_device_failure
+from nano_inference.engine.lockstep import Lockstep, Member, not_together
 from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
-from nano_inference.engine.sleep_together import not_together, sleep_with_others, wake_with_others
 from nano_inference.engine.sleeping import Sleep
-from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
 from nano_inference.scheduling.sequence import POLICY, Sequence
 from nano_inference.types import Memory, PauseMode, TrainingSample
+
+
+class FairLock:
+    """Like `threading.RLock`, which a thread that steps in a loop would take again and again before
+    any other wakes up.
+
+    The thread that waits holds the turn, and none takes the lock past it: others get it after one
+    step, not after hundreds.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take it, once more if this thread has it; without `blocking` False where another thread
+        has it or waits.
+        """
+        me = threading.get_ident()
+        if self._owner != me:
+            if not self._turn.acquire(blocking):
+                return False
+            try:
+                if not self._lock.acquire(blocking):
+                    return False
+            finally:
+                self._turn.release()
+            self._owner = me
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        """Give it back. Raises `RuntimeError` if another thread has it, or none."""
+        if self._owner != threading.get_ident():
+            raise RuntimeError("the lock is not this thread's to release.")
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()
+
+    def __enter__(self) -> "FairLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class HeldInterrupts:
+    """A block at whose end Ctrl-C takes effect: in the middle of a step it would leave the engine
+    in an unknown state.
+
+    The second one comes at once. Where Ctrl-C means something else than `KeyboardInterrupt`, and in
+    other threads, which it does not reach, nothing is held.
+    """
+
+    def __enter__(self) -> "HeldInterrupts":
+        self._came, self._before = False, None
+        ordinary = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if ordinary and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            if self._came and kind is None:
+                raise KeyboardInterrupt
+
+    def _note(self, *_: Any) -> None:
+        if self._came:
+            raise KeyboardInterrupt
+        self._came = True
+
+
+class Why(NamedTuple):
+    """A reason, and the same without what an exception said: see `EngineDead.public`."""
+
+    text: str
+    public: str
+
+
+def why_dead(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None) -> Why:
+    """Why an engine has died of what a step raised; out of memory, which settings to change and to
+    what; of a rank that was lost, which requests are.
+    """
+    if isinstance(problem, RankLost) and loop is not None:
+        added = [message.sequence.request_id for message in loop.inbox if isinstance(message, Add)]
+        lost = sorted({*added, *(seq.request_id for seq in loop.sequences.by_id.values())})
+        told = f"requests lost: {', '.join(map(str, lost))}" if lost else "no request is lost"
+        return Why(f"{problem}; {told}", f"a rank of the engine is lost; {told}")
+    if isinstance(problem, torch.OutOfMemoryError):
+        share, tokens = config.gpu_memory_utilization, config.max_tokens_per_batch
+        advice = [f"gpu_memory_utilization from {share:g} to {max(share - 0.05, share / 2):.2f}"]
+        if tokens > 1:
+            advice.append(f"max_tokens_per_batch from {tokens} to {tokens // 2}")
+        public = f"a step ran out of the device's memory; lower {' or '.join(advice)}"
+        return Why(f"{public} ({one_line(problem)})", public)
+    if is_device_failure(problem):  # such texts are the driver's or ours
+        text = (
+            "a step failed on the device, which this process cannot use any more: "
+            f"{one_line(problem)}"
+        )
+        return Why(text, text)
+    return failed("a step failed", problem)
+
+
+def failed(what: str, problem: BaseException) -> Why:
+    """That something failed, and of what."""
+    name = type(problem).__name__
+    return Why(f"{what}: {name}: {problem}", f"{what}: {name}")
 
 
 class SharedLoop:
@@ -31,10 +149,9 @@ class SharedLoop:
         explain: says of what a step raised why the engine has failed.
 
     Attributes:
-        lock: held by whoever runs the loop.
-        work_arrived: set whenever a message arrives; whoever waits for work clears it.
-        when_dead: called once, with the reason, by whoever ends the engine or finds that it has
-            failed.
+        lock: held by the thread that runs the loop.
+        work_arrived: set whenever a message arrives; a thread that waits for work clears it.
+        when_dead: called once, with the reason, when the engine ends or has failed.
     """
 
     def __init__(self, loop: EngineLoop, explain: Callable[[Exception], Why]) -> None:
@@ -64,12 +181,12 @@ class SharedLoop:
             return Member(busy, loop.sequences.versions[POLICY], loop.ready_update())
 
         lockstep.attach(say, self.work_arrived.set, device)
-        loop.lockstep = lockstep
+        loop.gate = lockstep
 
     # -- stepping ----------------------------------------------------------------------------------
 
     def step(self) -> list[TrainingSample]:
-        """Run one step; returns the samples that ended since the last call and that nobody else
+        """Run one step; returns the samples that ended since the last call and that no thread
         waits for.
         """
         self.advance()
@@ -110,7 +227,7 @@ class SharedLoop:
         """
         with self.lock:
             self.require_weights()
-            if self.loop.lockstep is not None:
+            if not self.loop.gate.alone:
                 raise InvalidRequest(
                     "weights beside the policy's are not possible for engines in lockstep."
                 )
@@ -168,7 +285,7 @@ class SharedLoop:
             self.delivery.open(request.request_id, request.width, sink)
 
     def abandon(self, request_ids: Iterable[int]) -> None:
-        """Nobody waits for these requests any more: those that have not ended do so now, and are
+        """No thread waits for these requests any more: those that have not ended do so now, and are
         lost.
         """
         unfinished = self.delivery.abandon(request_ids)
@@ -303,7 +420,7 @@ class SharedLoop:
             parts: list[Memory] = [
                 part for part in self.asleep() if memory is None or part in memory
             ]
-            if not parts and not self._is_held():
+            if not parts and not self.loop.gate.is_held:
                 return
             if memory is None:
                 self._pause_asked = False
@@ -312,8 +429,8 @@ class SharedLoop:
             if not self.has_no_weights():
                 self._have_weights(True)
             self._go_on()
-        if self.loop.lockstep is not None and self._is_held() and not self.has_no_weights():
-            wake_with_others(self.loop.lockstep, self)
+        if self.loop.gate.is_held and not self.has_no_weights():
+            self.loop.gate.await_wake(self)
             with self.lock:
                 self._go_on()
 
@@ -335,22 +452,18 @@ class SharedLoop:
         """Stop, and serve the engines in lockstep until the weights of all may sleep; not for
         ever.
         """
-        lockstep = self.loop.lockstep
-        if lockstep is not None and "weights" in memory and not self.has_no_weights():
+        gate = self.loop.gate
+        if not gate.alone and "weights" in memory and not self.has_no_weights():
             with self.lock:
                 self._stop()
-                lockstep.sleep_wanted = True
-            sleep_with_others(lockstep, self)
+                gate.sleep_wanted = True
+            gate.await_sleep(self)
 
     def _require_together(self, parts: Collection[Memory]) -> None:
         """Raise `NanoInferenceError` where engines in lockstep need the weights, and go on. With
         the lock.
         """
-        if (
-            self.loop.lockstep is not None
-            and "weights" in parts
-            and not self.loop.lockstep.may_sleep
-        ):
+        if "weights" in parts and not self.loop.gate.may_sleep:
             self._have_weights(True)
             self._go_on()
             raise not_together()
@@ -358,13 +471,8 @@ class SharedLoop:
     def _have_weights(self, here: bool) -> None:
         """They are here, or not: updates wait for them, and engines in lockstep. With the lock."""
         self.loop.writable = here
-        if self.loop.lockstep is not None:
-            self.loop.lockstep.sleep_wanted = not here
+        self.loop.gate.sleep_wanted = not here
         self.work_arrived.set()
-
-    def _is_held(self) -> bool:
-        """Whether the weights of engines in lockstep, or of one of them, sleep or are about to."""
-        return self.loop.lockstep is not None and self.loop.lockstep.is_held
 
     def _stop(self) -> None:
         """Compute nothing from now on. With the lock."""
@@ -375,7 +483,7 @@ class SharedLoop:
 
     def _go_on(self) -> None:
         """Go on, if nothing is asleep and no pause is asked for. With the lock."""
-        if not self._asleep and not self._pause_asked and not self._is_held():
+        if not self._asleep and not self._pause_asked and not self.loop.gate.is_held:
             self.loop.resume()
             self._paused_by = None
             self._running.set()
@@ -409,8 +517,7 @@ class SharedLoop:
 
     def _die(self, why: Why) -> None:
         self._dead = why
-        if self.loop.lockstep is not None:
-            self.loop.lockstep.close()
+        self.loop.gate.close()
         self._running.set()
         self.work_arrived.set()
         for part in self._asleep.values():

@@ -44,7 +44,7 @@ class Sleep:
     def end(self) -> None:
         """Take the memory again; what was put aside stands in it as before, to the bit.
 
-        Raises `torch.OutOfMemoryError` where somebody else has it now; it sleeps on then.
+        Raises `torch.OutOfMemoryError` where another process has it now; it sleeps on then.
         """
         self._take_memory()
         self._read_back()

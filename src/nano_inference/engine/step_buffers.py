@@ -3,8 +3,7 @@ a decode step.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.batch import NO_TEMPERATURES, NOTHING, ForwardBatch
+from nano_inference.batch import ForwardBatch
+from nano_inference.columns import columns_of, tensors_of, with_tensors
 from nano_inference.engine.device import DeviceQueue, Event
-from nano_inference.sampling.sampling_batch import ON_HOST, Entries
 from nano_inference.scheduling.sequence import POLICY
 
 WORD = 8  # bytes
@@ -22,7 +21,7 @@ WORD = 8  # bytes
 ALIGNED = 2
 
 
-class Column(NamedTuple):
+class TensorPlace(NamedTuple):
     """The shape and type of one tensor among others in a buffer."""
 
     shape: tuple[int, ...]
@@ -38,23 +37,34 @@ def _num_words(num_bytes: int) -> int:
     return -(-num_bytes // (WORD * ALIGNED)) * ALIGNED
 
 
-def columns_of(tensors: Sequence[Tensor]) -> list[Column]:
+def specs_of(tensors: Sequence[Tensor]) -> list[TensorPlace]:
     """What these tensors are."""
-    return [Column(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return [TensorPlace(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
-def carve(buffer: Tensor, columns: Sequence[Column]) -> list[Tensor]:
+def captured_specs(batch: type, sizes: Mapping[Any, int]) -> dict[str, TensorPlace]:
+    """The columns of a class of batches that have fixed places in captured graphs, at these
+    sizes.
+    """
+    return {
+        name: TensorPlace(tuple(sizes[size] for size in each.sizes), each.dtype)
+        for name, each in columns_of(batch).items()
+        if each.padding is not None
+    }
+
+
+def carve(buffer: Tensor, specs: Iterable[TensorPlace]) -> list[Tensor]:
     """Views of an int64 buffer, one after the other."""
-    ends = accumulate(column.num_words for column in columns)
-    return [
-        buffer[end - column.num_words : end]
-        .view(column.dtype)[: math.prod(column.shape)]
-        .view(column.shape)
-        for column, end in zip(columns, ends, strict=True)
-    ]
+    views: list[Tensor] = []
+    start = 0
+    for spec in specs:
+        words = buffer[start : start + spec.num_words]
+        views.append(words.view(spec.dtype)[: math.prod(spec.shape)].view(spec.shape))
+        start += spec.num_words
+    return views
 
 
-class Slot:
+class PinnedBuffer:
     """One pinned buffer of a ring, and the copy that used it last."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -70,10 +80,10 @@ class Ring:
 
     def __init__(self, queue: DeviceQueue, num_slots: int, num_words: int) -> None:
         self._queue = queue
-        self._slots = [Slot(queue.pinned(num_words)) for _ in range(num_slots)]
+        self._slots = [PinnedBuffer(queue.pinned(num_words)) for _ in range(num_slots)]
         self._next = 0
 
-    def take(self, num_words: int) -> Slot:
+    def take(self, num_words: int) -> PinnedBuffer:
         """The next buffer, of at least so many words. Whoever copies from or to it notes the event
         in it.
         """
@@ -81,7 +91,7 @@ class Ring:
         if slot.event is not None:
             self._queue.wait(slot.event)  # long passed, where steps wait for each other
         if len(slot.words) < num_words:
-            slot = self._slots[self._next] = Slot(
+            slot = self._slots[self._next] = PinnedBuffer(
                 self._queue.pinned(max(num_words, 2 * len(slot.words)))
             )
         self._next = (self._next + 1) % len(self._slots)
@@ -121,52 +131,25 @@ class Uploads:
 
     def send(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The same tensors, on the device."""
-        columns = columns_of(parts)
-        total = sum(column.num_words for column in columns)
+        specs = specs_of(parts)
+        total = sum(spec.num_words for spec in specs)
         target = torch.empty(total, dtype=torch.int64, device=self._device)
         if total:
             self.write(parts, target)
-        return carve(target, columns)
+        return carve(target, specs)
 
-    def send_all(self, values: Sequence[Any]) -> list[Any]:
+    def send_all(self, batches: Sequence[Any]) -> list[Any]:
         """The same batches (`ForwardBatch` or `SamplingBatch`), with their tensors on the device,
         by one copy.
         """
-        found = [_tensors(value) for value in values]
-        moved = iter(
-            self.send([tensor for parts in found for part in parts.values() for tensor in part])
-        )
-        return [
-            replace(
-                value,
-                **{
-                    name: _like(getattr(value, name), [next(moved) for _ in part])
-                    for name, part in own.items()
-                },
-            )
-            for value, own in zip(values, found, strict=True)
-        ]
-
-
-def _tensors(value: Any) -> dict[str, list[Tensor]]:
-    """The tensors of a batch, by field."""
-    parts = {
-        field.name: getattr(value, field.name)
-        for field in fields(value)
-        if field.name not in ON_HOST
-    }
-    found = {name: [part] for name, part in parts.items() if isinstance(part, Tensor)}
-    return found | {name: list(part) for name, part in parts.items() if isinstance(part, Entries)}
-
-
-def _like(old: Tensor | Entries, new: list[Tensor]) -> Tensor | Entries:
-    return Entries(*new) if isinstance(old, Entries) else new[0]
+        moved = iter(self.send([tensor for batch in batches for tensor in tensors_of(batch)]))
+        return [with_tensors(batch, moved) for batch in batches]
 
 
 class Fetched(NamedTuple):
     """Tensors on their way to the host."""
 
-    arrays: list[np.ndarray]  # good after the event, until the next but one is fetched
+    tensors: list[Tensor]  # good after the event, until the next but one is fetched
     event: Event
 
 
@@ -180,14 +163,14 @@ class Downloads:
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
         """Tensors of the device, which must stay as they are until the event."""
-        columns = columns_of(tensors)
-        slot = self._ring.take(sum(column.num_words for column in columns))
-        places = carve(slot.memory, columns)
+        specs = specs_of(tensors)
+        slot = self._ring.take(sum(spec.num_words for spec in specs))
+        places = carve(slot.memory, specs)
         copies = [
             (tensor, place) for tensor, place in zip(tensors, places, strict=True) if tensor.numel()
         ]
         slot.event = self._queue.download(copies)
-        return Fetched([place.numpy() for place in places], slot.event)
+        return Fetched(places, slot.event)
 
 
 class DecodeInputs:
@@ -209,42 +192,29 @@ class DecodeInputs:
     def __init__(self, buffer: Tensor, size: int, max_blocks: int) -> None:
         self.size = size
         self._buffer = buffer
-        columns = _decode(size, max_blocks)
-        ids, positions, slots, sources, seq_lens, cu_seqlens, stride, tables = carve(
-            buffer, columns
-        )
-        self._starts = [0, *accumulate(column.num_words for column in columns[:-1])]
-        self._padding = np.zeros(self._starts[-1], dtype=np.int64)
-        for column in (2, 3):  # no slot, no source
-            self._padding[self._starts[column] :][:size] = -1
-        rows = torch.arange(size, device=buffer.device)
-        nothing, no_temperatures = NOTHING.to(buffer.device), NO_TEMPERATURES.to(buffer.device)
+        specs = _decode_specs(size, max_blocks)
+        places = dict(zip(specs, carve(buffer, specs.values()), strict=True))
+        ends = accumulate(spec.num_words for spec in specs.values())
+        self._starts = dict(zip(specs, (0, *ends), strict=False))
+        # what stands before the block tables if no row does
+        self._padding = np.zeros(self._starts["block_tables"], dtype=np.int64)
+        for name in ("slot_mapping", "relay_sources"):  # no slot, no source
+            self._padding[self._starts[name] :][:size] = -1
         # place in the newest tokens; -1: the host knew the row's token
-        self.relay_sources = sources
-        self.batch = ForwardBatch(
-            weight_set=POLICY,
-            input_ids=ids,
-            positions=positions,
-            slot_mapping=slots,
-            row_chunks=rows,
-            block_tables=tables,
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=seq_lens,
-            logits_indices=rows,
-            score_rows=nothing,
-            score_targets=nothing,
-            score_temperatures=no_temperatures,
-            scored=(),
-            relay_rows=nothing,
-            relay_sources=nothing,
-            num_prompt_tokens=0,
-            table_stride=stride,
-        )
+        self.relay_sources, stride = places.pop("relay_sources"), places.pop("table_stride")
+        rows = torch.arange(size, device=buffer.device)
+        absent = {
+            name: torch.empty(0, dtype=each.dtype, device=buffer.device)
+            for name, each in columns_of(ForwardBatch).items()
+        }
+        alike = {"row_chunks": rows, "logits_indices": rows, "table_stride": stride}
+        found: dict[str, Any] = absent | places | alike
+        self.batch = ForwardBatch(weight_set=POLICY, **found)
 
     @staticmethod
     def num_words(size: int, max_blocks: int) -> int:
         """Words that a step of so many rows takes at most."""
-        return sum(column.num_words for column in _decode(size, max_blocks))
+        return sum(spec.num_words for spec in _decode_specs(size, max_blocks).values())
 
     def clear(self) -> None:
         """Padding alone: what is captured and warmed up touches no keys and values."""
@@ -256,28 +226,31 @@ class DecodeInputs:
         """Bring a step here, at most `size` rows of it: one copy. By numpy: small operations of
         torch take longer.
         """
-        count = self._starts[-1] + _num_words(batch.block_tables.nbytes)
+        count = len(self._padding) + _num_words(batch.block_tables.nbytes)
         uploads.write_words(count, lambda words: self._fill(words, batch), self._buffer)
 
     def _fill(self, words: np.ndarray, batch: ForwardBatch) -> None:
         rows, stride = batch.block_tables.shape
-        ids, positions, slots, sources, seq_lens, cu_seqlens, the_stride, tables = (
-            words[at:] for at in self._starts
-        )
+        places = {name: words[start:] for name, start in self._starts.items()}
         words[: len(self._padding)] = self._padding
-        ids[:rows] = batch.input_ids.numpy()
-        positions[:rows] = batch.positions.numpy()
-        slots[:rows] = batch.slot_mapping.numpy()
-        sources[batch.relay_rows.numpy()] = batch.relay_sources.numpy()
-        seq_lens[:rows] = batch.seq_lens.numpy()
-        cu_seqlens[: rows + 1] = batch.cu_seqlens_q.numpy()
-        cu_seqlens[rows + 1 : self.size + 1] = rows
-        the_stride[0] = stride
-        tables[: rows * stride] = batch.block_tables.numpy().reshape(-1)
+        places["relay_sources"][batch.relay_rows.numpy()] = batch.relay_sources.numpy()
+        places["table_stride"][0] = stride
+        places["cu_seqlens_q"][rows + 1 : self.size + 1] = rows
+        for name in _CAPTURED:
+            column = getattr(batch, name).numpy().reshape(-1)
+            places[name][: len(column)] = column
 
 
-def _decode(size: int, max_blocks: int) -> list[Column]:
-    return [
-        Column(shape, torch.int64)
-        for shape in [(size,)] * 5 + [(size + 1,), (1,), (size, max_blocks)]
-    ]
+def _decode_specs(size: int, max_blocks: int) -> dict[str, TensorPlace]:
+    """Where everything stands; the block tables last."""
+    own = {
+        name: TensorPlace(shape, torch.int64)
+        for name, shape in (("relay_sources", (size,)), ("table_stride", (1,)))
+    }
+    sizes = {"N": size, "S": size, "S + 1": size + 1, "B": max_blocks}
+    return own | captured_specs(ForwardBatch, sizes)
+
+
+_CAPTURED = tuple(
+    name for name, each in columns_of(ForwardBatch).items() if each.padding is not None
+)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_inference.kv_cache.units import UNIFORM, BlockLayout, UnitPool
-from nano_inference.models.part import split_layers
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
+from nano_inference.models.shard import split_layers
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
 

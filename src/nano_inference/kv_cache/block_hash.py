@@ -59,7 +59,7 @@ class PrefixKeys:
 
     __slots__ = ("hashes", "namespace")
 
-    def __init__(self, namespace: Namespace, hashes: Sequence[int] = ()) -> None:
+    def __init__(self, namespace: Namespace = Namespace(), hashes: Sequence[int] = ()) -> None:
         self.namespace = namespace
         self.hashes = list(hashes)
 

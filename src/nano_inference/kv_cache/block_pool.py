@@ -62,7 +62,7 @@ class BlockPool:
 
     Attributes:
         names: of every named block: its name, and its id.
-        news: is told of names that come and go; None: nobody wants to know.
+        news: is told of names that come and go; None: nothing follows them.
     """
 
     def __init__(self, num_blocks: int, emptied: Callable[[Block], None] | None = None) -> None:
@@ -100,7 +100,7 @@ class BlockPool:
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
-        """Count one holder less; a block that nobody holds becomes free: the most recently used of
+        """Count one holder less; a block without a holder becomes free: the most recently used of
         its kind.
         """
         if block.ref_count <= 0:
@@ -165,7 +165,7 @@ class BlockPool:
         return [at for at in self._ring() if at < len(self.blocks)]
 
     def check(self) -> None:
-        """Assert that the ring is whole, holds exactly the blocks that nobody holds, and is in
+        """Assert that the ring is whole, holds exactly the blocks without a holder, and is in
         order.
         """
         ids = self.free_ids()

@@ -1,4 +1,4 @@
-"""Names of blocks that come and go, gathered for whoever keeps a directory of several caches."""
+"""Names of blocks that come and go, gathered for a directory of several caches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class BlockReport:
 class BlockNews:
     """Changes since the last report. A name that came and went within it is not told.
 
-    Not thread-safe: the cache that tells it and whoever takes reports share a lock.
+    Not thread-safe: the cache that tells it and the reader of reports share a lock.
 
     Args:
         most: changes that are kept; beyond that the next report is whole.

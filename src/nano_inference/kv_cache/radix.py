@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
-from nano_inference.kv_cache.indexed import IndexedKVCache, new_pools
-from nano_inference.kv_cache.units import UNIFORM, BlockLayout
+from nano_inference.kv_cache.manager import KVCacheManager
 
 
 @dataclass(slots=True, eq=False)
@@ -283,24 +282,15 @@ class RadixTree:
             assert list(key) == self._run(child.token_ids, 0, 1), "a child under the wrong key"
 
 
-class RadixKVCache(IndexedKVCache):
-    """Block tables over one pool, with a radix tree over token ids. Implements `KVCacheManager`.
+class RadixKVCache(KVCacheManager):
+    """A KV cache with a radix tree over token ids.
 
     Blocks without a name are reused first, then leaves of the tree, the longest unused first. Using
     a block uses its whole path, and a path stays as long as a table holds anything on it, unless
     nothing else is free.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        layout: BlockLayout = UNIFORM,
-        num_units: int | None = None,
-    ) -> None:
-        pool, units = new_pools(num_blocks, block_size, layout, num_units)
-        super().__init__(pool, RadixTree(pool, block_size), block_size, units)
+    new_index = RadixTree
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.options import is_number, is_whole
 
 Config = Mapping[str, Any]
 
@@ -24,21 +25,14 @@ class _Kind:
 
 def _whole(low: int, high: int) -> _Kind:
     return _Kind(
-        f"an integer from {low} to {high}",
-        lambda value: _is_integer(value) and low <= value <= high,
+        f"an integer from {low} to {high}", lambda value: is_whole(value, low) and value <= high
     )
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    """Finite, and finite as a float: 10**400 is not."""
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, and finite as a float: 10**400 is not."""
     try:
-        return (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
+        return is_number(value) and math.isfinite(value)
     except OverflowError:
         return False
 
@@ -48,21 +42,19 @@ def _is_list_of(value: Any, fits: Callable[[Any], bool]) -> bool:
 
 
 def _is_token_id(value: Any) -> bool:
-    return _is_integer(value) and 0 <= value < 2**31
+    return is_whole(value, 0) and value < 2**31
 
 
-_POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
-_EPS = _Kind("a number from 0 to 1, and not 0", lambda value: _is_number(value) and 0 < value < 1)
-_BASE = _Kind("a number above 1", lambda value: _is_number(value) and value > 1)
-_NOT_NEGATIVE = _Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
+_POSITIVE = _Kind("a number above 0", lambda value: is_finite(value) and value > 0)
+_EPS = _Kind("a number from 0 to 1, and not 0", lambda value: is_finite(value) and 0 < value < 1)
+_BASE = _Kind("a number above 1", lambda value: is_finite(value) and value > 1)
+_NOT_NEGATIVE = _Kind("a number from 0 on", lambda value: is_finite(value) and value >= 0)
 _SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _NAME = _Kind("a name", lambda value: isinstance(value, str))
 _NAMES = _Kind(
     "a list of names", lambda value: _is_list_of(value, lambda each: isinstance(each, str))
 )
-_LAYERS = _Kind(
-    "a list of layers' numbers", lambda value: _is_list_of(value, lambda each: _is_integer(each))
-)
+_LAYERS = _Kind("a list of layers' numbers", lambda value: _is_list_of(value, is_whole))
 _ENDS = _Kind(
     "a token id or a list of them",
     lambda value: _is_token_id(value) or _is_list_of(value, _is_token_id),

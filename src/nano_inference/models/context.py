@@ -11,7 +11,6 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.backend import Joint, KvcacheView, Ops, PartialAttention
-from nano_inference.parallel.collectives import Group
 from nano_inference.parallel.context import (
     MOST_NUMBERS,
     ContextSplit,
@@ -20,6 +19,7 @@ from nano_inference.parallel.context import (
     Rejoining,
     own_rows,
 )
+from nano_inference.parallel.process_group import ProcessGroup
 
 
 class SharedContext:
@@ -34,7 +34,7 @@ class SharedContext:
         rows_computed: that went through this rank's forwards.
     """
 
-    def __init__(self, group: Group, ops: Ops, spec: ModelSpec) -> None:
+    def __init__(self, group: ProcessGroup, ops: Ops, spec: ModelSpec) -> None:
         if ops.partial is None:
             raise ValueError(f"the {ops.name} backend computes attention whole.")
         self.rows_computed = 0

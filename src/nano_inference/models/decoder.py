@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.columns import to_device
 from nano_inference.models.context import SharedContext
-from nano_inference.models.joints import AddBias, Joints
-from nano_inference.models.part import part_of
+from nano_inference.models.rank_exchange import AddBias, RankExchange
 from nano_inference.models.rope import rope_table
 from nano_inference.models.routes import RecordedMoe, RouteRecord
+from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.ops.moe import Experts
@@ -56,11 +57,11 @@ class Decoder:
     """Weights, rotary tables and operations of one model. It never asks which device it is on.
 
     Args:
-        spec: of the part of the model that is here (`ModelPart.spec`).
+        spec: of the part of the model that is here (`ModelShard.spec`).
         params: of that part.
         ops: of the backend.
         num_positions: rows of the rotary tables.
-        joints: the other ranks that share the model; None: all of it is here.
+        rank_exchange: the other ranks that share the model; None: all of it is here.
     """
 
     def __init__(
@@ -69,13 +70,15 @@ class Decoder:
         params: dict[str, Any],
         ops: Ops,
         num_positions: int,
-        joints: Joints | None = None,
+        rank_exchange: RankExchange | None = None,
     ) -> None:
         self.spec = spec
         self.params = params
         self.ops = ops
-        self.joints = joints if joints is not None else Joints(part_of(spec))
-        self.part = self.joints.part
+        self.rank_exchange = (
+            rank_exchange if rank_exchange is not None else RankExchange(shard_of(spec))
+        )
+        self.part = self.rank_exchange.part
         self.context = self._shared_context()
         matrix = params["layers.0.qkv"]
         self.device = matrix.device
@@ -103,7 +106,7 @@ class Decoder:
     @property
     def _end(self) -> Ops | ShardedHead:
         """What turns hidden rows into logits, draws and scores."""
-        group = self.joints.tensor
+        group = self.rank_exchange.tensor
         return self.ops if group is None else ShardedHead(self.ops, group, self.part.vocab_bounds)
 
     def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
@@ -165,7 +168,7 @@ class Decoder:
             nothing = torch.empty((0, num_best), device=self.device)
             return BestTokens(nothing.long(), nothing)
         draws = [
-            self.draw(rows, greedy_batch(len(rows), num_best).to(self.device))
+            self.draw(rows, to_device(greedy_batch(len(rows), num_best), self.device))
             for rows in hidden.split(BEST_TILE)
         ]
         return BestTokens(
@@ -178,12 +181,14 @@ class Decoder:
         make one.
         """
         moe = self.spec.moe
-        if moe is None or self.joints.exchange is None:
+        if moe is None or self.rank_exchange.exchange is None:
             return
         nothing = torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         for layer in range(self.spec.num_layers):
             if moe.layers[layer]:
-                self.ops.moe(nothing, self._experts(f"layers.{layer}.", moe), self.joints.exchange)
+                self.ops.moe(
+                    nothing, self._experts(f"layers.{layer}.", moe), self.rank_exchange.exchange
+                )
 
     def forget_recorded(self) -> None:
         """Record anew what the backend records: weights or KV tensors have moved."""
@@ -206,7 +211,7 @@ class Decoder:
         self.recorded.clear()
 
     def _shared_context(self) -> SharedContext | None:
-        group = self.joints.context
+        group = self.rank_exchange.context
         return None if group is None else SharedContext(group, self.ops, self.spec)
 
     def _hidden(self, batch: ForwardBatch, view: KvcacheView) -> Tensor:
@@ -245,7 +250,9 @@ class Decoder:
             _, residual = ops.rms_norm(
                 x, residual, Norm(None, 0.0, 0.0, torch.float32), spec.residual_scale
             )
-            return ops.call(batch, self.joints.send, (residual,), spec.hidden_size, torch.float32)
+            return ops.call(
+                batch, self.rank_exchange.send, (residual,), spec.hidden_size, torch.float32
+            )
         return ops.rms_norm(x, residual, self._norm("norm"), spec.residual_scale)[0]
 
     def _attention(
@@ -284,15 +291,15 @@ class Decoder:
 
     def _enter(self, ops: Operations, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer that is here."""
-        joints, hidden = self.joints, self.spec.hidden_size
+        rank_exchange, hidden = self.rank_exchange, self.spec.hidden_size
         if not self.part.place.is_first_stage:
-            return ops.call(batch, joints.receive, (), hidden, torch.float32)
+            return ops.call(batch, rank_exchange.receive, (), hidden, torch.float32)
         weight = self.params["embed"]
-        if joints.tensor is None:
+        if rank_exchange.tensor is None:
             return ops.embed(batch.input_ids, weight, self.embed_scale)
         part = (self.part.vocab.start, self.part.whole.vocab_size)
         rows = ops.embed(batch.input_ids, weight, self.embed_scale, part)
-        return ops.call(batch, joints.add_up, (rows,), hidden, torch.float32)
+        return ops.call(batch, rank_exchange.add_up, (rows,), hidden, torch.float32)
 
     def _row_parallel(
         self,
@@ -305,11 +312,15 @@ class Decoder:
         """A product whose input columns are spread over ranks: each adds up its own, then all of
         them.
         """
-        weight, bias, joints = self.params[name], self.params.get(name + "_bias"), self.joints
-        if joints.tensor is None:
+        weight, bias, rank_exchange = (
+            self.params[name],
+            self.params.get(name + "_bias"),
+            self.rank_exchange,
+        )
+        if rank_exchange.tensor is None:
             return ops.linear(x, weight, bias, segments if self.ops.in_segments else None)
         segments = segments if segments is not None else (0, weight.shape[1])
-        add_up = joints.add_up if bias is None else AddBias(joints, bias)
+        add_up = rank_exchange.add_up if bias is None else AddBias(rank_exchange, bias)
         return ops.call(
             batch,
             add_up,
@@ -324,8 +335,10 @@ class Decoder:
         if self.spec.moe is not None and self.spec.moe.layers[layer]:
             experts = self._experts(name, self.spec.moe)
             if self.routes is None:
-                return ops.moe(normed, experts, self.joints.exchange)
-            noted = RecordedMoe(self.ops.moe, experts, self.joints.exchange, self.routes, layer)
+                return ops.moe(normed, experts, self.rank_exchange.exchange)
+            noted = RecordedMoe(
+                self.ops.moe, experts, self.rank_exchange.exchange, self.routes, layer
+            )
             return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
         gated = ops.gate(
             ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation

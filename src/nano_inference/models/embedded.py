@@ -128,7 +128,7 @@ def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -
     digest = hashlib.sha256()
     try:
         whole.parent.mkdir(parents=True, exist_ok=True)
-        # A fresh name for each attempt: nobody meets what a killed or a concurrent one left behind.
+        # A fresh name for each attempt: none meets what a killed or a concurrent one left behind.
         with tempfile.NamedTemporaryFile(
             dir=whole.parent, prefix=f".{whole.name}-", suffix=".unfinished", delete=False
         ) as file:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.moe import Experts, MoeSteps
-from nano_inference.parallel.collectives import Group
+from nano_inference.parallel.process_group import ProcessGroup
 
 # rows of a rank that are computed at once, where all ranks know how many rows there are
 ROW_BLOCK = 512
@@ -28,7 +28,7 @@ class ExpertExchange:
             its own, maybe none.
     """
 
-    def __init__(self, group: Group, bounds: Sequence[int], *, shared: bool) -> None:
+    def __init__(self, group: ProcessGroup, bounds: Sequence[int], *, shared: bool) -> None:
         self.group = group
         self._bounds = tuple(bounds)
         self._shared = shared

@@ -1,6 +1,4 @@
-"""Where a model lies, and what its config.json says. Nothing here imports torch: a server reads it,
-too.
-"""
+"""Where a model lies, and what its config.json says. Nothing here imports torch."""
 
 import difflib
 from pathlib import Path
@@ -8,7 +6,7 @@ from pathlib import Path
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf
-from nano_inference.models.quantisation import SIDE_FILES, refuse_quantised, refuse_side_files
+from nano_inference.models.quantisation import refuse_quantised, refuse_side_files
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.regular_files import read_json
 
@@ -39,7 +37,7 @@ def load_spec(folder: Path) -> ModelSpec:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     spec = spec_from_config(config, read_json(generation) if generation.exists() else None)
-    _refuse_side_files(folder)
+    refuse_side_files(folder)
     return spec
 
 
@@ -50,7 +48,7 @@ def require_plain_weights(folder: Path) -> None:
     _refuse_adapter(folder)
     if (folder / "config.json").exists():
         refuse_quantised(read_json(folder / "config.json"))
-    _refuse_side_files(folder)
+    refuse_side_files(folder)
 
 
 def _refuse_adapter(folder: Path) -> None:
@@ -65,12 +63,6 @@ def _refuse_adapter(folder: Path) -> None:
         )
 
 
-def _refuse_side_files(folder: Path) -> None:
-    refuse_side_files(
-        folder, {name: read_json(folder / name) for name in SIDE_FILES if (folder / name).exists()}
-    )
-
-
 def config_folder(model_path: str) -> Path | None:
     """As `resolve_model`, without weights: of a hub id config.json alone is fetched. None: it is
     not to be had here.
@@ -81,7 +73,7 @@ def config_folder(model_path: str) -> Path | None:
         from huggingface_hub import hf_hub_download  # only here: it is slow to import
 
         return Path(hf_hub_download(model_path, "config.json")).parent
-    except Exception:  # whoever builds the engine says why
+    except Exception:  # building the engine says why
         return None
 
 

@@ -1,16 +1,17 @@
 """The sampling parameters that a model's generation_config.json recommends. Nothing here imports
 torch.
 
-They are for those who ask without saying how: the server's protocols and the command line. The
-library and the routes by which trainers sample take only what a request says.
+The server's protocols and the command line take them where a request does not say. The library and
+the routes by which trainers sample take only what a request says.
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from nano_inference.models.config_checks import is_finite
+from nano_inference.options import is_whole
 from nano_inference.regular_files import read_json
 
 logger = logging.getLogger(__name__)
@@ -19,23 +20,14 @@ logger = logging.getLogger(__name__)
 GenerationConfig = Literal["auto", "none"]
 
 
-def _number(value: Any) -> bool:
-    try:
-        return (
-            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        )
-    except OverflowError:  # 10**400
-        return False
-
-
 # Parameters that are read -> what the engine takes of them. `top_k` is an integer; 0 and -1 keep
 # all.
 _TAKEN: Mapping[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: _number(value) and 0 <= value <= 2,
-    "top_p": lambda value: _number(value) and 0 < value <= 1,
-    "top_k": lambda value: _number(value) and isinstance(value, int) and -1 <= value < 2**31,
-    "min_p": lambda value: _number(value) and 0 <= value <= 1,
-    "repetition_penalty": lambda value: _number(value) and 0.01 <= value <= 100,
+    "temperature": lambda value: is_finite(value) and 0 <= value <= 2,
+    "top_p": lambda value: is_finite(value) and 0 < value <= 1,
+    "top_k": lambda value: is_whole(value, -1) and value < 2**31,
+    "min_p": lambda value: is_finite(value) and 0 <= value <= 1,
+    "repetition_penalty": lambda value: is_finite(value) and 0.01 <= value <= 100,
 }
 
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tokenizers.normalizers import NFC, Normalizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence
+from tokenizers.processors import TemplateProcessing
 
 from nano_inference.cache_folder import cache_folder
 from nano_inference.errors import ModelLoadError
@@ -26,7 +29,6 @@ from nano_inference.models.gguf_families import (
     Family,
     Transform,
 )
-from nano_inference.models.gguf_tokenizer import INSTALL_HINT, write_tokenizer
 from nano_inference.regular_files import open_regular
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ TOKENIZER_SUFFIXES = ("_token_id", ".chat_template")  # the metadata that is rea
 ROPE_FREQS = "rope_freqs.weight"
 # as llama.cpp's gguf-split names them
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+INSTALL_HINT = (
+    "converting a GGUF file needs the packages gguf and transformers: pip install "
+    '"nano-inference[gguf]"'
+)
 
 TokenizerWriter = Callable[[Path, Path], None]
 
@@ -87,7 +94,7 @@ def convert_gguf(
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        # A fresh name for each conversion: nobody meets what a killed or a concurrent one left
+        # A fresh name for each conversion: none meets what a killed or a concurrent one left
         # behind.
         unfinished = Path(
             tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".unfinished", dir=root)
@@ -395,3 +402,69 @@ def _values(tensor: "ReaderTensor") -> np.ndarray:
         raise ModelLoadError(
             f"the GGUF tensor {tensor.name} has a type that is not read: {error}"
         ) from error
+
+
+def _digits_then_bytes() -> PreTokenizer:
+    return Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+
+
+# `tokenizer.ggml.pre` -> how text is split before merging. transformers writes a plain ByteLevel
+# whatever the file says; for these that joins what the model was trained to see apart ("\n\n1."
+# keeps its digit away from the newlines).
+PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {"smollm": _digits_then_bytes}
+# The same for what is done to text first: Qwen's own tokenizer composes accents, so that "e\u0301"
+# is read as "é".
+NORMALIZERS: dict[str, Callable[[], Normalizer]] = {"qwen2": NFC}
+
+
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template of the GGUF file `path`
+    into `folder`.
+
+    Raises:
+        ModelLoadError: transformers is not installed, or does not know the file's tokenizer.
+    """
+    # transformers prefers a tokenizer.json or config.json that lies beside the file, so the file is
+    # shown to it alone.
+    with tempfile.TemporaryDirectory() as alone:
+        (Path(alone) / "model.gguf").symlink_to(path.resolve())
+        try:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(
+                alone, gguf_file="model.gguf", local_files_only=True
+            )
+        except ImportError as error:
+            raise ModelLoadError(INSTALL_HINT) from error
+        except (ValueError, LookupError, NotImplementedError) as error:
+            raise ModelLoadError(
+                f"transformers cannot read the tokenizer of {path}: {error}"
+            ) from error
+        from gguf import GGUFReader
+
+        reader, backend = GGUFReader(path), tokenizer.backend_tokenizer
+        name = _field(reader, "pre")
+        if name in PRE_TOKENIZERS:
+            backend.pre_tokenizer = PRE_TOKENIZERS[name]()
+        if name in NORMALIZERS:
+            backend.normalizer = NORMALIZERS[name]()
+        if _field(reader, "add_bos_token") and not _adds_bos(tokenizer):
+            # transformers before 5.23 forgets it for Gemma
+            bos = tokenizer.bos_token
+            backend.post_processor = TemplateProcessing(
+                single=[bos, "$A"], special_tokens=[(bos, tokenizer.bos_token_id)]
+            )
+        tokenizer.save_pretrained(folder)
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    bos = tokenizer.bos_token_id
+    return bos is None or tokenizer.backend_tokenizer.encode("a").ids[:1] == [bos]
+
+
+def _field(reader: Any, name: str) -> Any:
+    """`tokenizer.ggml.NAME`; None where the file has none."""
+    field = reader.get_field(f"tokenizer.ggml.{name}")
+    return field.contents() if field is not None else None

@@ -1,6 +1,7 @@
 """From a model path to parameters: find the files, read the spec, stream one tensor at a time."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.folders import load_spec as load_spec
 from nano_inference.models.folders import require_plain_weights
 from nano_inference.models.folders import resolve_model as resolve_model
-from nano_inference.models.part import ModelPart
+from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import (
-    TIED,
+    HEAD,
     WEIGHT_DTYPES,
     Allocate,
+    Slot,
     allocate,
+    named_slots,
     param_table,
     read,
-    slots,
     write,
 )
 from nano_inference.ops import reference
@@ -54,7 +56,7 @@ def load_params(
     dtype: torch.dtype,
     device: torch.device,
     matrix: Allocate = reference.allocate,
-    part: ModelPart | None = None,
+    part: ModelShard | None = None,
 ) -> dict[str, Any]:
     """All parameters of a model, or of a rank's part of it, streamed from its safetensors files. Of
     other ranks' parts nothing is read. Memory: the parameters and one tensor, both on the device.
@@ -62,41 +64,37 @@ def load_params(
     Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor.
     """
     table = param_table(spec, part)
-    places = slots(table)
-    known = places if part is None else slots(param_table(spec))
+    places = named_slots(table)
+    known = places if part is None else named_slots(param_table(spec))
     params = allocate(table, dtype, device, matrix)
-    missing = set(places)
+    missing = {name for name, slot in places.items() if slot.tied_to is None}
+    count = len(missing)
     for name, file, opened in _tensors_of(folder, device):
-        tied = name in TIED and name not in known
-        if not tied and name not in known:
+        if name not in known:
             raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
-        slot = places.get(TIED[name] if tied else name)
+        slot = places.get(name)
         if slot is None:  # another rank's
             continue
-        try:
+        with _reading(name, file):
             stored = opened.get_slice(name)
             _require_weight(name, file, str(stored.get_dtype()))
             shape = tuple(stored.get_shape())
             if shape != slot.shape:
-                if tied:
-                    raise _untied(name)
                 raise ModelLoadError(
                     f"{folder}: tensor {name!r} has shape {shape}, expected {slot.shape}."
+                    if slot.tied_to is None
+                    else _untied(name, slot)
                 )
             tensor = slot.take(stored)
-        except (SafetensorError, OSError) as problem:
-            raise ModelLoadError(
-                f"tensor {name!r} of {file} cannot be read: {problem}"
-            ) from problem
-        if tied:
-            _check_tied(name, tensor, read(params, slot))
-            continue
-        write(params, slot, tensor)
-        missing.discard(name)
+        if slot.tied_to is None:
+            write(params, slot, tensor)
+            missing.discard(name)
+        elif not torch.equal(tensor.to(device, dtype), read(params, slot)):
+            raise ModelLoadError(_untied(name, slot))
     if missing:
         first = min(missing)
         raise ModelLoadError(
-            f"{folder}: tensor {first!r} is missing ({len(missing)} of {len(places)} are)."
+            f"{folder}: tensor {first!r} is missing ({len(missing)} of {count} are)."
         )
     return params
 
@@ -112,13 +110,17 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
     if path.is_dir():
         require_plain_weights(path)
     for name, file, opened in _tensors_of(path, device):
-        try:
+        with _reading(name, file):
             tensor = opened.get_tensor(name)
-        except (SafetensorError, OSError) as problem:
-            raise ModelLoadError(
-                f"tensor {name!r} of {file} cannot be read: {problem}"
-            ) from problem
         yield name, tensor
+
+
+@contextmanager
+def _reading(name: str, file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as problem:
+        raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
 
 
 def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, Any]]:
@@ -130,7 +132,7 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
         handles += [(name, file, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
-    for name, file, opened in sorted(handles, key=lambda item: item[0] in TIED):
+    for name, file, opened in sorted(handles, key=lambda item: item[0] == HEAD):
         if not name.endswith(_IGNORED_SUFFIXES):
             yield name, file, opened
 
@@ -187,17 +189,8 @@ def _require_weight(name: str, file: Path, stored: str) -> None:
         )
 
 
-def _check_tied(name: str, tensor: Tensor, own: Tensor) -> None:
-    if tuple(tensor.shape) != tuple(own.shape) or not torch.equal(
-        tensor.to(own.device, own.dtype), own
-    ):
-        raise _untied(name)
-
-
-def _untied(name: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"tensor {name!r} is tied to {TIED[name]!r} by config.json and differs from it."
-    )
+def _untied(name: str, slot: Slot) -> str:
+    return f"tensor {name!r} is tied to {slot.tied_to!r} by config.json and differs from it."
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.regular_files import read_json
 
 Config = Mapping[str, Any]
 
@@ -43,20 +44,13 @@ def refuse_quantised(config: Config) -> None:
                 _refuse("config.json", source[key], None)
 
 
-def refuse_side_files(folder: Path, contents: Mapping[str, Config]) -> None:
-    """The same by the files that some tools write beside config.json.
-
-    Args:
-        folder: of the model, for the message.
-        contents: those of `SIDE_FILES` that are there.
-    """
-    for name, content in contents.items():
-        fields = (
-            content.get("quantization")
-            if isinstance(content.get("quantization"), Mapping)
-            else content
-        )
-        _refuse(f"{folder / name}", fields, SIDE_FILES[name])
+def refuse_side_files(folder: Path) -> None:
+    """The same by the files that some tools write beside config.json."""
+    for name, method in SIDE_FILES.items():
+        if (folder / name).exists():
+            told = read_json(folder / name)
+            inner = told.get("quantization")
+            _refuse(f"{folder / name}", inner if isinstance(inner, Mapping) else told, method)
 
 
 def _refuse(where: str, fields: Any, default: str | None) -> None:

@@ -2,17 +2,18 @@
 be split.
 
 The table drives allocation, loading from disk, weight updates and sharding: a rank's table says
-which part of each checkpoint tensor is its own.
+which part of each checkpoint tensor is its own. It also holds the other names that weights go by: a
+tied head's, and those under which transformers keeps all experts of a layer in one tensor.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nano_inference.models.part import ModelPart, part_of
+from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops import reference
 
@@ -51,12 +52,17 @@ class ParamSpec:
         shape: all sources together.
         sources: what is stacked along axis 0 to make it.
         keep_float32: held in float32 whatever dtype the model has.
+        tied: checkpoint name of a head that must equal the only source; None: there is none.
+        fused: (name, shape) of the tensor in which a trainer holds all sources, in order; None: it
+            holds them one by one.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
     keep_float32: bool = False
+    tied: str | None = None
+    fused: tuple[str, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ class Slot:
     """Where one checkpoint tensor goes: what `take` gives becomes rows [start, start + n) of a
     parameter.
 
-    `shape` is the checkpoint's. `axis` and `parts` are those of `Source`.
+    `shape` is the checkpoint's. `axis` and `parts` are those of `Source`. `tied_to` is for a tied
+    head: the tensor whose slot this is. The head is compared with it, and never written.
     """
 
     param: str
@@ -72,6 +79,7 @@ class Slot:
     shape: tuple[int, ...]
     axis: int = 0
     parts: tuple[tuple[int, int], ...] | None = None
+    tied_to: str | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -124,12 +132,53 @@ class Slot:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class FusedTensor:
+    """A tensor whose rows are those of several checkpoint tensors of one shape, one after the
+    other.
+
+    Attributes:
+        shape: of the whole.
+        parts: names in the checkpoint, in order.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+
+    def split(self, whole: Tensor) -> list[tuple[str, Tensor]]:
+        """Each part with its name; `whole` has `shape`. Views where it is contiguous."""
+        size = whole.numel() // len(self.parts) // self.shape[-1]
+        return list(
+            zip(self.parts, whole.reshape(len(self.parts), size, self.shape[-1]), strict=True)
+        )
+
+    def split_places(self, places: Tensor, values: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+        """Single numbers of the whole by the part that each is of: name, flat places in the part,
+        values.
+
+        `places` are flat and row-major, int64 [n], inside of the whole.
+        """
+        size = torch.Size(self.shape).numel() // len(self.parts)
+        part = places // size
+        order = part.argsort(stable=True)
+        counts = part.bincount(minlength=len(self.parts)).tolist()
+        rows = zip(
+            self.parts,
+            (places % size)[order].split(counts),
+            values[order].split(counts),
+            strict=True,
+        )
+        return [(name, inside, numbers) for name, inside, numbers in rows if len(inside)]
+
+
 # What a weight may be stored as, or sent as. Integers, booleans and floats of eight bits are codes
 # of a quantisation: without their scales they are other numbers.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.allocate`
 
+
+HEAD = "lm_head.weight"  # in a checkpoint, whether it is tied to the embedding or not
 
 # Norms of a layer by their placement: (the decoder's name, the checkpoint's).
 _NORMS = {
@@ -147,29 +196,24 @@ _NORMS = {
 }
 
 
-def param_table(spec: ModelSpec, part: ModelPart | None = None) -> tuple[ParamSpec, ...]:
+def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamSpec, ...]:
     """Every parameter of a model, or of a rank's part of it.
 
     Args:
         spec: of the whole model.
         part: what the rank holds; None: all of it.
     """
-    part = part if part is not None else part_of(spec)
+    part = part if part is not None else shard_of(spec)
     hidden, vocab = spec.hidden_size, spec.vocab_size
     table: list[ParamSpec] = []
     if part.has_embedding:
-        table.append(
-            _plain(
-                "embed",
-                Source("model.embed_tokens.weight", (vocab, hidden), 0, _of(part.vocab, vocab)),
-            )
-        )
+        source = Source("model.embed_tokens.weight", (vocab, hidden), 0, _of(part.vocab, vocab))
+        tied = HEAD if spec.tie_word_embeddings else None
+        table.append(replace(_plain("embed", source), tied=tied))
     for place, i in enumerate(part.layers):
         table += _attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
         if spec.moe is not None and spec.moe.layers[i]:
-            table += _experts(
-                part, spec.moe, f"layers.{place}", f"model.layers.{i}.{spec.moe.module}"
-            )
+            table += _experts(part, spec.moe, f"layers.{place}", f"model.layers.{i}")
         else:
             table += _mlp(part, f"layers.{place}", f"model.layers.{i}.mlp")
         table += [
@@ -179,13 +223,11 @@ def param_table(spec: ModelSpec, part: ModelPart | None = None) -> tuple[ParamSp
     if part.place.is_last_stage:
         table.append(_norm(spec, "norm", "model.norm.weight", hidden))
     if part.has_head:
-        table.append(
-            _plain("head", Source("lm_head.weight", (vocab, hidden), 0, _of(part.vocab, vocab)))
-        )
+        table.append(_plain("head", Source(HEAD, (vocab, hidden), 0, _of(part.vocab, vocab))))
     return tuple(table)
 
 
-def _attention(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
+def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     spec, size = part.whole, part.whole.head_dim
     hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * size, spec.num_kv_heads * size
     group = spec.num_heads // spec.num_kv_heads
@@ -220,7 +262,7 @@ def _attention(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
     return params
 
 
-def _mlp(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
+def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     spec = part.whole
     hidden, inner = spec.hidden_size, spec.intermediate_size
     rows = {"gate_proj": (inner, (part.inner,)), "up_proj": (inner, (part.inner,))}
@@ -236,40 +278,46 @@ def _mlp(part: ModelPart, own: str, hf: str) -> list[ParamSpec]:
     ]
 
 
-def _experts(part: ModelPart, moe: MoeSpec, own: str, hf: str) -> list[ParamSpec]:
+def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
     """The router, and the experts' matrices one below the other: the gate and up rows of each
     expert together.
 
     Of experts that other ranks hold there are no rows here.
     """
-    hidden, inner = part.whole.hidden_size, moe.intermediate_size
+    hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
     gate, up, down = moe.projections
+    hf, fused = f"{layer}.{moe.module}", f"{layer}.mlp"  # in a checkpoint; in transformers' memory
 
     def source(expert: int, projection: str, shape: tuple[int, int]) -> Source:
         name = f"{hf}.experts.{expert}.{projection}.weight"
         return Source(name, shape, 0, None if expert in part.experts else ((0, 0),))
 
-    every = range(moe.num_experts)
     gate_up = tuple(
-        source(expert, name, (inner, hidden)) for expert in every for name in (gate, up)
+        source(expert, name, (inner, hidden)) for expert in range(count) for name in (gate, up)
     )
+    router = Source(f"{hf}.gate.weight", (count, hidden))
     return [
-        _plain(f"{own}.router", Source(f"{hf}.gate.weight", (moe.num_experts, hidden))),
-        ParamSpec(f"{own}.experts_gate_up", (len(part.experts) * 2 * inner, hidden), gate_up),
+        replace(
+            _plain(f"{own}.router", router),
+            fused=None if hf == fused else (f"{fused}.gate.weight", router.shape),
+        ),
+        ParamSpec(
+            f"{own}.experts_gate_up",
+            (len(part.experts) * 2 * inner, hidden),
+            gate_up,
+            fused=(f"{fused}.experts.gate_up_proj", (count, 2 * inner, hidden)),
+        ),
         ParamSpec(
             f"{own}.experts_down",
             (len(part.experts) * hidden, inner),
-            tuple(source(expert, down, (hidden, inner)) for expert in every),
+            tuple(source(expert, down, (hidden, inner)) for expert in range(count)),
+            fused=(f"{fused}.experts.down_proj", (count, hidden, inner)),
         ),
     ]
 
 
-# A tied head may be present in a checkpoint or a state dict; it must then equal this tensor.
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-
-
 def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
-    """Checkpoint name -> where it goes."""
+    """Checkpoint name -> where it goes, of every tensor that has a place of its own."""
     found: dict[str, Slot] = {}
     for param in table:
         start = 0
@@ -277,6 +325,38 @@ def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
             found[source.name] = Slot(param.name, start, source.shape, source.axis, source.parts)
             start += source.local_shape[0]
     return found
+
+
+def named_slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
+    """As `slots`, with tied heads: a checkpoint or an update may hold one."""
+    found = slots(table)
+    for param in table:
+        if param.tied is not None:
+            name = param.sources[0].name
+            found[param.tied] = replace(found[name], tied_to=name)
+    return found
+
+
+def fused_tensors(table: tuple[ParamSpec, ...]) -> dict[str, FusedTensor]:
+    """What transformers has in memory under other names than the checkpoint, or in one piece."""
+    return {
+        param.fused[0]: FusedTensor(param.fused[1], tuple(each.name for each in param.sources))
+        for param in table
+        if param.fused is not None
+    }
+
+
+def unfused(
+    fused: Mapping[str, FusedTensor], name: str, tensor: Tensor
+) -> list[tuple[str, Tensor]]:
+    """A tensor by the names of its checkpoint. One of a name or shape that `fused` has not comes
+    back as it is.
+    """
+    # callers err
+    known = fused.get(name) if isinstance(name, str) and isinstance(tensor, Tensor) else None
+    if known is None or tuple(tensor.shape) != known.shape:
+        return [(name, tensor)]
+    return known.split(tensor)
 
 
 def allocate(

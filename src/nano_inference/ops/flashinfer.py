@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class FlashInferPlan:
     """The chunks of one batch that have rows, as FlashInfer wants them: int32."""
 
     qo_indptr: Tensor  # [chunks + 1] first row of each, and the number of rows; on the host
@@ -46,9 +46,9 @@ class FlashInferAttention:
         self._workspace: Tensor | None = None
         # One of FlashInfer's wrappers for each window: layers with and without one take turns. Each
         # with what it is planned for.
-        self._wrappers: dict[int, tuple[Any, _Plan | None, tuple[Any, ...]]] = {}
+        self._wrappers: dict[int, tuple[Any, FlashInferPlan | None, tuple[Any, ...]]] = {}
 
-    def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> _Plan:
+    def plan(self, batch: ForwardBatch, block_size: int, window: int = 0) -> FlashInferPlan:
         """Which pages the chunks read. Waits for the device."""
         lengths, contexts = torch.stack((batch.cu_seqlens_q.diff(), batch.seq_lens)).cpu()
         chunks = lengths.nonzero()[:, 0]  # padding has no rows
@@ -60,7 +60,7 @@ class FlashInferAttention:
         within = torch.arange(int(page_indptr[-1])) - page_indptr[:-1].repeat_interleave(counts)
         places = (chunks * stride).repeat_interleave(counts) + within
         extent = int(places.max()) + 1 if len(places) else 0
-        return _Plan(
+        return FlashInferPlan(
             qo_indptr=functional.pad(lengths.cumsum(0), (1, 0)).int(),
             page_indptr=page_indptr.int(),
             pages=tables.as_strided((extent,), (1,))[places.to(tables.device)].int(),
@@ -69,7 +69,9 @@ class FlashInferAttention:
             window=window,
         )
 
-    def attend(self, q: Tensor, view: KvcacheView, layer: int, plan: _Plan, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, view: KvcacheView, layer: int, plan: FlashInferPlan, scale: float
+    ) -> Tensor:
         """See `Ops.attention`. Rows of padding are zero.
 
         Raises:
@@ -97,7 +99,7 @@ class FlashInferAttention:
             out[:num_rows] = wrapper.run(q[:num_rows], (keys, values)).flatten(1)
         return out
 
-    def _planned(self, plan: _Plan, q: Tensor, keys: Tensor, scale: float) -> Any:
+    def _planned(self, plan: FlashInferPlan, q: Tensor, keys: Tensor, scale: float) -> Any:
         """The wrapper of this window, ready for this batch and for such heads."""
         heads = (q.shape[1], keys.shape[1], q.shape[2], scale, q.dtype, keys.dtype)
         if plan.window not in self._wrappers:

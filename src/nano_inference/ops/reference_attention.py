@@ -56,7 +56,7 @@ class StatesPlan:
     num_states: int
 
 
-class State(NamedTuple):
+class SoftmaxState(NamedTuple):
     """What rows know after some keys: their highest score, the sum of weights, and the output
     before the division.
     """
@@ -127,7 +127,7 @@ def attention(
         whole = _nothing(scaled.new_empty((*shape, head_dim)))
         for rows, _, found in _walk(scaled[group.rows], group, view, layer):
             for tensor, merged in zip(
-                whole, _merge(State(*(t[rows] for t in whole)), found), strict=True
+                whole, _merge(SoftmaxState(*(t[rows] for t in whole)), found), strict=True
             ):
                 tensor[rows] = merged
         out[group.rows] = (whole.acc / whole.total).to(q.dtype)
@@ -156,30 +156,32 @@ def merge_states(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """
     firsts = counts.cumsum(0) - counts
 
-    def nth(rows: Tensor, number: int) -> State:
-        return State(*states[firsts[rows] + number].split([1, 1, states.shape[2] - 2], dim=-1))
+    def nth(rows: Tensor, number: int) -> SoftmaxState:
+        return SoftmaxState(
+            *states[firsts[rows] + number].split([1, 1, states.shape[2] - 2], dim=-1)
+        )
 
     rows = torch.arange(len(counts), device=states.device)
     whole = nth(rows, 0)
     for number in range(1, int(counts.max()) if len(counts) else 0):
         rows = (counts > number).nonzero()[:, 0]
-        merged = _merge(State(*(tensor[rows] for tensor in whole)), nth(rows, number))
-        whole = State(
+        merged = _merge(SoftmaxState(*(tensor[rows] for tensor in whole)), nth(rows, number))
+        whole = SoftmaxState(
             *(tensor.index_copy(0, rows, new) for tensor, new in zip(whole, merged, strict=True))
         )
     return (whole.acc / whole.total).to(dtype).flatten(1)
 
 
-def _nothing(acc: Tensor) -> State:
+def _nothing(acc: Tensor) -> SoftmaxState:
     """Rows that have seen no key."""
-    return State(
+    return SoftmaxState(
         acc.new_full((*acc.shape[:-1], 1), -torch.inf),
         acc.new_zeros((*acc.shape[:-1], 1)),
         acc.zero_(),
     )
 
 
-def _merge(before: State, found: State) -> State:
+def _merge(before: SoftmaxState, found: SoftmaxState) -> SoftmaxState:
     """What a segment found, added to what was found before it. The first one is taken as it is."""
     highest = torch.maximum(before.highest, found.highest)
     a, b = torch.exp(before.highest - highest), torch.exp(found.highest - highest)
@@ -188,12 +190,12 @@ def _merge(before: State, found: State) -> State:
         torch.where(first, new, old * a + new * b)
         for old, new in zip(before[1:], found[1:], strict=True)
     )
-    return State(highest, total, acc)
+    return SoftmaxState(highest, total, acc)
 
 
 def _walk(
     q: Tensor, group: RowGroup, view: KvcacheView, layer: int
-) -> Iterator[tuple[slice, int, State]]:
+) -> Iterator[tuple[slice, int, SoftmaxState]]:
     """Segment by segment: which rows of float32 q [rows, heads, D] see some of it, its first key,
     what they found.
     """
@@ -202,11 +204,11 @@ def _walk(
     for first, tiles in zip(group.firsts, group.segments, strict=True):
         rows = slice(min(tile.rows.start for tile in tiles), max(tile.rows.stop for tile in tiles))
         highest, total, acc = _segment(q[rows], tiles, rows.start, view, layer)
-        own = State(highest[..., None], total[..., None], acc[..., :own_dim])
+        own = SoftmaxState(highest[..., None], total[..., None], acc[..., :own_dim])
         yield (
             rows,
             first,
-            State(*(t.transpose(0, 1).reshape(t.shape[1], num_heads, -1) for t in own)),
+            SoftmaxState(*(t.transpose(0, 1).reshape(t.shape[1], num_heads, -1) for t in own)),
         )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.parallel.collectives import Group
+from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.sampling.filters import any_is_on
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
@@ -57,7 +58,7 @@ class ShardedHead:
         bounds: rank r holds tokens [bounds[r], bounds[r + 1]).
     """
 
-    def __init__(self, ops: HeadOps, group: Group, bounds: Sequence[int]) -> None:
+    def __init__(self, ops: HeadOps, group: ProcessGroup, bounds: Sequence[int]) -> None:
         self.part = VocabPart(tuple(bounds), group.rank)
         self._ops, self._group = ops, group
         parts = ops.head_parts
@@ -65,7 +66,7 @@ class ShardedHead:
 
     def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
         """See `Ops.sample`; `weight` is this rank's."""
-        if self._parts is None or batch.most_top or (batch.any_filter and batch.any_mask):
+        if self._parts is None or batch.most_top or (batch.any_filter and batch.any_kept):
             return self._ops.sample_logits(self.logits(hidden, weight, divisor), batch)
         whole = _filtered(batch, self.part.vocab_size)
         if not bool(whole.any()):
@@ -140,4 +141,4 @@ def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
     """Which samples look at all logits of their row together, bool [R]."""
     if not batch.any_filter:
         return torch.zeros(len(batch), dtype=torch.bool, device=batch.rows.device)
-    return ((batch.top_k > 0) & (batch.top_k < vocab_size)) | (batch.top_p < 1) | (batch.min_p > 0)
+    return any_is_on(batch, vocab_size)

@@ -65,11 +65,6 @@ class Place:
         return Place(self.mesh, self.mesh.rank(self.mesh.pipeline - 1, 0, 0))
 
     @property
-    def drawing_ranks(self) -> tuple[int, ...]:
-        """The ranks that draw: all of the last stage."""
-        return tuple(range(self.mesh.rank(self.mesh.pipeline - 1, 0, 0), self.mesh.world_size))
-
-    @property
     def tensor_peers(self) -> tuple[int, ...]:
         """The ranks that share its layers, itself too, in order."""
         return tuple(

@@ -12,21 +12,12 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from nano_inference.config import EngineConfig
-from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.ray.actor import GROUPS, EngineActor
 from nano_inference.ray.cluster import Placement, RankNeeds, num_ranks, rank_config
 from nano_inference.ray.kept import Bucket, KeptUpdate
-from nano_inference.serving.client import STOPPING, EngineClient, error_named
-from nano_inference.serving.log_lines import Rarely
-from nano_inference.serving.messages import (
-    NOT_UNDERSTOOD,
-    CannotStart,
-    Dead,
-    FromEngine,
-    Ready,
-    Stop,
-    ToEngine,
-)
+from nano_inference.serving.client import STOPPING, RemoteClient
+from nano_inference.serving.messages import FromEngine, Ready, Stop
 
 log = logging.getLogger("nano_inference.ray")
 
@@ -35,11 +26,8 @@ SILENT = 20.0
 STOP_PATIENCE = 5.0  # seconds that an engine gets to end by itself
 BUCKET_SECONDS = 600.0  # for one to be brought to its node and checked
 
-_DECODER = msgspec.msgpack.Decoder(FromEngine)
-_ENCODER = msgspec.msgpack.Encoder()
 
-
-class RayClient(EngineClient):
+class RayClient(RemoteClient):
     """Everything here happens on one event loop. It holds a placement group and an actor until
     `close`.
 
@@ -79,10 +67,8 @@ class RayClient(EngineClient):
         self._actor: Any = None
         self._told: Any = None  # its methods, each in its group
         self._tells: Any = None
-        self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._rarely = Rarely()
 
     # -- the beginning and the end -----------------------------------------------------------------
 
@@ -99,7 +85,7 @@ class RayClient(EngineClient):
             kind = ray.remote(concurrency_groups=GROUPS)(EngineActor)  # pyright: ignore
             level = logging.getLogger("nano_inference").getEffectiveLevel()
             self._actor = kind.options(**self._placement.options(0)).remote(
-                _ENCODER.encode(self._config), level
+                msgspec.msgpack.encode(self._config), level
             )
             self._told = self._actor.told.options(concurrency_group="told")
             self._tells = self._actor.tells.options(concurrency_group="tells")
@@ -131,7 +117,7 @@ class RayClient(EngineClient):
             if lives:
                 with suppress(RayError, TimeoutError):
                     await asyncio.wait_for(
-                        self._told.remote(_ENCODER.encode(Stop())), STOP_PATIENCE
+                        self._told.remote(msgspec.msgpack.encode(Stop())), STOP_PATIENCE
                     )
                     await asyncio.wait_for(
                         actor.wait_for_end.remote(STOP_PATIENCE), STOP_PATIENCE + 1
@@ -196,14 +182,7 @@ class RayClient(EngineClient):
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _send(self, message: ToEngine) -> None:
-        try:
-            data = _ENCODER.encode(message)
-        except (TypeError, ValueError, OverflowError) as problem:
-            # a lone surrogate, a huge integer
-            raise InvalidRequest(
-                f"the request cannot be handed to the engine: {problem}."
-            ) from problem
+    def _send_bytes(self, data: bytes) -> None:
         if self._actor is not None:
             self._begin_task(self._watch(self._told.remote(data)))
 
@@ -224,31 +203,11 @@ class RayClient(EngineClient):
         except (RayError, TimeoutError) as problem:
             self.lose(_reason(problem))
 
-    def _hear_bytes(self, data: bytes) -> None:
-        """Nothing that comes ends the listening."""
-        try:
-            message = _DECODER.decode(data)
-        except Exception as problem:
-            if (more := self._rarely.due()) is not None:
-                log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
-            return
-        try:
-            self._hear(message)
-        except Exception:
-            log.exception("a message of %s could not be handled", self.name)
-
     def _hear(self, message: FromEngine) -> None:
-        match message:
-            case Ready():
-                self._begin_task(self._greet(message))
-            case CannotStart(error, text):
-                self._receive(message)
-                self._settle(error_named(error, text))
-            case Dead():
-                self._receive(message)
-                self._settle(EngineDead(self._dead or ""))
-            case _:
-                self._receive(message)
+        if isinstance(message, Ready):
+            self._begin_task(self._greet(message))
+        else:
+            super()._hear(message)
 
     async def _greet(self, ready: Ready) -> None:
         """The engine is built."""
@@ -259,8 +218,7 @@ class RayClient(EngineClient):
             self._settle(problem)
             return
         version = max(self._version, ready.info.weight_version)
-        self._receive(Ready(msgspec.structs.replace(ready.info, weight_version=version)))
-        self._settle(None)
+        super()._hear(Ready(msgspec.structs.replace(ready.info, weight_version=version)))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -273,13 +231,6 @@ class RayClient(EngineClient):
             )
             log.error("%s", self._dead)
         self._settle(EngineDead(reason))
-
-    def _settle(self, problem: Exception | None) -> None:
-        if self._started is not None and not self._started.done():
-            if problem is None:
-                self._started.set_result(None)
-            else:
-                self._started.set_exception(problem)
 
     def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

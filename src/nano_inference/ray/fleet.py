@@ -15,7 +15,7 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.engine.requests import checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
-from nano_inference.models.shares import require_shares
+from nano_inference.models.shard_checks import require_shardable
 from nano_inference.ray.cluster import connect, rank_needs
 from nano_inference.ray.fleet_client import RayFleetClient
 from nano_inference.ray.kept import Bucket
@@ -113,7 +113,7 @@ class RayFleet:
         self._made: RayFleetClient | None = None
         try:
             needs = rank_needs(config, cpus_per_rank, gpus_per_rank)
-            require_shares(config)
+            require_shardable(config)
             self._made = RayFleetClient(
                 config, needs, replicas, NO_BACKLOG, restart=restart, patience=patience
             )
@@ -208,7 +208,7 @@ class RayFleet:
 
     def get_weight_version(self) -> int:
         """The version that serves on all replicas."""
-        return self._client.roster.version
+        return self._client.supervisor.version
 
     def weights_checksum(self) -> dict[str, str]:
         """As `InferenceEngine.weights_checksum`. Raises `NanoInferenceError` if replicas differ."""
@@ -241,8 +241,14 @@ class RayFleet:
     # -- control -----------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop all replicas until `resume`, as `InferenceEngine.pause` does."""
-        self._run(self._call("pause", self._patience, mode=mode))
+        """Stop all replicas until `resume`, as `InferenceEngine.pause` does.
+
+        Raises `TimeoutError` if nothing is paused: requests did not end in time, or it was resumed.
+        """
+        if not self._run(self._call("pause", self._patience, mode=mode)):
+            raise TimeoutError(
+                f"the requests did not end within {self._patience:g} s, or it was resumed."
+            )
 
     def resume(self) -> None:
         """Go on after a pause."""
@@ -369,7 +375,7 @@ class RayFleet:
                 num_samples=each.waiting + each.running,
                 why=each.why,
             )
-            for each in self._client.replica_statuses()
+            for each in self._client.supervisor.statuses()
         )
 
     async def _add(self, count: int) -> tuple[str, ...]:
@@ -385,7 +391,7 @@ class RayFleet:
         return tuple(added)
 
     async def _remove(self, count: int) -> tuple[str, ...]:
-        names = [each.name for each in self._client.replica_statuses()]
+        names = [each.name for each in self._client.supervisor.statuses()]
         if count >= len(names):
             raise InvalidRequest(
                 f"there are {len(names)} replicas; {count} cannot be removed, one has to stay."

@@ -52,7 +52,6 @@ class RayFleetClient(FleetClient):
             restart=restart,
             stall_timeout=stall_timeout,
             seed=config.seed,
-            bring_weights=self._bring,
             prefill_replicas=prefill_replicas,
             share_prefixes=share_prefixes,
         )
@@ -65,7 +64,7 @@ class RayFleetClient(FleetClient):
         """Ray's ids of the nodes, by replica."""
         return {
             name: client.node
-            for name, client in self.roster.living().items()
+            for name, client in self.supervisor.living().items()
             if isinstance(client, RayClient)
         }
 
@@ -96,7 +95,7 @@ class RayFleetClient(FleetClient):
     async def _welcome(self, client: RayClient) -> None:
         await client.take_updates(self.kept.updates)
 
-    async def _bring(self, donor: EngineClient, client: EngineClient, version: int) -> None:
+    async def bring_weights(self, donor: EngineClient, client: EngineClient, version: int) -> None:
         """What the store keeps of them, else what the donor puts there."""
         assert isinstance(donor, RayClient)
         assert isinstance(client, RayClient)
@@ -132,10 +131,10 @@ class RayUpdate:
     async def finish(self, version: int | None, kv_policy: KvPolicy, seconds: float) -> int:
         """Let it serve on all replicas; returns its version."""
         number = self._newest + 1 if version is None else version
-        options = {"version": number, "kv_policy": kv_policy, "seconds": seconds}
+        options = {"version": number, "kv_policy": kv_policy}
         try:
             await self._fleet.call(
-                "finish_update", session=self._session, timeout=seconds + 60.0, **options
+                "finish_update", session=self._session, timeout=seconds, **options
             )
         except BaseException as problem:
             await self.cancel(str(problem))

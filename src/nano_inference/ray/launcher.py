@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nano_inference.engine.ranks.messages import Begin
+from nano_inference.engine.workers.messages import Begin
 from nano_inference.errors import ConfigError
 
 KILL_PATIENCE = 5.0  # seconds for Ray to say that a killed actor has ended
@@ -24,13 +24,13 @@ class RankActor:
 
     def be(self, begin: bytes) -> None:
         """Be that rank, until rank 0 ends it."""
-        from nano_inference.engine.ranks.worker import run_worker
+        from nano_inference.engine.workers.worker import run_worker
 
         run_worker(msgspec.msgpack.decode(begin, type=Begin))
 
 
 class RayLauncher:
-    """See `engine.ranks.launcher.Launcher`. Of the actor that is rank 0, in its process.
+    """See `engine.workers.launcher.Launcher`. Of the actor that is rank 0, in its process.
 
     All ranks of a replica are on one node: they meet at a socket in a folder. They end with rank 0,
     to whose process Ray ties them.
@@ -58,7 +58,7 @@ class RayLauncher:
 
 
 class RankHandle:
-    """See `engine.ranks.launcher.Handle`."""
+    """See `engine.workers.launcher.Handle`."""
 
     def __init__(self, begin: Begin, group: Any) -> None:
         bundle = group.bundle_specs[begin.rank]

@@ -7,7 +7,7 @@ import ray
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.models.shares import require_shares
+from nano_inference.models.shard_checks import require_shardable
 from nano_inference.ray.cluster import connect, rank_needs
 from nano_inference.ray.fleet_client import RayFleetClient
 from nano_inference.serving.config import ServerConfig
@@ -23,7 +23,7 @@ def serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None
     """
     if config.in_process:
         raise ConfigError("in_process=True: on Ray every engine has a process of its own.")
-    require_shares(engine)
+    require_shardable(engine)
     was_ours = connect(address)
     try:
         client = RayFleetClient(

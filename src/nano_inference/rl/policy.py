@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from nano_inference.config import EngineConfig, require_count
+from nano_inference.engine.assembly import require_one_rank
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.launch import require_one_rank
-from nano_inference.engine.weight_sync import WeightUpdate
+from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
 from nano_inference.models.routes import RouteRecord

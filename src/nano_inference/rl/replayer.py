@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.columns import to_device
+from nano_inference.engine.assembly import require_one_rank
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.launch import require_one_rank
-from nano_inference.engine.runner import Sampled, to_device
+from nano_inference.engine.runner import Sampled
 from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import InvalidRequest
 from nano_inference.models.decoder import Decoder
@@ -306,7 +307,8 @@ class _Run:
             self.how.request(self.tokens, place, row + 1) for place, row in enumerate(drawing)
         ]
         sampled = Sampled(
-            model.draw(result.hidden, sampling_batch(requests).to(model.device)), result.scores
+            model.draw(result.hidden, to_device(sampling_batch(requests), model.device)),
+            result.scores,
         ).wait()
         rows = range(len(drawing))
         return [

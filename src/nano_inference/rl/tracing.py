@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.engine.runner import to_device
+from nano_inference.columns import to_device
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.weights import param_table, read, slots
@@ -221,7 +221,8 @@ class _Schedules:
                 self.draws.request(self.tokens, row, position)
                 for row, position in enumerate(positions)
             ]
-            draw = ops.sample(rows, weight, divisor, sampling_batch(requests).to(rows.device))
+            batch = to_device(sampling_batch(requests), rows.device)
+            draw = ops.sample(rows, weight, divisor, batch)
             parts = (draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.log_kept_mass)
             drawn.append(
                 sum(_marks(part[:, None]) * (3**place) for place, part in enumerate(parts))  # pyright: ignore

@@ -13,9 +13,17 @@ from torch import Tensor
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.fused_names import fused_tensors, unfused
 from nano_inference.models.loading import load_params, resolve_model
-from nano_inference.models.weights import TIED, WEIGHT_DTYPES, allocate, param_table, slots, write
+from nano_inference.models.weights import (
+    HEAD,
+    WEIGHT_DTYPES,
+    allocate,
+    fused_tensors,
+    param_table,
+    slots,
+    unfused,
+    write,
+)
 
 # What a caller says of versions that the engine does not serve: each a whole state dict or a
 # model's folder. Or a function that gives one, and raises LookupError for a version that it does
@@ -118,9 +126,9 @@ def _params_of(weights: Any, model: Decoder, version: int) -> dict[str, Any]:
             f"the weights of version {version} are a {type(weights).__name__}; give a state dict "
             "or a model's folder."
         )
-    fused = fused_tensors({name: slot.shape for name, slot in places.items()})
+    fused = fused_tensors(table)
     named = [pair for name, tensor in weights.items() for pair in unfused(fused, name, tensor)]
-    given = {name: tensor for name, tensor in named if name in places or name not in TIED}
+    given = {name: tensor for name, tensor in named if name in places or name != HEAD}
     for name, tensor in given.items():
         if name not in places:
             raise WeightUpdateError(

@@ -2,12 +2,36 @@
 id.
 
 Each works on what the one before left. The first token always stays, masked tokens (-inf) never do.
+
+A new filter is a parameter in `SamplingParams`, a column and a line of `FILTERS` here, and the same
+in `ops/cpu/kernels/filters.h` and `ops/cuda/filters.py`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nano_inference.columns import column
+
+_MOST = 2**31  # as good as any larger number of tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterColumns:
+    """What the filters ask of each sample, [R]."""
+
+    top_k: Tensor = column(torch.int64, "R", padding=0, param=lambda p: min(p.top_k, _MOST))
+    top_p: Tensor = column(torch.float32, "R", padding=1.0, param=lambda p: p.top_p)
+    min_p: Tensor = column(torch.float32, "R", padding=0.0, param=lambda p: p.min_p)
+
+
+def any_is_on(columns: FilterColumns, vocab_size: int) -> Tensor:
+    """Which samples have a filter that can cut, bool [R]."""
+    cuts = (columns.top_k > 0) & (columns.top_k < vocab_size)
+    return cuts | (columns.top_p < 1) | (columns.min_p > 0)
 
 
 class Ranking(NamedTuple):
@@ -45,3 +69,11 @@ def keep_min_p(ranking: Ranking, min_p: Tensor) -> None:
     """Keep tokens at least min_p times as probable as the first. float32 [R], 0 for off."""
     ranking.keep.logical_and_(ranking.odds >= min_p[:, None])
     ranking.keep[:, 0] = True
+
+
+# By column, in the order in which they are applied.
+FILTERS: dict[str, Callable[[Ranking, Tensor], None]] = {
+    "top_k": keep_top_k,
+    "top_p": keep_top_p,
+    "min_p": keep_min_p,
+}

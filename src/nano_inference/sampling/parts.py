@@ -9,17 +9,18 @@ are sent what all ranks yielded, in the order of the vocabulary.
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nano_inference.columns import Entries
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, block_sums
 from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.pipeline import Bias, Distribution, Masks, Penalties, distance, divide
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import Entries, SamplingBatch
+from nano_inference.sampling.sampling_batch import WORD, SamplingBatch
 
 ROW_TILE = 64  # rows of one exchange: bounds the memory of a large vocabulary
 
@@ -78,8 +79,8 @@ def sample_part(
     num, zeros = len(batch), torch.zeros(len(batch), device=logits.device)
     drawn: list[tuple[Tensor, ...]] = []
     for start in range(0, num, ROW_TILE):
-        tile = slice(start, min(start + ROW_TILE, num))
-        drawn.append((yield from _sample_tile(logits[batch.rows[tile]], batch.tile(tile), part)))
+        tile = torch.arange(start, min(start + ROW_TILE, num), device=logits.device)
+        drawn.append((yield from _sample_tile(logits[batch.rows[tile]], batch.select(tile), part)))
     if drawn:
         token_ids, logprobs, raw, mass = (torch.cat(column) for column in zip(*drawn, strict=True))
     else:
@@ -107,7 +108,7 @@ def _sample_tile(
     if batch.any_raw:
         sums.append(_sums(torch.exp(own - raw_highest[:, None]), part))
     uncut_top = _scaled_highest(uncut_highest, temperatures)
-    if batch.masks:
+    if batch.has_masks:
         sums.append(
             _sums(torch.exp(divide(uncut, temperatures, uncut_highest) - uncut_top[:, None]), part)
         )
@@ -122,7 +123,7 @@ def _sample_tile(
     log_sums = _log_sums([each[:, 4:] for each in gathered], part, len(sums))
     logprobs, raw = (chosen - top) - log_sums[0], torch.zeros_like(chosen)
     mass = torch.zeros_like(chosen)
-    if batch.masks:
+    if batch.has_masks:
         ratio = (top + log_sums[0]) - (uncut_top + log_sums[-1])
         mass = torch.where(
             greedy, 0.0, (ratio + distance(highest, uncut_highest, temperatures)).clamp(max=0.0)
@@ -156,12 +157,14 @@ def _edited(own: Tensor, batch: SamplingBatch, part: VocabPart) -> tuple[Tensor,
     """This rank's tokens after bias, penalties and masks, and without masks. What some rank's
     tokens need is done to all.
     """
-    names = ("bias", "allowed", "banned", "counts")
-    local = replace(batch, **{name: part.own(getattr(batch, name)) for name in names})
+    names = ("bias", "banned", "counts")
+    local: dict[str, Any] = {name: part.own(getattr(batch, name)) for name in names}
+    local["mask_words"] = batch.mask_words[:, part.first // WORD :]  # a block is of whole words
+    local_batch = replace(batch, **local)
     distribution = Distribution(own)
     for stage in (Bias, Penalties, Masks):
         if stage.used(batch):
-            stage.apply(distribution, local)
+            stage.apply(distribution, local_batch)
     return (
         distribution.logits,
         distribution.logits if distribution.uncut is None else distribution.uncut,

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from nano_inference.sampling.filters import Ranking, keep_min_p, keep_top_k, keep_top_p, rank
-from nano_inference.sampling.masks import drawable
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.filters import FILTERS, Ranking, rank
+from nano_inference.sampling.sampling_batch import WORD, SamplingBatch
 
 
 class Distribution:
@@ -127,6 +127,21 @@ def _penalties(distribution: Distribution, batch: SamplingBatch) -> None:
     distribution.logits = distribution.logits.index_put((rows, ids), new)
 
 
+def drawable(batch: SamplingBatch, vocab_size: int) -> Tensor:
+    """Whether each sample may draw each token, bool [R, V]: what its mask allows, without what is
+    banned. The CPU kernels (`head_plan.cpp`) and Triton's (`ops/cuda/sampling.py`) do the same.
+    """
+    may = torch.ones((len(batch), vocab_size), dtype=torch.bool, device=batch.rows.device)
+    if len(batch.mask_words):
+        ids = torch.arange(vocab_size, device=may.device)
+        missing = -(-vocab_size // WORD) - batch.mask_words.shape[1]
+        words = functional.pad(batch.mask_words, (0, max(missing, 0)))
+        bits = (words[batch.mask_rows.clamp(min=0)][:, ids // WORD] >> (ids % WORD)) & 1
+        may = (bits == 1) | (batch.mask_rows < 0)[:, None]
+    may[tuple(batch.banned[:2])] = False
+    return may
+
+
 def _masks(distribution: Distribution, batch: SamplingBatch) -> None:
     distribution.uncut = logits = distribution.logits
     distribution.logits = logits.masked_fill(~drawable(batch, logits.shape[-1]), -torch.inf)
@@ -144,10 +159,16 @@ def _temperature(distribution: Distribution, batch: SamplingBatch) -> None:
 
 Bias = Stage("logit_bias", lambda b: len(b.bias.ids) > 0, _bias)
 Penalties = Stage("penalties", lambda b: len(b.counts.ids) > 0, _penalties)
-Masks = Stage("allowed_token_ids", lambda b: b.masks, _masks)
+Masks = Stage("allowed_token_ids", lambda b: b.has_masks, _masks)
 Temperature = Stage("temperature", lambda _: True, _temperature)
-TopK = Stage("top_k", lambda b: b.any_filter, lambda d, b: keep_top_k(d.ranking, b.top_k))
-TopP = Stage("top_p", lambda b: b.any_filter, lambda d, b: keep_top_p(d.ranking, b.top_p))
-MinP = Stage("min_p", lambda b: b.any_filter, lambda d, b: keep_min_p(d.ranking, b.min_p))
 
-STANDARD = SamplingPipeline([Bias, Penalties, Masks, Temperature, TopK, TopP, MinP])
+
+def _filter(name: str) -> Stage:
+    keep = FILTERS[name]
+    return Stage(name, lambda b: b.any_filter, lambda d, b: keep(d.ranking, getattr(b, name)))
+
+
+_FILTERS = [_filter(name) for name in FILTERS]
+TopK, TopP, MinP, *_ = _FILTERS
+
+STANDARD = SamplingPipeline([Bias, Penalties, Masks, Temperature, *_FILTERS])

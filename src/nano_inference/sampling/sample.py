@@ -21,10 +21,10 @@ class Draw:
 
     token_ids: Tensor  # int64 [R]
     logprobs: Tensor  # float32 [R]
-    raw_logprobs: Tensor  # float32 [R]; zeros where nobody asked
+    raw_logprobs: Tensor  # float32 [R]; zeros where it was not asked for
     log_kept_mass: Tensor  # float32 [R]
     kept: Tensor | None  # bool [R, V] where some sample asked for its mask
-    top_ids: Tensor  # int64 [R, K], best first; K is 0 where nobody asked
+    top_ids: Tensor  # int64 [R, K], best first; K is 0 where it was not asked for
     top_logprobs: Tensor  # float32 [R, K]; -inf for what was cut
 
 
@@ -35,13 +35,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
         logits: float32 [L, V] as the model made them.
         batch: R samples; `batch.rows` says which row of the logits each one draws from.
     """
-    num = len(batch)
-    whole = slice(0, num)
-    tiles = [slice(start, min(start + ROW_TILE, num)) for start in range(0, num, ROW_TILE)] or [
-        whole
-    ]
+    tiles = torch.arange(len(batch), device=logits.device).split(ROW_TILE)
     draws = [
-        _sample(logits[batch.rows[tile]], batch if tile == whole else batch.tile(tile))
+        _sample(logits[batch.rows[tile]], batch if len(tiles) == 1 else batch.select(tile))
         for tile in tiles
     ]
     columns = zip(*draws, strict=True)
@@ -76,7 +72,7 @@ def _sample(own: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:
         logprobs,
         raw,
         mass,
-        kept if batch.any_mask else None,
+        kept if batch.any_kept else None,
         *best_tokens(shown, batch.most_top),
     )
 

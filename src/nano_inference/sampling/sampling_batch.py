@@ -1,15 +1,19 @@
 """What the draw of a step needs, as tensors: one row a sample."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.columns import Entries, column, columns_of
+from nano_inference.sampling.filters import FilterColumns
 from nano_inference.sampling.noise import noise_streams, stream_keys
 from nano_inference.types import SamplingParams
+
+WORD = 32  # tokens that a word of a mask tells of
 
 
 class DrawRequest(NamedTuple):
@@ -31,142 +35,94 @@ class DrawRequest(NamedTuple):
     banned: Iterable[int] = ()
 
 
-class Entries(NamedTuple):
-    """Single entries of a [R, V] matrix: `values[i]` stands at (`rows[i]`, `ids[i]`). Rows rise."""
-
-    rows: Tensor  # int64 [E]
-    ids: Tensor  # int64 [E]
-    values: Tensor  # float32 [E]
-
-    def of_rows(self, rows: slice) -> "Entries":
-        """The entries of some rows, counted from the first of these."""
-        bounds = torch.tensor([rows.start, rows.stop], device=self.rows.device)
-        first, last = torch.searchsorted(self.rows, bounds).tolist()
-        return Entries(
-            self.rows[first:last] - rows.start, self.ids[first:last], self.values[first:last]
-        )
-
-    def of(self, rows: Tensor) -> "Entries":
-        """The entries of some rows, which rise, counted as they stand there."""
-        places = torch.searchsorted(rows, self.rows)
-        found = (
-            rows[places.clamp(max=max(len(rows) - 1, 0))] == self.rows
-            if len(rows)
-            else self.rows < 0
-        )
-        return Entries(places[found], self.ids[found], self.values[found])
+def _of_all(read: Callable[[SamplingParams], int]) -> Any:
+    """A number of the whole batch: the greatest of what `read` says of the samples' parameters."""
+    return field(metadata={"of_all": read})
 
 
 _NONE = torch.zeros(0, dtype=torch.int64)
-ON_HOST = ("streams", "positions")  # fields of a `SamplingBatch` that do not move with it
+_NO_WORDS = torch.zeros((0, 0), dtype=torch.int32)
+NO_ENTRIES = Entries(_NONE, _NONE, torch.zeros(0))
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """R samples; integers int64, reals float32 but for the temperature."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch(FilterColumns):
+    """R samples, M masks of W words."""
 
-    rows: Tensor  # [R] row of the logits; a group's samples share one
-    temperature: Tensor  # [R] float64
-    top_k: Tensor  # [R]; 0: off
-    top_p: Tensor  # [R]
-    min_p: Tensor  # [R]
-    presence: Tensor  # [R]
-    frequency: Tensor  # [R]
-    repetition: Tensor  # [R]
-    noise_keys: Tensor  # [R, 2] values of 32 bits, from sampling.noise
-    bias: Entries  # added to logits
-    # the only tokens that may be drawn, in rows that `restricted` names; values are 0
-    allowed: Entries
-    banned: Entries  # tokens that may not be drawn; values are 0
-    restricted: Tensor  # bool [R]
+    rows: Tensor = column(torch.int64, "R")  # row of the logits; a group's samples share one
+    temperature: Tensor = column(torch.float64, "R", padding=1.0, param=lambda p: p.temperature)
+    presence: Tensor = column(torch.float32, "R", param=lambda p: p.presence_penalty)
+    frequency: Tensor = column(torch.float32, "R", param=lambda p: p.frequency_penalty)
+    repetition: Tensor = column(torch.float32, "R", param=lambda p: p.repetition_penalty)
+    noise_keys: Tensor = column(torch.int64, "R", 2)  # values of 32 bits, from `sampling.noise`
+    bias: Entries = column(torch.float32, "E")  # added to logits
     # how often the completion holds a token; tokens of the prompt that it does not hold count 0
-    counts: Entries
-    any_filter: bool  # some sample has top_k, top_p or min_p
-    any_greedy: bool
-    any_raw: bool  # some sample wants raw logprobs (greedy ones always do)
-    any_mask: bool  # some sample wants to know what the filters kept
-    most_top: int  # best tokens that some sample wants to see; 0: none
-    # What the noise keys come from, always on the host: who keeps them on a device makes the keys
-    # of later positions. int64 [R], the bits of `noise_streams`; the same object while the samples
-    # are the same
-    streams: Tensor = _NONE
-    positions: Tensor = _NONE  # [R] of the tokens to draw
+    counts: Entries = column(torch.float32, "E")
+    banned: Entries = column(torch.float32, "E", default=NO_ENTRIES)  # never drawn; values are 0
+    mask_rows: Tensor = column(torch.int64, "R")  # row of `mask_words`, -1: the sample has no mask
+    # bit i % 32 of word i // 32 says whether token i may be drawn; tokens beyond may not
+    mask_words: Tensor = column(torch.int32, "M", "W")
+    # What the noise keys come from: `noise_streams`, and the positions of the tokens to draw. A
+    # graph keeps the streams on the device and makes the keys of later positions.
+    streams: Tensor = column(torch.int64, "R", padding=0, on_host=True, default=_NONE)
+    positions: Tensor = column(torch.int64, "R", on_host=True, default=_NONE)
+    any_filter: bool = _of_all(lambda p: p.filters)
+    any_greedy: bool = _of_all(lambda p: p.temperature == 0)
+    # some sample wants raw logprobs (greedy ones always do)
+    any_raw: bool = _of_all(lambda p: p.raw_logprobs or p.temperature == 0)
+    any_kept: bool = _of_all(lambda p: p.sampling_mask)  # some sample wants what the filters kept
+    most_top: int = _of_all(lambda p: p.top_logprobs)  # best tokens that some sample wants to see
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def masks(self) -> bool:
+    def has_masks(self) -> bool:
         """Whether some sample may not draw some token."""
-        return len(self.allowed.ids) + len(self.banned.ids) > 0
+        return len(self.mask_words) + len(self.banned.ids) > 0
 
     @property
     def masked(self) -> Tensor:
         """Which samples may not draw some token, bool [R]."""
-        return self.restricted.index_fill(0, self.banned.rows, True)
-
-    def tile(self, rows: slice) -> "SamplingBatch":
-        """Some of the samples."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        cut = {name: part[rows] for name, part in parts.items() if isinstance(part, Tensor)}
-        cut |= {
-            name: part.of_rows(rows) for name, part in parts.items() if isinstance(part, Entries)
-        }
-        return replace(self, **cut)
+        return (self.mask_rows >= 0).index_fill(0, self.banned.rows, True)
 
     def select(self, samples: Tensor) -> "SamplingBatch":
-        """Some of the samples, rising places int64 [n]; what is said of a whole batch stays."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        cut: dict[str, Any] = {
-            name: part[samples]
-            for name, part in parts.items()
-            if isinstance(part, Tensor) and len(part) == len(self)
-        }
-        cut |= {name: part.of(samples) for name, part in parts.items() if isinstance(part, Entries)}
+        """Some of the samples, rising places int64 [n]. What is said of a whole batch stays, and
+        what only the host reads.
+        """
+        cut: dict[str, Any] = {}
+        for name, declared in COLUMNS.items():
+            if declared.sizes[0] == "E":
+                cut[name] = getattr(self, name).of(samples)
+            elif declared.sizes[0] == "R" and not declared.on_host:
+                cut[name] = getattr(self, name)[samples]
         return replace(self, **cut)
 
-    def to(self, device: torch.device) -> "SamplingBatch":
-        """The same on another device."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {
-            name: part.to(device, non_blocking=True)
-            for name, part in parts.items()
-            if isinstance(part, Tensor) and name not in ON_HOST
-        }
-        moved |= {
-            name: Entries(*(t.to(device, non_blocking=True) for t in part))
-            for name, part in parts.items()
-            if isinstance(part, Entries)
-        }
-        return replace(self, **moved)
+
+COLUMNS = columns_of(SamplingBatch)
+# The columns that parameters say, and the numbers of a whole batch.
+PARAMETERS = {name: each for name, each in COLUMNS.items() if each.param is not None}
+OF_ALL: dict[str, Callable[[SamplingParams], int]] = {
+    each.name: each.metadata["of_all"]
+    for each in fields(SamplingBatch)
+    if "of_all" in each.metadata
+}
 
 
-Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
-NO_ENTRIES = Entries(
-    torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-)
-_MOST = 2**31  # as good as any larger number of tokens
+def numpy_dtype(dtype: torch.dtype) -> Any:
+    """Numpy's name for one of torch's."""
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
 _RECORD = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("sample_index", np.uint64),
-        ("temperature", np.float64),
-        ("top_k", np.int64),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("repetition", np.float32),
-        ("restricted", np.bool_),
-        ("top", np.int64),
-        ("filter", np.bool_),
-        ("greedy", np.bool_),
-        ("raw", np.bool_),
-        ("mask", np.bool_),
-        ("biased", np.bool_),
-        ("penalizes", np.bool_),
-    ]
+    [("seed", np.uint64), ("sample_index", np.uint64)]
+    + [(name, numpy_dtype(each.dtype)) for name, each in PARAMETERS.items()]
+    + [(name, np.int64) for name in OF_ALL]
 )
+_READ = [*(each.param for each in PARAMETERS.values()), *OF_ALL.values()]
+
+T = TypeVar("T")
+Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
 
 
 class TokenCounts:
@@ -198,6 +154,15 @@ class TokenCounts:
         return self._ids[: len(self._places)], self._counts[: len(self._places)]
 
 
+class _Fixed(NamedTuple):
+    """What stays while the same samples are drawn."""
+
+    slots: np.ndarray
+    streams: np.ndarray  # uint64 [R]
+    fields: dict[str, Any]  # of a batch
+    penalized: list[tuple[int, TokenCounts]]  # by place in `slots`
+
+
 class SamplingTable:
     """How samples are drawn: what their parameters say, read once, one record a slot; the caller
     hands out slots.
@@ -205,52 +170,40 @@ class SamplingTable:
 
     def __init__(self) -> None:
         self._records = np.zeros(0, dtype=_RECORD)
-        # the slots of the last draw, and what `_parameters` says of them
-        self._drawn: np.ndarray | None = None
-        self._same: tuple[dict[str, Any], np.ndarray] = ({}, np.zeros(0, dtype=np.uint64))
-        # by slot, as all below: of those that have some
-        self._bias: dict[int, Mapping[int, float]] = {}
-        self._allowed: dict[int, Pairs] = {}
+        self._fixed: _Fixed | None = None
+        self._masked: dict[str, Tensor] | None = None  # the masks of the samples of `_fixed`
+        # by slot, of those that have some
+        self._bias: dict[int, Pairs] = {}
+        self._masks: dict[int, np.ndarray] = {}
         self._counts: dict[int, TokenCounts] = {}
 
     def put(
         self, slot: int, params: SamplingParams, seed: int, sample_index: int, prompt: Sequence[int]
     ) -> None:
-        """Fill a slot, whatever it held. The completion is still empty: see `count`."""
-        self._drawn = None
+        """Fill a slot, whatever it held. The completion is still empty: see `TokenCounts.add`."""
+        self._fixed = None
+        for held in (self._bias, self._masks, self._counts):
+            held.pop(slot, None)
         self._records = _longer(self._records, slot + 1)
-        self._records[slot] = (
-            seed,
-            sample_index,
-            params.temperature,
-            min(params.top_k, _MOST),
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-            params.allowed_token_ids is not None,
-            params.top_logprobs,
-            params.filters,
-            params.temperature == 0,
-            params.raw_logprobs or params.temperature == 0,
-            params.sampling_mask,
-            bool(params.logit_bias),
-            params.penalizes,
-        )
-        self._bias[slot] = params.logit_bias
+        self._records[slot] = (seed, sample_index, *(read(params) for read in _READ))
+        if params.logit_bias:
+            self._bias[slot] = _pairs(params.logit_bias)
         if params.allowed_token_ids is not None:
-            ids = np.fromiter(params.allowed_token_ids, dtype=np.int64)
-            self._allowed[slot] = ids, np.zeros(len(ids), dtype=np.float32)
+            self.set_mask(slot, mask_of(params.allowed_token_ids))
         if params.penalizes:
             self._counts[slot] = TokenCounts(prompt if params.repetition_penalty != 1 else ())
+
+    def set_mask(self, slot: int, words: np.ndarray) -> None:
+        """From the next draw on a slot may draw only tokens whose bit is set: int32 [W], see
+        `SamplingBatch.mask_words`. The array is read at the draw.
+        """
+        self._masks[slot], self._masked = words, None
 
     def penalized(self, slots: np.ndarray) -> list[tuple[int, TokenCounts]]:
         """Which of these have penalties, by their place here: their counts must be up to date
         before the draw.
         """
-        places = np.flatnonzero(self._records["penalizes"][slots]).tolist()
-        return [(place, self._counts[slots[place]]) for place in places]
+        return self._fixed_of(slots).penalized
 
     def batch(
         self,
@@ -267,48 +220,36 @@ class SamplingTable:
             positions: int64 [R], of the token to draw.
             banned: place in `slots` -> ids that may not be drawn there.
         """
-        if self._drawn is None or not np.array_equal(slots, self._drawn):
-            self._drawn, self._same = slots, self._parameters(slots)
-        parameters, streams = self._same
-        batch = SamplingBatch(
+        fixed = self._fixed_of(slots)
+        if self._masked is None:
+            self._masked = _mask_columns(len(slots), _having(slots, self._masks))
+        return SamplingBatch(
             rows=torch.from_numpy(rows),
-            noise_keys=torch.from_numpy(stream_keys(streams, positions.astype(np.uint64))),
+            noise_keys=torch.from_numpy(stream_keys(fixed.streams, positions.astype(np.uint64))),
             positions=torch.from_numpy(positions),
-            counts=_entries(
-                *zip(*[(i, counts.pairs()) for i, counts in self.penalized(slots)], strict=True)
+            counts=_entries([(place, counts.pairs()) for place, counts in fixed.penalized]),
+            banned=_entries(
+                [(i, _pairs(dict.fromkeys(ids, 0.0))) for i, ids in sorted(banned.items())]
             ),
-            **parameters,
+            **self._masked,
+            **fixed.fields,
         )
-        return replace(batch, banned=_banned_entries(banned)) if banned else batch
 
-    def _parameters(self, slots: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-        """The fields of a batch that stay while the same samples are drawn, and the streams of
-        their noise.
-        """
-        record = self._records[slots]
-        columns = (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "presence",
-            "frequency",
-            "repetition",
-            "restricted",
-        )
-        fixed: dict[str, Any] = {name: torch.from_numpy(record[name].copy()) for name in columns}
-        restricted = np.flatnonzero(record["restricted"]).tolist()
-        fixed |= {
-            f"any_{name}": bool(record[name].any()) for name in ("filter", "greedy", "raw", "mask")
-        }
-        fixed["most_top"] = int(record["top"].max(initial=0))
-        fixed["allowed"] = _entries(restricted, [self._allowed[slots[i]] for i in restricted])
-        biased = np.flatnonzero(record["biased"]).tolist()
-        fixed["bias"] = _entries(biased, [_pairs(self._bias[slots[i]]) for i in biased])
-        fixed["banned"] = NO_ENTRIES
-        streams = noise_streams(record["seed"], record["sample_index"])
-        fixed["streams"] = torch.from_numpy(streams.view(np.int64))
-        return fixed, streams
+    def _fixed_of(self, slots: np.ndarray) -> _Fixed:
+        if self._fixed is None or not np.array_equal(slots, self._fixed.slots):
+            record = self._records[slots]
+            found: dict[str, Any] = {
+                name: torch.from_numpy(record[name].copy()) for name in PARAMETERS
+            }
+            for name in OF_ALL:
+                most = int(record[name].max(initial=0))
+                found[name] = bool(most) if name.startswith("any_") else most
+            found["bias"] = _entries(_having(slots, self._bias))
+            streams = noise_streams(record["seed"], record["sample_index"])
+            found["streams"] = torch.from_numpy(streams.view(np.int64))
+            penalized = _having(slots, self._counts)
+            self._fixed, self._masked = _Fixed(slots, streams, found, penalized), None
+        return self._fixed
 
 
 def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
@@ -338,21 +279,46 @@ def greedy_batch(num_rows: int, most_top: int) -> SamplingBatch:
     return table.batch(slots, np.arange(num_rows), slots, {})
 
 
+def mask_of(token_ids: Collection[int]) -> np.ndarray:
+    """A mask that allows these ids alone: int32 [words up to the highest]."""
+    ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+    bits = np.zeros((int(ids.max(initial=0)) // WORD + 1) * WORD, dtype=np.bool_)
+    bits[ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _having(slots: np.ndarray, values: Mapping[int, T]) -> list[tuple[int, T]]:
+    """Places of the slots that have a value, with it. Usually none has."""
+    if not values:
+        return []
+    return [(i, values[slot]) for i, slot in enumerate(slots.tolist()) if slot in values]
+
+
+def _mask_columns(num_samples: int, masks: Sequence[tuple[int, np.ndarray]]) -> dict[str, Tensor]:
+    """The columns of masks, given by place."""
+    rows = np.full(num_samples, -1, dtype=np.int64)
+    if not masks:
+        return {"mask_rows": torch.from_numpy(rows), "mask_words": _NO_WORDS}
+    rows[[place for place, _ in masks]] = np.arange(len(masks))
+    most = max(len(words) for _, words in masks)
+    table = np.zeros((len(masks), most), dtype=np.int32)
+    for row, (_, words) in zip(table, masks, strict=True):
+        row[: len(words)] = words
+    return {"mask_rows": torch.from_numpy(rows), "mask_words": torch.from_numpy(table)}
+
+
 def _pairs(values: Mapping[int, float]) -> Pairs:
     return np.fromiter(values, dtype=np.int64), np.fromiter(values.values(), dtype=np.float32)
 
 
-def _banned_entries(banned: Mapping[int, Iterable[int]]) -> Entries:
-    places = sorted(banned)
-    return _entries(places, [_pairs(dict.fromkeys(banned[place], 0.0)) for place in places])
-
-
-def _entries(places: Sequence[int] = (), pairs: Sequence[Pairs] = ()) -> Entries:
+def _entries(pairs: Sequence[tuple[int, Pairs]]) -> Entries:
     """The pairs of some rows, which rise."""
     if not pairs:
         return NO_ENTRIES
-    ids, values = (torch.from_numpy(np.concatenate(column)) for column in zip(*pairs, strict=True))
-    rows = np.repeat(np.array(places, dtype=np.int64), [len(ids) for ids, _ in pairs])
+    ids, values = (
+        torch.from_numpy(np.concatenate([own[part] for _, own in pairs])) for part in range(2)
+    )
+    rows = np.repeat([row for row, _ in pairs], [len(own[0]) for _, own in pairs])
     return Entries(torch.from_numpy(rows), ids, values)
 
 

@@ -7,18 +7,19 @@ import math
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import SchedulerOutput
-from nano_inference.scheduling.failure import copied_text, failure, whole_text
-from nano_inference.scheduling.sequence import REFERENCE, Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import (
     MASK_FULL,
     NOT_FINITE,
     Finish,
+    copied_text,
     ends_by_id,
+    failure,
     finish_of,
     may_stop,
+    whole_text,
 )
 from nano_inference.types import ContextVersions, TopLogprobs, TrainingSample, VersionSpan
 
@@ -60,6 +61,46 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
     """Carry out a decision: give back, take, fork, publish. Also for a decision that only
     preempts.
     """
+    _preempt_and_admit(decision, sequences, cache)
+    copies: list[tuple[int, int]] = []
+    sampled: list[Sequence] = []
+    moved: list[tuple[Sequence, int]] = []
+    slides, size = cache.layout.num_sliding > 0, cache.block_size
+    columns = (
+        decision.seq_ids,
+        decision.starts,
+        decision.lengths,
+        decision.samples,
+        decision.fresh_blocks,
+        decision.draw_rows,
+    )
+    for seq_id, start, length, num_samples, fresh, draw_rows in zip(*columns, strict=True):
+        seq, end = sequences.by_id[seq_id], start + length
+        if fresh:
+            copies += cache.extend(seq.block_ids, start, end)
+        if len(draw_rows) == 1:
+            sampled.append(seq)
+        elif draw_rows:  # rows behind the first: when their tokens are accepted
+            end = start + draw_rows[0] + 1
+            sampled += [seq] * len(draw_rows)
+        seq.num_computed_tokens = end
+        if end // size > seq.num_published_blocks:
+            publish(seq, cache)
+        if slides:
+            moved.append((seq, start))
+        if num_samples > 1:
+            forks = _fork(seq, num_samples, start, sequences, cache)
+            sampled += forks
+            moved += [(each, start) for each in forks if slides]
+    # only now: a later chunk of this step must not take what an earlier one still reads
+    for seq, start in moved:
+        cache.slide(seq.block_ids, start, seq.num_computed_tokens)
+    return Applied(tuple(copies), tuple(sampled))
+
+
+def _preempt_and_admit(
+    decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
+) -> None:
     for seq_id in decision.preempted_seqs:
         preempt(sequences.by_id[seq_id], sequences, cache)
     for admission in decision.admitted:  # all matches are held before any fresh block is taken
@@ -72,55 +113,30 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
         seq.begin_context((), sequences.versions[seq.weight_set])
         if not seq.num_completion_tokens:
             seq.cached_tokens = admission.cached.cached_length
-    copies: list[tuple[int, int]] = []
-    sampled: list[Sequence] = []
-    moved: list[tuple[Sequence, int]] = []
-    slides, size = cache.layout.num_sliding > 0, cache.block_size
-    columns = (
-        decision.seq_ids,
-        decision.starts,
-        decision.lengths,
-        decision.samples,
-        decision.fresh_blocks,
-    )
-    for seq_id, start, length, num_samples, fresh in zip(*columns, strict=True):
-        seq, end = sequences.by_id[seq_id], start + length
-        if fresh:
-            copies += cache.extend(seq.block_ids, start, end)
-        seq.num_computed_tokens = end
-        if end // size > seq.num_published_blocks:
-            publish(seq, cache)
-        forks = _fork(seq, num_samples, start, sequences, cache) if num_samples > 1 else ()
-        if num_samples:
-            sampled.append(seq)
-            sampled += forks
-        if slides:
-            moved += [(each, start) for each in (seq, *forks)]
-    # only now: a later chunk of this step must not take what an earlier one still reads
-    for seq, start in moved:
-        cache.slide(seq.block_ids, start, seq.num_computed_tokens)
-    return Applied(tuple(copies), tuple(sampled))
 
 
 def commit(
     owners: Listed[Sequence], sampled: SampledTokens, sequences: Sequences, cache: KVCacheManager
 ) -> list[tuple[Sequence, Finish]]:
     """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone
-    are dropped.
+    are dropped. The tokens of one that drew several stand one after the other.
 
     A sequence whose text cannot be made ends with the tokens that it has, and one whose mask is
     full without the new token; the others go on.
     """
     finished: list[tuple[Sequence, Finish]] = []
     gone, size = SequenceStatus.FINISHED, cache.block_size
+    masked = sampled.masks is not None
+    last: Sequence | None = None
     for row, seq in enumerate(owners):
         if seq.status is gone:
-            continue  # it ended or was aborted while this step was in flight
-        finish = (
-            NOT_FINITE
-            if not math.isfinite(sampled.logprobs[row])
-            else _take_mask(seq, row, sampled)
-        )
+            continue  # it ended or was aborted, maybe by the row before
+        if seq is last:
+            _accept_row(seq, cache)
+        last = seq
+        finish = NOT_FINITE if not math.isfinite(sampled.logprobs[row]) else None
+        if masked and finish is None:
+            finish = _take_mask(seq, row, sampled)
         if finish is None:
             _append(seq, row, sampled, sequences.versions[seq.weight_set])
             finish = _grow_text(seq) if seq.output_text is not None else None
@@ -134,6 +150,16 @@ def commit(
     return finished
 
 
+def _accept_row(seq: Sequence, cache: KVCacheManager) -> None:
+    """The row behind a sequence's computed ones was computed with the token that is now known: it
+    counts as computed. Only now its window moves, and a block that it fills can be matched.
+    """
+    if seq.status is SequenceStatus.RUNNING:  # else its blocks are gone
+        seq.num_computed_tokens += 1
+        cache.slide(seq.block_ids, seq.num_computed_tokens - 1, seq.num_computed_tokens)
+        publish(seq, cache)
+
+
 def commit_scores(
     scored: Listed[tuple[Sequence, int, int]],
     sampled: SampledTokens,
@@ -141,47 +167,25 @@ def commit_scores(
     cache: KVCacheManager,
 ) -> list[TrainingSample]:
     """Take in a step's scores, of rows [start, end) of each sequence; returns the samples that are
-    now judged.
+    now scored.
     """
-    judged: list[TrainingSample] = []
+    done: list[TrainingSample] = []
     scores, rows = iter(sampled.scores), iter(sampled.score_best)
     for seq, start, end in scored:
         values = list(itertools.islice(scores, end - start))
         best = (
-            [_top(*row, seq.num_best) for row in itertools.islice(rows, end - start)]
-            if seq.num_best
+            [_top(*row, seq.request.num_best) for row in itertools.islice(rows, end - start)]
+            if seq.request.num_best
             else ()
         )
         if seq.status is SequenceStatus.FINISHED:
             continue
         seq.add_scores(start, values, best)
-        if seq.judged is not None and len(seq.scores) == len(seq.scored):
+        sample = seq.request.scored_sample
+        if sample is not None and len(seq.scores) == len(seq.request.scored):
             retire(seq, sequences, cache)
-            judged.append(replace(seq.judged, ref_logprobs=tuple(seq.scores)))
-    return judged
-
-
-def judge(sample: TrainingSample, seq: Sequence, sequences: Sequences, block_size: int) -> None:
-    """Let the reference model score a finished sample: a sequence of no samples, in the queue with
-    all others.
-    """
-    start, end = seq.num_prompt_tokens - 1, len(seq.token_ids) - 1
-    scorer = Sequence(
-        seq_id=sequences.new_id(),
-        request_id=seq.request_id,
-        token_ids=seq.token_ids,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        params=seq.params,
-        stop_ids=seq.stop_ids,
-        seed=seq.seed,
-        prefix=PrefixKeys(Namespace()),
-        num_samples=0,
-        sample_index=seq.sample_index,
-        weight_set=REFERENCE,
-        scored=range(start, end),
-        judged=sample,
-    )
-    enter(scorer, sequences, block_size)
+            done.append(replace(sample, ref_logprobs=tuple(seq.scores)))
+    return done
 
 
 def enter(seq: Sequence, sequences: Sequences, block_size: int) -> None:
@@ -205,8 +209,8 @@ def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun
     cannot hurt.
     """
-    if seq.at_end is not None:
-        seq.at_end(seq)
+    if seq.request.at_end is not None:
+        seq.request.at_end(seq)
     sequences.remove(seq)
     cache.deallocate(seq.block_ids, _num_slid(seq.num_computed_tokens, cache))
     seq.block_ids = []
@@ -227,12 +231,12 @@ def context_versions(seq: Sequence) -> tuple[ContextVersions, ...]:
     """Which versions computed what its completion tokens attended to. Token i is drawn at row
     prompt + i - 1.
     """
-    entries = list(seq.past_contexts)
+    entries = list(seq.request.past_contexts)
     ends = [context.token_start for context in seq.contexts[1:]] + [seq.num_completion_tokens]
     for (start, past, version), end in zip(seq.contexts, ends, strict=False):  # it may have none
         if end > start:
             last = VersionSpan(
-                version, past[-1].end if past else 0, seq.num_prompt_tokens + end - 1
+                version, past[-1].end if past else 0, seq.request.num_prompt_tokens + end - 1
             )
             entries.append(ContextVersions(start, end, (*past, last)))
     return tuple(entries)
@@ -244,16 +248,16 @@ def training_samples(
     """What the caller gets for an ended sequence: one sample, or all of a group that was not forked
     yet.
     """
-    if seq.judged is not None:  # ended before it was scored
-        return [seq.judged]
-    prompt, completion = (
-        seq.token_ids[: seq.num_prompt_tokens],
-        seq.token_ids[seq.num_prompt_tokens :],
-    )
+    request = seq.request
+    params = request.params
+    if request.scored_sample is not None:  # ended before it was scored
+        return [request.scored_sample]
+    prompt = seq.token_ids[: request.num_prompt_tokens]
+    completion = seq.token_ids[request.num_prompt_tokens :]
     text, failed = whole_text(seq)
     finish = failed or finish
     loss_mask = (True,) * len(completion)
-    for each in seq.appended:
+    for each in request.appended:
         loss_mask = (*loss_mask[: each.start], *[False] * len(each), *loss_mask[each.stop :])
     starts = [*seq.version_starts, (version, len(completion))]
     spans = [VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(starts)]
@@ -267,23 +271,21 @@ def training_samples(
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
             weight_versions=tuple(spans),
-            prompt_logprobs=(math.nan, *seq.scores) if seq.params.prompt_logprobs else None,
-            raw_logprobs=tuple(seq.output_raw_logprobs) if seq.params.raw_logprobs else None,
+            prompt_logprobs=(math.nan, *seq.scores) if params.prompt_logprobs else None,
+            raw_logprobs=tuple(seq.output_raw_logprobs) if params.raw_logprobs else None,
             log_kept_mass=tuple(seq.output_log_kept_mass),
-            sampling_mask=seq.mask.whole() if seq.params.sampling_mask else None,
-            top_logprobs=tuple(seq.output_top) if seq.params.top_logprobs else None,
+            sampling_mask=seq.mask.whole() if params.sampling_mask else None,
+            top_logprobs=tuple(seq.output_top) if params.top_logprobs else None,
             text=text,
             numerics=numerics,
-            seed=seq.seed,
+            seed=request.seed,
             sample_index=index,
             request_id=seq.request_id,
             cached_tokens=seq.cached_tokens,
             kv_versions=context_versions(seq),
             loss_mask=loss_mask,
-            sampling_params=seq.params,
-            prompt_top_logprobs=(_NOTHING, *seq.score_best)
-            if seq.params.prompt_top_logprobs
-            else None,
+            sampling_params=params,
+            prompt_top_logprobs=(_NOTHING, *seq.score_best) if params.prompt_top_logprobs else None,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]
@@ -310,7 +312,7 @@ def _num_slid(computed: int, cache: KVCacheManager) -> int:
 
 
 def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> None:
-    starts, params = seq.version_starts, seq.params
+    starts, params = seq.version_starts, seq.request.params
     if not starts or starts[-1][0] != version:
         starts.append((version, seq.num_completion_tokens))
     seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
@@ -324,7 +326,8 @@ def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None
     """Note which ids the filters kept for the newest token. Where they are too many: how the
     sequence ends.
     """
-    if sampled.masks is None or not seq.params.sampling_mask:
+    assert sampled.masks is not None
+    if not seq.request.params.sampling_mask:
         return None
     ids = sampled.masks[row]
     if not seq.mask.has_room(ids):

@@ -11,11 +11,15 @@ from nano_inference.kv_cache.manager import CacheAllocation
 
 
 class Chunk(NamedTuple):
-    """Positions [start, start + length) of one sequence; `samples` tokens are drawn from the last
-    row's logits.
+    """Positions [start, start + length) of one sequence.
 
-    `fresh_blocks` is how many KV blocks it takes at most, the copy of one that it shares included.
-    0: its block table stays as it is.
+    Attributes:
+        samples: sequences that draw a token at each of its draw rows: 0, 1, or a whole group, whose
+            others are forked.
+        fresh_blocks: how many KV blocks it takes at most, the copy of one that it shares included.
+            0: its block table stays as it is.
+        draw_rows: of the chunk, from 0 on and rising; a single one is the last. Rows behind the
+            first count as computed only when the tokens before them are accepted.
     """
 
     seq_id: int
@@ -24,6 +28,7 @@ class Chunk(NamedTuple):
     samples: int
     weight_set: str
     fresh_blocks: int
+    draw_rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,8 @@ class SchedulerOutput:
     """One step's decision. Nothing has happened yet: `commit.apply` makes it so.
 
     Attributes:
-        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks: one entry a chunk; see
-            `Chunk`.
+        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks, draw_rows: one entry a
+            chunk; see `Chunk`.
         admitted: sequences that leave the waiting list. Each has a chunk.
         preempted_seqs: sequences that give up their blocks and return to the waiting list. None has
             a chunk.
@@ -52,6 +57,7 @@ class SchedulerOutput:
     samples: tuple[int, ...] = ()
     weight_sets: tuple[str, ...] = ()
     fresh_blocks: tuple[int, ...] = ()
+    draw_rows: tuple[tuple[int, ...], ...] = ()
     admitted: tuple[Admission, ...] = ()
     preempted_seqs: tuple[int, ...] = ()
 
@@ -64,6 +70,7 @@ class SchedulerOutput:
             self.samples,
             self.weight_sets,
             self.fresh_blocks,
+            self.draw_rows,
         )
         return itertools.starmap(Chunk, zip(*columns, strict=True))
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv_cache.manager import CacheAllocation, CacheView
 from nano_inference.scheduling.decision import Admission, Chunk, SchedulerOutput
-from nano_inference.scheduling.room import Room
 from nano_inference.scheduling.sequence import Sequence
 
 NOTHING: Mapping[int, int] = {}
 NO_MATCH = CacheAllocation((), 0)
+FIRST_ROW = (0,)
 
 
 def schedule(
@@ -44,11 +44,11 @@ def schedule(
     step is too small for all, the oldest request comes first, and its samples go on evenly. Blocks
     are given in scheduling order, and where they run out the last in that order is preempted. Then
     waiting sequences enter, in order, while they fit. Where layers have a window, a longer chunk is
-    cut to what fits before anybody is preempted for it.
+    cut to what fits before a sequence is preempted for it.
 
-    With `config.groups` above 1 nobody is planned whose token is being sampled, and a step draws
-    for at most 1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in every
-    step: those of a long prompt follow each other.
+    With `config.groups` above 1 a sequence whose token is being sampled is not planned, and a step
+    draws for at most 1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in
+    every step: those of a long prompt follow each other.
     """
     free = running if config.groups == 1 else [seq for seq in running if seq.seq_id not in pending]
     turns = _Turns(config, len(running), len(free), len(waiting), num_in_flight)
@@ -86,7 +86,7 @@ def _share_budget(
     queue = sorted(
         zip(seqs, wants, strict=True),
         key=lambda each: (
-            each[0].params.priority,
+            each[0].request.params.priority,
             each[1] > 1,
             each[0].request_id,
             each[0].num_computed_tokens,
@@ -147,7 +147,7 @@ class _Plan:
         self.budget = config.max_tokens_per_batch
         self.room, self.layout, self.block_size = Room(cache), cache.layout, cache.block_size
         # the fields of `Chunk`, by sequence id
-        self.chunks: dict[int, tuple[int, int, int, int, str, int]] = {}
+        self.chunks: dict[int, tuple[int, int, int, int, str, int, tuple[int, ...]]] = {}
         self.admitted: list[Admission] = []
         self.preempted: list[int] = []
         self.copied: dict[int, int] = {}  # sequence id -> shared block that its chunk copies first
@@ -158,7 +158,7 @@ class _Plan:
     @cached_property
     def num_seqs(self) -> int:
         """Sequences that hold blocks, each as wide as its group. Like `computing` counted when
-        somebody may enter.
+        a newcomer may enter.
         """
         return sum(seq.width for seq in self.alive)
 
@@ -167,9 +167,8 @@ class _Plan:
         """Newcomers that may still draw in this step; those that will follow are counted with
         them.
         """
-        return self.turns.share(with_waiting=True) - sum(
-            chunk[3] > 0 for chunk in self.chunks.values()
-        )
+        drawing = sum(chunk[3] > 0 for chunk in self.chunks.values())
+        return self.turns.share(with_waiting=True) - drawing
 
     @cached_property
     def computing(self) -> set[int]:
@@ -219,7 +218,7 @@ class _Plan:
                 return
             fresh = self._blocks(start + length) - self._own_blocks(seq, start)
             self._own_written_block(seq, start)
-        self._add_chunk(seq, start, length, fresh, completes=length == want)
+        self._add_chunk(seq, start, length, fresh, length == want)
 
     def _make_way(self, seq: Sequence, start: int, length: int) -> int:
         """How many of `length` tokens a running sequence computes; sequences after it make way. 0:
@@ -240,7 +239,7 @@ class _Plan:
         return fits
 
     def admit(self, seq: Sequence) -> bool:
-        """Let a waiting sequence in if it fits. False: stop here, nobody may overtake it."""
+        """Let a waiting sequence in if it fits. False: stop here, none may overtake it."""
         if self.budget == 0 or self.pending.get(seq.seq_id, 0):
             return False
         match = NO_MATCH
@@ -265,7 +264,7 @@ class _Plan:
         self.admitted.append(Admission(seq.seq_id, match))
         if self.config.groups > 1:
             self.places -= draws
-        self._add_chunk(seq, start, length, fresh, completes=start + length == seq.num_to_compute)
+        self._add_chunk(seq, start, length, fresh, start + length == seq.num_to_compute)
         self.computing.update(self._names(seq, start, length))
         return True
 
@@ -282,13 +281,18 @@ class _Plan:
         """
         if self.config.groups == 1 or self.places > 0:
             return True
-        return bool(self.alive) and self.alive[-1].params.priority > seq.params.priority
+        return (
+            bool(self.alive)
+            and self.alive[-1].request.params.priority > seq.request.params.priority
+        )
 
     def _add_chunk(
         self, seq: Sequence, start: int, length: int, fresh: int, completes: bool
     ) -> None:
         samples = seq.num_samples if completes else 0
-        self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh)
+        rows = () if not samples else FIRST_ROW if length == 1 else (length - 1,)
+        # a plain tuple: a named one costs ten times as much to make
+        self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh, rows)
         if fresh:
             self.room.take(fresh)
         self.budget -= length
@@ -321,7 +325,7 @@ class _Plan:
             if not self.alive and not self.admitted:
                 return self._fitting(match.cached_length, length, held, self.room.fresh())
             victim = self.alive[-1] if self.alive else None
-            if victim is None or victim.params.priority <= seq.params.priority:
+            if victim is None or victim.request.params.priority <= seq.request.params.priority:
                 return 0
             self._preempt(victim)
         return self._fitting(
@@ -355,7 +359,7 @@ class _Plan:
 
     def _promise(self, seq: Sequence) -> int:
         known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
-        fresh = self.chunks[seq.seq_id][-1] if seq.seq_id in self.chunks else 0
+        fresh = self.chunks[seq.seq_id][5] if seq.seq_id in self.chunks else 0
         length = self.chunk_length(
             max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch
         )
@@ -386,7 +390,7 @@ class _Plan:
         self.promised = None
         chunk = self.chunks.pop(victim.seq_id, None)
         if chunk is not None:  # undo it: only a newcomer of higher priority comes this late
-            _, _, length, *_, fresh = chunk
+            _, _, length, _, _, fresh, _ = chunk
             self.budget += length
             self.room.take(-fresh)
             if victim.seq_id in self.copied:
@@ -424,3 +428,56 @@ class _Plan:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+class Room:
+    """Blocks and units that can be taken, and the counts of blocks that a plan changes.
+
+    A fresh block takes `layout.num_units` units. A block that no table holds any more gives back
+    its units of full layers, one that is in no table's window those of sliding layers.
+    """
+
+    def __init__(self, cache: CacheView) -> None:
+        self.layout = cache.layout
+        self.blocks = cache.num_free_blocks()
+        self.units = cache.num_free_units()
+        self._cache = cache
+        self._refs: dict[int, int] = {}
+        self._users: dict[int, int] = {}
+
+    def refs(self, block_id: int) -> int:
+        """How many tables hold a block."""
+        return self._refs[block_id] if block_id in self._refs else self._cache.ref_count(block_id)
+
+    def fresh(self, reserved_units: int = 0) -> int:
+        """Blocks that can be taken, if some units are kept back."""
+        return max(0, min(self.blocks, (self.units - reserved_units) // self.layout.num_units))
+
+    def take(self, num_blocks: int) -> None:
+        """Take fresh blocks; a negative number gives them back."""
+        self.blocks -= num_blocks
+        self.units -= num_blocks * self.layout.num_units
+
+    def hold(self, block_ids: Listed[int], num_slid: int) -> None:
+        """A table holds these blocks, all but the first `num_slid` of them in its window."""
+        self._count(block_ids, num_slid, 1)
+
+    def let_go(self, block_ids: Listed[int], num_slid: int) -> None:
+        """A table holds these blocks no more."""
+        self._count(block_ids, num_slid, -1)
+
+    def _count(self, block_ids: Listed[int], num_slid: int, change: int) -> None:
+        # the count before of a block that changes hands: taken at 0, given back at 1
+        lone = change > 0
+        for block_id in block_ids:
+            refs = self.refs(block_id)
+            self._refs[block_id] = refs + change
+            if refs == 1 - lone:
+                self.blocks -= change
+                self.units -= change * self.layout.num_full
+        if self.layout.num_sliding:
+            for block_id in block_ids[num_slid:]:
+                users = self._users.get(block_id, self._cache.num_users(block_id))
+                self._users[block_id] = users + change
+                if users == 1 - lone:
+                    self.units -= change * self.layout.num_sliding

@@ -4,17 +4,18 @@ scheduling order.
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.scheduling.growing_mask import GrowingMask
 from nano_inference.types import (
     ContextVersions,
+    SamplingMask,
     SamplingParams,
     TopLogprobs,
     TrainingSample,
@@ -64,6 +65,41 @@ class GrowingText(Protocol):
         ...
 
 
+class GrowingMask:
+    """Four bytes an id; Python's own integers only when the sample has ended.
+
+    Args:
+        most: ids that it may have in all; None: no bound.
+        rows: those of the tokens that are known.
+    """
+
+    def __init__(self, most: int | None = None, rows: Iterable[Listed[int]] = ()) -> None:
+        self.most = most
+        self._ids, self._offsets = array("i"), [0]
+        for row in rows:
+            self.append(row)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GrowingMask) and vars(self) == vars(other)
+
+    def has_room(self, row: Listed[int]) -> bool:
+        """Whether the ids of one more token fit."""
+        return self.most is None or len(self._ids) + len(row) <= self.most
+
+    def append(self, row: Listed[int]) -> None:
+        """The ids of the next token."""
+        self._ids.extend(row)
+        self._offsets.append(len(self._ids))
+
+    def fork(self) -> "GrowingMask":
+        """One of a sample that has no token yet, with the same bound."""
+        return GrowingMask(self.most)
+
+    def whole(self) -> SamplingMask:
+        """All of it."""
+        return SamplingMask(tuple(self._offsets), tuple(self._ids))
+
+
 class Context(NamedTuple):
     """From which completion token on, which versions computed the head of the context, and which
     computes the rest.
@@ -75,10 +111,53 @@ class Context(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
+class SampleGroup:
     """What the samples of a request share of which only some are wanted."""
 
     num_left: int  # how many of those have not finished
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """What a caller asked for, after its checks. Its samples share it, and nothing changes it.
+
+    Attributes:
+        request_id: counts up in order of arrival.
+        num_prompt_tokens: of the known tokens of its sequences.
+        params: of sampling.
+        stop_ids: the request's stop ids and, unless ignored, the model's end-of-sequence ids.
+        seed: of all draws.
+        min_version: held until this version of the policy serves.
+        exact_version: the version that samples the first token; it ends if that cannot be.
+        max_staleness: it ends when its oldest version is this much older than the newest.
+        group: where not all of its samples are wanted.
+        scored: rows (positions) whose next token's logprob is wanted.
+        score_temperature: under which; above 0.
+        num_best: most probable tokens that are wanted beside each of the scores.
+        streaming: every token is handed out as it is sampled.
+        past_contexts: of the sample that it resumes.
+        appended: completion tokens that were appended to that, not sampled.
+        scored_sample: the sample that the scores belong to, where nothing is sampled.
+        at_end: called once with each of its sequences, which still holds its blocks.
+    """
+
+    request_id: int
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    min_version: int | None = None
+    exact_version: int | None = None
+    max_staleness: int | None = None
+    group: SampleGroup | None = None
+    scored: range = range(0)
+    score_temperature: float = 1.0
+    num_best: int = 0
+    streaming: bool = False
+    past_contexts: tuple[ContextVersions, ...] = ()
+    appended: tuple[range, ...] = ()
+    scored_sample: TrainingSample | None = None
+    at_end: Callable[["Sequence"], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,59 +167,47 @@ class Sequence:
     A step closes the gap between `len(token_ids)` (plus what is in flight) and
     `num_computed_tokens`; prefill, decode and recomputation are the same case. Until its prompt is
     computed a sequence stands for all `num_samples` of its group; then it is forked. One of no
-    samples only scores its tokens; it ends when they are scored.
+    samples only scores its tokens; it ends when they are scored. The fields of its request can be
+    read here too.
+
+    Attributes:
+        most_tokens: known tokens, the prompt's too, with which it ends by length.
+        publishable: False once its blocks mix weight versions.
+        cached_tokens: prompt tokens that the prefix cache provided.
+        posted: when it was handed in, by `time.perf_counter`; None once it has left the queue.
+        queued: seconds that this took.
+        behind: held until the update to this version, which waits for others, serves or failed.
+        version_starts: (weight version, first completion token).
+        contexts: since it was made or resumed.
+        scores: of the first of the request's rows to score; the group's samples share the list.
+        score_best: the most probable tokens beside these; shared like the scores.
+        output_text: where text is wanted.
+        stop_string: the one that the newest token completed.
     """
 
     seq_id: int
-    request_id: int
+    request: CheckedRequest
     token_ids: list[int]
-    num_prompt_tokens: int
-    params: SamplingParams
-    # the request's stop ids and, unless ignored, the model's end-of-sequence ids
-    stop_ids: frozenset[int]
-    seed: int
-    prefix: PrefixKeys
     num_samples: int = 1
     sample_index: int = 0
-    # known tokens, the prompt's too, with which it ends by length
     most_tokens: int = field(init=False)
     weight_set: str = POLICY
     status: SequenceStatus = SequenceStatus.WAITING
+    prefix: PrefixKeys = field(default_factory=PrefixKeys)
     block_ids: list[int] = field(default_factory=list[int])
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
-    publishable: bool = True  # False once its blocks mix weight versions
+    publishable: bool = True
     cached_tokens: int = 0
-    # when it was handed in, by `time.perf_counter`; None once it has left the queue
     posted: float | None = None
-    queued: float = 0.0  # seconds that this took
-    version_starts: list[tuple[int, int]] = field(
-        default_factory=list[tuple[int, int]]
-    )  # (weight version, first completion token)
-    contexts: list[Context] = field(default_factory=list[Context])  # since it was made or resumed
-    past_contexts: tuple[ContextVersions, ...] = ()  # of the sample that it resumes
-    appended: tuple[range, ...] = ()  # completion tokens that were appended, not sampled
-    min_version: int | None = None  # it is held until this version of the policy serves
-    # it is held until the update to this version, which waits for others, serves or failed
+    queued: float = 0.0
     behind: int | None = None
-    # the version that samples its first token; it ends if that cannot be
-    exact_version: int | None = None
-    # it ends when its oldest version is this much older than the newest
-    max_staleness: int | None = None
-    group: Group | None = None  # where not all of its request's samples are wanted
-    scored: range = range(0)  # rows (positions) whose next token's logprob is wanted
-    score_temperature: float = 1.0  # under which; above 0
-    # of the first of them; a group's samples share the list
+    version_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    contexts: list[Context] = field(default_factory=list[Context])
     scores: list[float] = field(default_factory=list[float])
-    num_best: int = 0  # most probable tokens that are wanted beside each of the scores
-    # these; shared like the scores
     score_best: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
-    output_text: GrowingText | None = None  # where text is wanted
-    stop_string: str | None = None  # the one that the newest token completed
-    streaming: bool = False  # every token is handed out as it is sampled
-    # called once, while it still holds its blocks
-    at_end: Callable[["Sequence"], None] | None = None
-    judged: TrainingSample | None = None  # the sample that this one scores under another weight set
+    output_text: GrowingText | None = None
+    stop_string: str | None = None
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])
     output_log_kept_mass: list[float] = field(default_factory=list[float])
@@ -148,17 +215,22 @@ class Sequence:
     output_top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
 
     def __post_init__(self) -> None:
-        self.most_tokens = self.num_prompt_tokens + self.params.max_tokens
+        self.most_tokens = self.request.num_prompt_tokens + self.request.params.max_tokens
+
+    @property
+    def request_id(self) -> int:
+        """As in the request."""
+        return self.request.request_id
 
     @property
     def order(self) -> tuple[int, int, int]:
         """Scheduling order: priority, then arrival (request ids count up), then sample."""
-        return self.params.priority, self.request_id, self.sample_index
+        return self.request.params.priority, self.request.request_id, self.sample_index
 
     @property
     def num_completion_tokens(self) -> int:
         """Completion tokens that are known."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - self.request.num_prompt_tokens
 
     @property
     def num_to_compute(self) -> int:
@@ -177,16 +249,15 @@ class Sequence:
         """Known tokens that may come from the prefix cache: the row that is drawn from and rows to
         score may not.
         """
-        end = self.num_to_compute - 1
-        return (
-            end
-            if len(self.scores) >= len(self.scored)
-            else min(end, self.scored.start + len(self.scores))
-        )
+        end, scored = self.num_to_compute - 1, self.request.scored
+        if len(self.scores) >= len(scored):
+            return end
+        return min(end, scored.start + len(self.scores))
 
     def rows_to_score(self, start: int, end: int) -> range:
         """Rows of a chunk [start, end) that are to be scored and are not yet."""
-        return range(max(start, self.scored.start + len(self.scores)), min(end, self.scored.stop))
+        scored = self.request.scored
+        return range(max(start, scored.start + len(self.scores)), min(end, scored.stop))
 
     def add_scores(
         self, start: int, logprobs: Listed[float], best: Listed[TopLogprobs] = ()
@@ -194,7 +265,7 @@ class Sequence:
         """Take in the scores of rows from `start` on. Rows that a preemption made compute twice
         count once.
         """
-        known = self.scored.start + len(self.scores) - start
+        known = self.request.scored.start + len(self.scores) - start
         self.scores += logprobs[known:]
         self.score_best += best[known:]
 
@@ -206,17 +277,17 @@ class Sequence:
     @property
     def temperature(self) -> float:
         """As in the request."""
-        return self.params.temperature
+        return self.request.params.temperature
 
     @property
     def max_tokens(self) -> int:
         """As in the request."""
-        return self.params.max_tokens
+        return self.request.params.max_tokens
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """As in the request."""
-        return self.params.stop_token_ids
+        return self.request.params.stop_token_ids
 
     def append_token(self, token_id: int, logprob: float, log_kept_mass: float = 0.0) -> None:
         """Make a sampled token known."""
@@ -261,38 +332,30 @@ class Sequence:
         """Another sample of the same prompt that shares all blocks so far, with a text of its
         own.
         """
-        return Sequence(
+        return replace(
+            self,
             seq_id=seq_id,
-            request_id=self.request_id,
-            token_ids=list(self.token_ids),
-            num_prompt_tokens=self.num_prompt_tokens,
-            params=self.params,
-            stop_ids=self.stop_ids,
-            seed=self.seed,
-            prefix=self.prefix.copy(),
+            num_samples=1,
             sample_index=sample_index,
-            weight_set=self.weight_set,
-            status=self.status,
+            token_ids=list(self.token_ids),
+            prefix=self.prefix.copy(),
             block_ids=list(self.block_ids),
-            num_computed_tokens=self.num_computed_tokens,
-            num_published_blocks=self.num_published_blocks,
-            publishable=self.publishable,
-            cached_tokens=self.cached_tokens,
-            queued=self.queued,
             contexts=list(self.contexts),
-            min_version=self.min_version,
-            exact_version=self.exact_version,
-            max_staleness=self.max_staleness,
-            group=self.group,
-            scored=self.scored,
-            score_temperature=self.score_temperature,
-            scores=self.scores,
-            num_best=self.num_best,
-            score_best=self.score_best,
             output_text=output_text,
-            streaming=self.streaming,
+            # it has no completion token yet
+            version_starts=[],
+            output_logprobs=[],
+            output_raw_logprobs=[],
+            output_log_kept_mass=[],
             mask=self.mask.fork(),
+            output_top=[],
         )
+
+
+# for readers of the public `Sequence`; code of this package says `request`, which is faster
+for _name in CheckedRequest.__slots__:
+    if not hasattr(Sequence, _name):
+        setattr(Sequence, _name, property(attrgetter(f"request.{_name}")))
 
 
 class Sequences:
@@ -315,7 +378,7 @@ class Sequences:
     def namespace_of(self, seq: Sequence) -> Namespace:
         """Where blocks that are computed now for this sequence belong."""
         lineage = _LINEAGE.get(seq.weight_set, seq.weight_set)
-        return Namespace(lineage, self.versions[seq.weight_set], seq.params.cache_salt)
+        return Namespace(lineage, self.versions[seq.weight_set], seq.request.params.cache_salt)
 
     def insert(self, seq: Sequence) -> None:
         """Add a live sequence to the list that its status names."""

@@ -53,7 +53,7 @@ def change_version(
             sequences.versions[PREVIOUS] = old
     for seq in [s for s in sequences.running if s.weight_set == weight_set]:
         # a score of an old version could outlive its context
-        scoring = seq.scored and not seq.num_completion_tokens
+        scoring = seq.request.scored and not seq.num_completion_tokens
         if kv_policy == "keep" and seq.num_samples and not scoring:
             seq.publishable = False
             seq.begin_context(_mixed(seq, old), version)
@@ -70,7 +70,7 @@ def change_version(
 
 
 def free_previous(sequences: Sequences, cache: KVCacheManager) -> bool:
-    """Forget the old version once nobody finishes on it; returns whether that happened now."""
+    """Forget the old version once no sequence finishes on it; returns whether that happened now."""
     if PREVIOUS not in sequences.versions or sequences.of_weight_set(PREVIOUS):
         return False
     cache.drop_version(POLICY, sequences.versions.pop(PREVIOUS))
@@ -92,7 +92,7 @@ def outdated(sequences: Sequences) -> list[tuple[Sequence, Finish]]:
 def is_held(seq: Sequence, sequences: Sequences) -> bool:
     """Whether it waits for a version that does not serve yet."""
     return (
-        max(seq.min_version or 0, seq.behind or 0, seq.exact_version or 0)
+        max(seq.request.min_version or 0, seq.behind or 0, seq.request.exact_version or 0)
         > sequences.versions[POLICY]
     )
 
@@ -118,16 +118,16 @@ def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
 
 def _is_stale(seq: Sequence, newest: int) -> bool:
     """Whether its oldest version is too much older than the policy's."""
-    if seq.max_staleness is None:
+    if seq.request.max_staleness is None:
         return False
     oldest = seq.oldest_version
-    return oldest is not None and newest - oldest > seq.max_staleness
+    return oldest is not None and newest - oldest > seq.request.max_staleness
 
 
 def _is_belated(seq: Sequence, version: int) -> bool:
     """Whether its first token would be of a newer version than it is for."""
     return (
-        seq.exact_version is not None
+        seq.request.exact_version is not None
         and not seq.num_completion_tokens
-        and version > seq.exact_version
+        and version > seq.request.exact_version
     )

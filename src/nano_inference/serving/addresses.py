@@ -32,8 +32,8 @@ def host_name(header: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Whether it is an IP address or `localhost`: nothing that whoever owns a web site can make
-    lead elsewhere.
+    """Whether it is an IP address or `localhost`: no name that the owner of a web site can point
+    here.
     """
     if name == "localhost":
         return True

@@ -9,14 +9,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from nano_inference.errors import NanoInferenceError
-from nano_inference.serving.dialects import paths
-from nano_inference.serving.edge.exchange import generation_route
+from nano_inference.serving import paths
 from nano_inference.serving.edge.layers import in_layers
 from nano_inference.serving.edge.replies import error_reply_to, no_route
-from nano_inference.serving.edge.routes import server_routes
-from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of
-from nano_inference.serving.protocols.interface import Protocol_
-from nano_inference.serving.protocols.reading import shown
+from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, shown
+from nano_inference.serving.exchange import generation_route
+from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.serving.server import Server
 
 TRAINERS = paths.CONTROL | paths.GENERATION
@@ -24,7 +22,7 @@ Routes = Callable[[Server], APIRouter]
 
 
 def build_app(
-    server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()
+    server: Server, protocols: Mapping[str, ApiProtocol], routes: Sequence[Routes] = ()
 ) -> ASGIApp:
     """The application.
 
@@ -43,7 +41,7 @@ def build_app(
 
 
 def build_routes(
-    server: Server, protocols: Mapping[str, Protocol_], routes: Sequence[Routes] = ()
+    server: Server, protocols: Mapping[str, ApiProtocol], routes: Sequence[Routes] = ()
 ) -> FastAPI:
     """The routes without the layers: for `/openapi.json`, and for tests that walk over them."""
 
@@ -69,7 +67,7 @@ def build_routes(
             methods=["POST"],
             openapi_extra=dict(protocol.openapi),
         )
-    for make in (server_routes, *routes):
+    for make in routes:
         app.include_router(make(server))
     for kind in (
         ApiError,

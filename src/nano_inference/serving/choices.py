@@ -5,18 +5,17 @@ they grow.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 
 from nano_inference.serving.parsing import OutputParser, Parsed, ToolCallDelta
-from nano_inference.text.detokenize import Detokenizer
-from nano_inference.text.output_text import OutputText
+from nano_inference.text.detokenizer import Detokenizer, OutputText
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, TopLogprobs, TrainingSample
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's time to make
+class ChoiceDelta(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's time to make
     """What is new of one choice. The last one has the finished sample.
 
     Attributes:
@@ -38,16 +37,6 @@ class Piece(msgspec.Struct, frozen=True, gc=False):  # a tenth of a dataclass's 
     raw_logprobs: tuple[float, ...] | None = None
     finished: TrainingSample | None = None
     log_kept_mass: tuple[float, ...] | None = None
-
-
-class _News(NamedTuple):
-    """Several deltas' tokens."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top_logprobs: tuple[TopLogprobs, ...] | None
-    raw_logprobs: tuple[float, ...] | None
-    log_kept_mass: tuple[float, ...] | None
 
 
 class TextStyle(msgspec.Struct, frozen=True):
@@ -79,9 +68,9 @@ class Choice:
     """All that is known of one choice.
 
     Attributes:
-        index: see `Piece`.
+        index: see `ChoiceDelta`.
         detokenizer: None where the engine makes the text, because it looks for stop strings; or
-            nobody reads it.
+            where no text is wanted.
         parser: takes reasoning and tool calls out of the text; None: it is all content.
         stop_ids: ids that end it; they have no text.
         shows_stop: its text ends with the stop string, or the id, that ended it.
@@ -112,11 +101,11 @@ class Choice:
         return "".join(self.reasonings)
 
     @property
-    def whole(self) -> Piece:
+    def whole(self) -> ChoiceDelta:
         """All of its tokens, once it has ended, as one piece; the text is `content`."""
         sample = self.finished
         assert sample is not None
-        return Piece(
+        return ChoiceDelta(
             self.index,
             token_ids=sample.completion_tokens,
             logprobs=sample.logprobs,
@@ -125,7 +114,7 @@ class Choice:
             finished=sample,
         )
 
-    def push(self, deltas: Sequence[Delta]) -> Piece:
+    def push(self, deltas: Sequence[Delta]) -> ChoiceDelta:
         """Take in what has come of it; several deltas are one piece."""
         if len(deltas) == 1 and deltas[0].finished is None:
             return self._piece(deltas[0], deltas[0].text)
@@ -137,16 +126,9 @@ class Choice:
             and not any(delta.token_ids for delta in deltas)
         ):
             return self._piece(finished, finished.text)  # it does not stream: all is in the sample
-        joined = _News(
-            tuple(each for delta in deltas for each in delta.token_ids),
-            tuple(each for delta in deltas for each in delta.logprobs),
-            tuple(each for delta in deltas for each in delta.top_logprobs or ()) or None,
-            tuple(each for delta in deltas for each in delta.raw_logprobs or ()) or None,
-            tuple(each for delta in deltas for each in delta.log_kept_mass or ()) or None,
-        )
-        return self._piece(joined, "".join(delta.text or "" for delta in deltas))
+        return self._piece(_join(deltas), "".join(delta.text or "" for delta in deltas))
 
-    def _piece(self, new: "Delta | TrainingSample | _News", text: str | None) -> Piece:
+    def _piece(self, new: Delta | TrainingSample, text: str | None) -> ChoiceDelta:
         token_ids = new.completion_tokens if isinstance(new, TrainingSample) else new.token_ids
         self.num_tokens += len(token_ids)
         if self.detokenizer is not None:
@@ -156,7 +138,7 @@ class Choice:
         parsed = self._parsed(text or "") if self.parser is not None else Parsed(text or "")
         if parsed.content:
             self.contents.append(parsed.content)
-        return Piece(
+        return ChoiceDelta(
             self.index,
             parsed.content,
             parsed.reasoning,
@@ -191,6 +173,19 @@ class Choice:
                 self.tool_calls.append(ToolCall(call.id, call.name or ""))
             self.tool_calls[call.index].arguments += call.arguments
         return parsed
+
+
+def _join(deltas: Sequence[Delta]) -> Delta:
+    """The tokens of several, and what is told of them."""
+    joined: dict[str, Any] = {
+        name: tuple(each for delta in deltas for each in getattr(delta, name) or ())
+        for name in ("token_ids", "logprobs", "top_logprobs", "raw_logprobs", "log_kept_mass")
+    }
+    told = {name: each or None for name, each in joined.items() if name not in _ALWAYS}
+    return dataclasses.replace(deltas[0], **joined | told)
+
+
+_ALWAYS = ("token_ids", "logprobs")  # the others are None unless they are asked for
 
 
 def _stop_string_of(sample: TrainingSample) -> str:

@@ -4,19 +4,21 @@ event loop.
 
 import asyncio
 import itertools
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from typing import Any, Protocol, Unpack
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import msgspec
 
 from nano_inference import errors
-from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.serving.common_parts import AskedParts
 from nano_inference.serving.errors import ApiError, EngineReplaced
+from nano_inference.serving.log_lines import Rarely
 from nano_inference.serving.messages import (
-    RESULTS,
+    NOT_UNDERSTOOD,
     Abort,
     Call,
     CannotStart,
@@ -33,13 +35,23 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
+from nano_inference.serving.operations import operation_named
 from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
+
+if TYPE_CHECKING:
+    from nano_inference.serving.fleet.failover import Failover
+    from nano_inference.serving.fleet.supervisor import ReplicaStatus
+
+log = logging.getLogger("nano_inference.serving")
 
 STOPPING = "the server is stopping."
 # seconds without a heartbeat; also an engine that has nothing to do tells one every ten
 SILENCE = 20.0
 # the same where there are requests: then it tells one every second, also in the middle of a step
 BUSY_SILENCE = 10.0
+
+_DECODER = msgspec.msgpack.Decoder(FromEngine)
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Receiver(Protocol):
@@ -186,6 +198,12 @@ class EngineClient(ABC):
         """How many there are, each of which a trainer sends its weights."""
         return 1
 
+    def replica_report(self) -> "tuple[Sequence[ReplicaStatus], Failover] | None":
+        """The engines behind it, and what became of requests of those that died; None: there is
+        one engine.
+        """
+        return None
+
     @property
     def num_samples(self) -> int:
         """Samples that run or wait."""
@@ -288,18 +306,24 @@ class EngineClient(ABC):
         return len(found)
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """Call one of the engine's methods. Raises what it raised, `TimeoutError`, and what
-        `submit` raises.
+        """Run an engine operation. Raises what it raised, `TimeoutError`, and what `submit` raises.
+
+        Args:
+            name: of the operation, in `operations`.
+            timeout: seconds; the engine keeps this deadline itself where the operation says so.
+            arguments: of the operation.
         """
+        operation = operation_named(name)
         self._require_alive()
+        patience, arguments = operation.timed(timeout, arguments)
         call_id = next(self._ids)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()
         try:
             self._send(Call(call_id, name, arguments))
-            value = await asyncio.wait_for(future, timeout)
+            value = await asyncio.wait_for(future, patience)
         finally:
             self._calls.pop(call_id, None)
-        return msgspec.convert(value, RESULTS[name]) if name in RESULTS else value
+        return msgspec.convert(value, operation.returns)
 
     def end_calls(self, problem: Exception) -> None:
         """Whoever waits for a call gets `problem`; the engine may go on with it."""
@@ -424,6 +448,64 @@ class EngineClient(ABC):
         future = self._calls.pop(call_id, None)
         if future is not None and not future.done():
             settle(future)
+
+
+class RemoteClient(EngineClient):
+    """An engine that is built elsewhere, and to which messages go as bytes. Subclasses bring these
+    there (`_send_bytes`) and back (`_hear_bytes`).
+    """
+
+    def __init__(self, max_backlog: int) -> None:
+        super().__init__(max_backlog)
+        self._started: asyncio.Future[None] | None = None  # what `start` waits for
+        self._rarely = Rarely()
+
+    @abstractmethod
+    def _send_bytes(self, data: bytes) -> None:
+        """Bring a message to the engine, without waiting; where that has ended, do nothing."""
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            data = _ENCODER.encode(message)
+        except (TypeError, ValueError, OverflowError) as problem:
+            # a lone surrogate, a huge integer
+            raise InvalidRequest(
+                f"the request cannot be handed to the engine: {problem}."
+            ) from problem
+        self._send_bytes(data)
+
+    def _hear_bytes(self, data: bytes) -> None:
+        """A message has come. None of them ends the listening."""
+        try:
+            message = _DECODER.decode(data)
+        except Exception as problem:
+            if (more := self._rarely.due()) is not None:
+                log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
+            return
+        try:
+            self._hear(message)
+        except Exception:
+            log.exception("a message of the engine could not be handled")
+
+    def _hear(self, message: FromEngine) -> None:
+        self._receive(message)
+        match message:
+            case Ready():
+                self._settle(None)
+            case CannotStart(error, text):
+                self._settle(error_named(error, text))
+            case Dead():
+                self._settle(EngineDead(self._dead or ""))
+            case _:
+                pass
+
+    def _settle(self, problem: Exception | None) -> None:
+        """End the wait of `start`, if it still waits."""
+        if self._started is not None and not self._started.done():
+            if problem is None:
+                self._started.set_result(None)
+            else:
+                self._started.set_exception(problem)
 
 
 def error_named(name: str, message: str) -> NanoInferenceError:

@@ -1,25 +1,35 @@
 """`ServerConfig`: how the server listens, whom it trusts, and what one client may ask for."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from nano_inference.config import require_count
 from nano_inference.errors import ConfigError
 from nano_inference.models.generation_defaults import GenerationConfig
-from nano_inference.options import is_number, is_whole, strict_options
+from nano_inference.options import check_least, is_number, is_whole, option, strict_options
 from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.log_lines import LogFormat
 
 MIB = 1 << 20
+# groups of options in `--help`
+SERVER, KEYS, LIMITS, TRAINING, LOGS = (
+    "The server",
+    "Keys and pages",
+    "Limits",
+    "Training",
+    "Logs",
+)
 
 
 @strict_options(ConfigError)
 @dataclass(frozen=True)
 class ServerConfig:
     """Frozen. Unknown or contradictory options raise `ConfigError`.
+
+    Options with `unset` have two defaults, the second with `rl`: a trainer asks for a whole batch
+    at once, for the logprobs of as many tokens as it likes, and waits as long as its own step takes
+    while requests are paused. They are None as given, never afterwards.
 
     Attributes:
         host: address to listen on; the default is reachable from this machine alone.
@@ -44,8 +54,7 @@ class ServerConfig:
         stall_timeout: seconds after which one of several replicas that has something to do and gets
             nowhere is killed.
         max_queued_samples: samples that may wait beyond those that fit into a batch; more are
-            refused with 429. Here and wherever the type says so None is a default that is larger
-            with `rl`.
+            refused with 429. This and some other defaults are larger with `rl`.
         max_samples: samples of one request: `n` times its prompts.
         max_logprobs: `top_logprobs` and `logprobs` of one request; -1: as many as there are tokens.
         max_stop: stop strings of one request.
@@ -94,64 +103,165 @@ class ServerConfig:
             the same.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    root_path: str = ""
-    served_model_name: str | tuple[str, ...] | None = None
+    host: str = option(
+        "127.0.0.1", SERVER, "Listen on this address. 0.0.0.0: other machines can reach it."
+    )
+    port: int = option(8000, SERVER, "0 takes a free one.", min=0, max=65535)
+    uds: str | None = option(
+        None, SERVER, "Listen on this socket file, not on host and port.", metavar="FILE"
+    )
+    root_path: str = option(
+        "", SERVER, "What a proxy leaves before the paths, such as /llm.", metavar="PATH"
+    )
+    served_model_name: str | tuple[str, ...] | None = option(
+        None, SERVER, "A name that clients use; may be repeated. Default: MODEL.", each=str
+    )
     chat_template: str | None = None
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
-    in_process: bool = False
-    restart_engine: bool = False
-    replicas: int = 1
-    prefill_replicas: int = 0
-    share_prefixes: bool = False
-    stall_timeout: float = 60.0
-    max_queued_samples: int = cast(int, None)  # None as given, never afterwards
-    max_samples: int = cast(int, None)
-    max_logprobs: int = cast(int, None)
-    max_stop: int = 16
-    max_stop_length: int = 256
-    max_logit_bias: int = 1024
-    max_messages: int = 4096
-    max_tools: int = 128
-    max_body_bytes: int = 32 * MIB
-    max_pending_bytes: int = cast(int, None)
-    body_timeout: float = 30.0
-    max_connections: int = cast(int, None)
-    max_header_bytes: int = 64 * 1024
-    max_depth: int = 64
-    max_values: int = cast(int, None)
-    request_timeout: float = cast(float, None)
-    drain_timeout: float = 30.0
-    max_backlog: int = 4096
-    cors_origins: tuple[str, ...] = ()
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    hide_cached_tokens: bool = False
-    return_tokens_as_token_ids: bool = False
-    tool_format: str | None = None
-    reasoning_format: str | None = None
-    generation_config: GenerationConfig | None = None  # as given, never afterwards
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: LogFormat = "text"
-    log_prompts: bool = False
-    rl: bool = False
-    rl_open: bool = False
-    rl_timeout: float = 300.0
-    rl_max_body_bytes: int = 4096 * MIB
-    weight_update_group_init_method: str | None = None
-    weight_update_group_world_size: int | None = None
-    actor_llm_idx: int | None = None
-    disable_weight_updates: bool = False
+    api_keys: tuple[str, ...] = option(
+        (),
+        KEYS,
+        "Ask for this key; may be repeated. Others can see it with `ps`.",
+        "--api-key",
+        each=str,
+        metavar="KEY",
+    )
+    admin_key: str | None = option(
+        None, KEYS, "Opens the routes that change the engine.", metavar="KEY"
+    )
+    in_process: bool = option(
+        False, SERVER, "Run the engine in the server's process, not in its own."
+    )
+    restart_engine: bool = option(False, SERVER, "Start a new engine when the old one has died.")
+    replicas: int = option(
+        1, SERVER, "Engines; when one dies, another goes on with its requests.", least=1
+    )
+    prefill_replicas: int = option(
+        0, SERVER, "So many of them compute prompts, the others go on from there.", least=0
+    )
+    share_prefixes: bool = option(
+        False, SERVER, "Fetch cached prefixes from other replicas where it is faster."
+    )
+    stall_timeout: float = option(
+        60.0, SERVER, "Seconds until one of them that gets nowhere is killed."
+    )
+    max_queued_samples: int = option(
+        None,
+        LIMITS,
+        "Samples that may wait; others are refused with 429. Default: 1024, or 65536 with --rl.",
+        unset=(1024, 65536),
+        least=0,
+    )
+    max_samples: int = option(
+        None,
+        LIMITS,
+        "Of one request: n times its prompts. Default: 128, or 4096 with --rl.",
+        unset=(128, 4096),
+        least=1,
+    )
+    max_logprobs: int = option(
+        None,
+        LIMITS,
+        "top_logprobs of one request; -1: all. Default: 20, or -1 with --rl.",
+        unset=(20, -1),
+        least=-1,
+    )
+    max_stop: int = option(16, LIMITS, "Stop strings of one request.", least=1)
+    max_stop_length: int = option(256, LIMITS, "Characters of each.", least=1)
+    max_logit_bias: int = option(1024, LIMITS, "Entries of logit_bias.", least=1)
+    max_messages: int = option(4096, LIMITS, "Messages of one chat.", least=1)
+    max_tools: int = option(128, LIMITS, "Tools of one chat.", least=1)
+    max_body_bytes: int = option(32 * MIB, LIMITS, "Of a request's body.", size=True, least=1)
+    max_pending_bytes: int = option(
+        None,
+        LIMITS,
+        "Of all bodies that are being read. Default: eight of the largest.",
+        size=True,
+        least=1,
+    )
+    body_timeout: float = option(30.0, LIMITS, "Seconds that a client may be silent within a body.")
+    max_connections: int = option(
+        None,
+        LIMITS,
+        "At a time. Default: 4096, or 131072 with --rl.",
+        unset=(4096, 1 << 17),
+        least=1,
+    )
+    max_header_bytes: int = option(64 << 10, LIMITS, "Of all its headers.", size=True, least=1)
+    max_depth: int = option(64, LIMITS, "How deep its JSON may nest.", least=1)
+    max_values: int = option(
+        None,
+        LIMITS,
+        "Numbers, texts and the like in it. Default: 2^20, or 2^24 with --rl.",
+        unset=(1 << 20, 1 << 24),  # 128 prompts of 8,192 token ids; 4,096 of 4,096
+        least=1,
+    )
+    request_timeout: float = option(
+        None,
+        LIMITS,
+        "Seconds until a request is aborted. Default: 600, or six hours with --rl.",
+        unset=(600.0, 6 * 3600.0),
+    )
+    drain_timeout: float = option(
+        30.0, LIMITS, "Seconds that running requests get when the server ends."
+    )
+    max_backlog: int = option(
+        4096, LIMITS, "Tokens of a choice kept for a client that does not read.", least=1
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        KEYS,
+        "Pages from here may call; may be repeated. *: all.",
+        "--cors-origin",
+        each=str,
+        metavar="URL",
+    )
+    tls_cert: str | None = option(None, KEYS, "PEM file of the certificate chain: speak HTTPS.")
+    tls_key: str | None = option(None, KEYS, "PEM file of its key.")
+    hide_cached_tokens: bool = option(False, KEYS, "Do not tell how much of a prompt was cached.")
+    return_tokens_as_token_ids: bool = option(
+        False, TRAINING, "Logprobs name tokens token_id:123 unless asked not to."
+    )
+    tool_format: str | None = option(
+        None, SERVER, "How the model writes tool calls. Default: by its template."
+    )
+    reasoning_format: str | None = option(
+        None, SERVER, "How it writes reasoning. Default: by its template."
+    )
+    generation_config: GenerationConfig | None = option(
+        None,
+        LIMITS,
+        "auto: what requests leave out is as the model's generation_config.json recommends. "
+        "Default: auto; none with --rl.",
+        unset=("auto", "none"),  # a trainer's logprobs are of what it asked for
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", LOGS, "What is logged."
+    )
+    log_format: LogFormat = option("text", LOGS, "json: one object a line.")
+    log_prompts: bool = option(False, LOGS, "Also log prompts and completions, which are private.")
+    rl: bool = option(
+        False, TRAINING, "Serve the routes by which trainers pause it and change its weights."
+    )
+    rl_open: bool = option(
+        False, TRAINING, "Without an admin key, although other machines can reach it."
+    )
+    rl_timeout: float = option(
+        300.0, TRAINING, "Seconds for a weight group to form, and for an update."
+    )
+    rl_max_body_bytes: int = option(
+        4096 * MIB, TRAINING, "Of a body that holds weights.", size=True, least=1
+    )
+    weight_update_group_init_method: str | None = option(
+        None, TRAINING, "tcp://host:port of PipelineRL's group.", metavar="URL"
+    )
+    weight_update_group_world_size: int | None = option(
+        None, TRAINING, "Its trainer and all engines."
+    )
+    actor_llm_idx: int | None = option(None, TRAINING, "Which of them this is, from 0.")
+    disable_weight_updates: bool = option(False, TRAINING, "Do not join that group.")
 
     def __post_init__(self) -> None:
-        for name, (usual, training) in _DEFAULTS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, training if self.rl else usual)
-        if self.max_pending_bytes is None and is_whole(self.max_body_bytes):
-            object.__setattr__(self, "max_pending_bytes", 8 * self.max_body_bytes)
+        self._fill()
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -161,7 +271,13 @@ class ServerConfig:
                 f"generation_config={self.generation_config!r} must be 'auto' or 'none'."
             )
         self._check_names()
-        self._check_counts()
+        check_least(self, ConfigError)
+        if self.max_pending_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_pending_bytes={self.max_pending_bytes} is less than "
+                f"max_body_bytes={self.max_body_bytes}: the "
+                "largest body would never be read."
+            )
         self._check_replicas()
         self._check_keys()
         self._check_rl()
@@ -174,6 +290,14 @@ class ServerConfig:
             raise ConfigError(
                 f"drain_timeout={self.drain_timeout!r} must be a number of seconds, 0 or more."
             )
+
+    def _fill(self) -> None:
+        """Set the defaults of what is unset."""
+        for each in fields(self):
+            if getattr(self, each.name) is None and "unset" in each.metadata:
+                object.__setattr__(self, each.name, each.metadata["unset"][bool(self.rl)])
+        if self.max_pending_bytes is None and is_whole(self.max_body_bytes):
+            object.__setattr__(self, "max_pending_bytes", 8 * self.max_body_bytes)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -220,24 +344,6 @@ class ServerConfig:
                 "replicas="
                 f"{self.replicas} at least one has to go on with the prompts that the others "
                 "compute."
-            )
-
-    def _check_counts(self) -> None:
-        for name in _COUNTS:
-            require_count(name, getattr(self, name))
-        for name, least in (
-            ("max_queued_samples", 0),
-            ("prefill_replicas", 0),
-            ("max_logprobs", -1),
-        ):
-            value = getattr(self, name)
-            if not is_whole(value, least):
-                raise ConfigError(f"{name}={value!r} must be an integer of at least {least}.")
-        if self.max_pending_bytes < self.max_body_bytes:
-            raise ConfigError(
-                f"max_pending_bytes={self.max_pending_bytes} is less than "
-                f"max_body_bytes={self.max_body_bytes}: the "
-                "largest body would never be read."
             )
 
     def _check_keys(self) -> None:
@@ -315,34 +421,3 @@ class ServerConfig:
 
 _GROUP = ("weight_update_group_init_method", "weight_update_group_world_size", "actor_llm_idx")
 _WITH_RL = ("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP)
-
-# Of those that are None: usually, and with `rl`. A trainer asks for a whole batch at once, for the
-# logprobs of as many tokens as it likes, and waits as long as its own step takes while requests are
-# paused.
-_DEFAULTS: Mapping[str, tuple[float | str, float | str]] = {
-    "generation_config": ("auto", "none"),  # a trainer's logprobs are of what it asked for
-    "max_queued_samples": (1024, 65536),
-    "max_samples": (128, 4096),
-    "max_logprobs": (20, -1),
-    "max_values": (1 << 20, 1 << 24),  # 128 prompts of 8,192 token ids; 4,096 of 4,096
-    "max_connections": (4096, 1 << 17),
-    "request_timeout": (600.0, 6 * 3600.0),
-}
-
-_COUNTS = (
-    "replicas",
-    "max_samples",
-    "max_stop",
-    "max_stop_length",
-    "max_logit_bias",
-    "max_messages",
-    "max_tools",
-    "max_body_bytes",
-    "max_pending_bytes",
-    "max_connections",
-    "max_header_bytes",
-    "max_depth",
-    "max_values",
-    "max_backlog",
-    "rl_max_body_bytes",
-)

@@ -2,23 +2,29 @@
 and keeps order.
 """
 
+import asyncio
+import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypedDict, Unpack, get_args
+from dataclasses import dataclass
+from typing import Any, Unpack, get_args
 
 import msgspec
 
+from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError, bad_request
-from nano_inference.serving.versions import checked_name
-from nano_inference.serving.weight_calls import WeightCalls
+from nano_inference.serving.errors import ApiError, api_error_of, bad_request
+from nano_inference.serving.operations import Checks, Received
+from nano_inference.serving.versions import VersionNames, checked_name
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
 
 log = logging.getLogger("nano_inference.serving")
 
-SLACK = 30.0  # seconds in which an engine that keeps a deadline itself has said that it is over
+SOON = 60.0  # seconds of operations that wait for a step at most
+SILENT = "engine_silent"
 SEND = "send the bytes of a safetensors file, those of safetensors.torch.save(state_dict)."
 PART = 2**24  # bytes of a file in one message: a larger one would hold up the event loop
 
@@ -33,18 +39,45 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class Checks(TypedDict, total=False):
-    """What an update is checked for; see `Control.begin_update`."""
-
-    complete: bool
-    check_finite: bool
-
-
 class Loads(msgspec.Struct, frozen=True):
     """Requests in the engine, as samples."""
 
     running: int
     waiting: int
+
+
+@dataclass
+class OpenUpdate:
+    """A weight update that is open, as far as requests have told of it. Its tensors are with the
+    engine, which knows it by its number.
+
+    Attributes:
+        number: of the session.
+        checks: that it began with.
+        dialect: whose routes opened it; empty: any.
+        is_explicit: a request said where it begins, and one will say where it ends.
+        version: what the new version will be called; None: by its number.
+        folder: from which it has taken weights.
+    """
+
+    number: int
+    checks: Checks
+    dialect: str = ""
+    is_explicit: bool = True
+    version: str | None = None
+    folder: str | None = None
+
+
+@dataclass
+class _EngineState:
+    """What is known of one engine; the next one in its place has none of it."""
+
+    num_restarts: int
+    names: VersionNames | None = None  # None: no question was asked yet
+    update: OpenUpdate | None = None
+    folder: str | None = None  # from which the weights that serve came
+    checksums: dict[str, str] | None = None  # that a request asked to remember
+    pause_policy: KvPolicy | None = None
 
 
 def require_safetensors(content: bytes) -> None:
@@ -68,33 +101,67 @@ class Control:
     """
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
-        self._client = client
-        self._config = config
-        self._weights = WeightCalls(client, config)
-        self._paused: tuple[int, KvPolicy | None] | None = None  # which engine was paused, and how
+        self._client, self._config = client, config
+        self._state = _EngineState(client.num_restarts)
+        self._numbers = itertools.count(1)  # of sessions
+        self._turn = asyncio.Lock()  # held by the operation that receives or finishes
+        self._is_opening = False
+        self._cancelling: set[asyncio.Task[bool]] = set()
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def _engine(self) -> _EngineState:
+        if self._state.num_restarts != self._client.num_restarts:
+            self._state = _EngineState(self._client.num_restarts)
+        return self._state
+
+    @property
+    def _names(self) -> VersionNames:
+        engine = self._engine
+        if engine.names is None:
+            engine.names = VersionNames(self._client.info.weight_version)
+        return engine.names
 
     @property
     def pause_policy(self) -> KvPolicy | None:
         """What the pause asked for, for updates that say nothing; None: there is none, or it did
         not say.
         """
-        # a new engine is not paused
-        if self._paused is None or self._paused[0] != self._client.num_restarts:
-            return None
-        return self._paused[1]
+        return self._engine.pause_policy
+
+    @property
+    def update(self) -> OpenUpdate | None:
+        """The weight update that is open, between `begin_update` and `finish_update`."""
+        return self._engine.update
 
     @property
     def session_open(self) -> bool:
-        """Between `begin_update` and `finish_update`."""
-        return self._weights.session is not None
+        """Whether a weight update is open."""
+        return self.update is not None
 
     @property
     def model_path(self) -> str:
-        """Where the weights that serve were read, as far as they were: SGLang tells the folder of
-        an update.
-        """
-        self._weights.notice_restart()
-        return self._weights.served_folder or self._client.info.model_path
+        """Where the weights that serve were read: SGLang tells the folder of an update."""
+        return self._engine.folder or self._client.info.model_path
+
+    async def call(self, name: str, seconds: float = SOON, **arguments: Any) -> Any:
+        """As `EngineClient.call`. Raises `ApiError`."""
+        try:
+            return await self._client.call(name, timeout=seconds, **arguments)
+        except TimeoutError:
+            text = f"the engine did not answer within {seconds:g} s."
+            raise ApiError(504, text, code=SILENT) from None
+        except NanoInferenceError as problem:
+            raise api_error_of(problem) from problem
+
+    def _seconds(self, timeout: float | None) -> float:
+        """A deadline as it was asked for, or the server's."""
+        seconds = self._config.rl_timeout if timeout is None else timeout
+        if not 0 < seconds < float("inf"):
+            raise bad_request(
+                f"timeout={seconds!r} must be a positive number of seconds.", "timeout"
+            )
+        return seconds
 
     # -- versions: opaque strings on the wire, integers in the engine ------------------------------
 
@@ -102,33 +169,33 @@ class Control:
         """A version of the engine's as the trainer calls it. No waiting: replies are made with
         it.
         """
-        return self._weights.names.name(version)
+        return self._names.name(version)
 
     def version_number(self, name: str) -> int | None:
         """The engine's version of this name, which may be one that is still to come; None: there
         can be none.
         """
-        return self._weights.names.number(name)
+        return self._names.number(name)
 
     @property
     def newest_version(self) -> int:
         """The newest version that there is, or that an update is about to make."""
-        return self._weights.names.newest
+        return self._names.newest
 
     async def serving_version(self) -> str:
         """The name of the version that serves."""
-        return self.version_name(await self._weights.call("get_weight_version"))
+        return self.version_name(await self.call("get_weight_version"))
 
     async def name_version(self, name: str) -> None:
-        """Give the version that serves a name, or, while a session is open, the one that it will
+        """Give the version that serves a name, or, while an update is open, the one that it will
         become.
         """
-        if self.session_open:
-            self._weights.version = checked_name(name)
+        if self.update is not None:
+            self.update.version = checked_name(name)
         else:
-            self._weights.names.rename(await self._weights.call("get_weight_version"), name)
+            self._names.rename(await self.call("get_weight_version"), name)
 
-    # -- groups: gloo on a CPU, NCCL on CUDA; the trainer is rank 0 --------------------------------
+    # -- process groups: gloo on a CPU, NCCL on CUDA; the trainer is rank 0 ------------------------
 
     async def join_group(
         self,
@@ -158,9 +225,9 @@ class Control:
                 SGLang's way); False: by an ordinary `init_process_group`.
             timeout: seconds; None: the server's.
         """
-        await self._weights.call(
+        await self.call(
             "join_group",
-            self._weights.seconds(timeout),
+            self._seconds(timeout),
             group=name,
             named=named,
             host=host,
@@ -174,40 +241,57 @@ class Control:
         """Whether a group of this name was joined, and not lost by an update that failed, with its
         trainer, or with the engine.
         """
-        return bool(await self._weights.call("has_group", group=name))
+        return bool(await self.call("has_group", group=name))
 
     async def leave_group(self, name: str) -> None:
         """Leave it. 404 where there is none of this name."""
-        if not await self._weights.call("leave_group", group=name):
+        if not await self.call("leave_group", group=name):
             raise ApiError(404, f"there is no group {name!r}.")
 
     # -- updates: gathered in a session, checked, and written in one piece between two steps -------
 
     async def begin_update(
-        self, *, version: str | None = None, complete: bool = False, check_finite: bool = True
+        self,
+        *,
+        version: str | None = None,
+        complete: bool = False,
+        check_finite: bool = True,
+        dialect: str = "",
     ) -> None:
-        """Open the session. 409 if one is open, or if the weights are asleep.
+        """Open an update, when what is left of an earlier one is gone. It ends when no call of it
+        comes for as long as the server's deadline. 409 if one is open, or if the weights are
+        asleep.
 
         Args:
             version: what the trainer calls the new version; None: by its number, unless it says so
                 later.
             complete: refuse an update that lacks a tensor.
             check_finite: refuse NaN and infinite values, as they are in the model's dtype.
+            dialect: see `OpenUpdate`.
         """
-        await self._weights.begin(version, complete=complete, check_finite=check_finite)
+        checks: Checks = {"complete": complete, "check_finite": check_finite}
+        await self._begin(OpenUpdate(next(self._numbers), checks, dialect, version=version))
+
+    def new_update(
+        self, *, version: str | None = None, dialect: str = "", **checks: Unpack[Checks]
+    ) -> OpenUpdate:
+        """An update for the call that `opens` it, the first one that receives."""
+        own: Checks = {"complete": False, "check_finite": True, **checks}
+        return OpenUpdate(next(self._numbers), own, dialect, False, version)
 
     @asynccontextmanager
     async def updating(
         self, *, version: str | None = None, **checks: Unpack[Checks]
-    ) -> AsyncIterator[None]:
-        """`begin_update`, for what is finished within: a failure, or a caller that leaves, ends the
-        session.
+    ) -> AsyncIterator[OpenUpdate]:
+        """`new_update`, for what is finished within: a failure, or a caller that leaves, ends
+        it.
         """
-        await self.begin_update(version=version, **checks)
+        update = self.new_update(version=version, **checks)
         try:
-            yield
+            yield update
         except BaseException as problem:
-            await self.fail_update(problem)
+            if self.update is update:
+                await self._failed(update, problem)
             raise
 
     async def receive_broadcast(
@@ -217,9 +301,11 @@ class Control:
         *,
         packed_bytes: int | None = None,
         timeout: float | None = None,
-    ) -> None:
+        opens: OpenUpdate | None = None,
+    ) -> Received:
         """Take part in the trainer's broadcasts of these tensors, one each, in order. What fails
-        cancels the session.
+        cancels the update. This and the other receiving calls open the update themselves, where
+        they are told to.
 
         With `packed_bytes` they come as flat uint8 runs instead: tensors are put together until a
         run is longer than that (vLLM's packed format), one broadcast a run.
@@ -227,33 +313,34 @@ class Control:
         told = [
             (tensor.name, tensor.dtype.removeprefix("torch."), tensor.shape) for tensor in tensors
         ]
-        await self._weights.receive(
-            "receive_broadcast", timeout, group=group, tensors=told, packed_bytes=packed_bytes
-        )
+        arguments = {"group": group, "tensors": told, "packed_bytes": packed_bytes}
+        return await self._receive("receive_broadcast", timeout, opens, [arguments])
 
-    async def receive_stream(self, group: str) -> None:
+    async def receive_stream(self, group: str, *, opens: OpenUpdate | None = None) -> Received:
         """Take what a `nano_inference` `WeightSender` sends, which describes itself and may name
         its version.
         """
-        self._name_session(await self._weights.receive("receive_stream", None, group=group))
+        return await self._receive("receive_stream", None, opens, [{"group": group}])
 
-    async def receive_file(self, content: bytes) -> None:
+    async def receive_file(self, content: bytes, *, opens: OpenUpdate | None = None) -> Received:
         """Take the tensors of a safetensors file, given whole. A pickle is refused by its first
         bytes, and named.
         """
-        async with self._weights.next() as (session, seconds):
-            require_safetensors(content)
-            whole = memoryview(content)
-            for start in range(0, len(whole), PART):
-                part = whole[start : start + PART]
-                await self._weights.call(
-                    "receive_file", seconds, session=session, size=len(whole), content=part
-                )
+        whole = memoryview(content)
+        parts = (
+            {"size": len(whole), "content": whole[start : start + PART]}
+            for start in range(0, len(whole) or 1, PART)
+        )
+        return await self._receive("receive_file", None, opens, parts, content)
 
-    async def receive_folder(self, path: str, *, timeout: float | None = None) -> None:
+    async def receive_folder(
+        self, path: str, *, timeout: float | None = None, opens: OpenUpdate | None = None
+    ) -> Received:
         """Take the safetensors of a folder (or a file) on this machine."""
-        self._name_session(await self._weights.receive("receive_folder", timeout, path=path))
-        self._weights.folder = path
+        received = await self._receive("receive_folder", timeout, opens, [{"path": path}])
+        if self.update is not None:
+            self.update.folder = path
+        return received
 
     async def finish_update(
         self,
@@ -262,7 +349,7 @@ class Control:
         kv_policy: KvPolicy | None = None,
         timeout: float | None = None,
     ) -> str:
-        """Close the session and wait until its weights serve, paused or not; returns the version's
+        """Close the update and wait until its weights serve, paused or not; returns the version's
         name.
 
         Args:
@@ -272,25 +359,181 @@ class Control:
             timeout: seconds; None: the server's.
         """
         policy: KvPolicy = kv_policy or self.pause_policy or "keep"
-        async with self._weights.next(timeout) as (session, seconds):
-            name = await self._weights.finish(session, seconds, version, kv_policy=policy)
-        log.info("weight version %s serves; requests that ran: %s.", name, policy)
-        return name
+        async with self._next(timeout) as (update, seconds):
+            engine, names = self._engine, self._names
+            before = names.newest
+            # named first: tokens of it may come before the answer
+            if version is None and update is not None:
+                version = update.version
+            number = names.choose(version)
+            try:
+                await self.call(
+                    "finish_update",
+                    seconds,
+                    session=0 if update is None else update.number,
+                    version=number,
+                    kv_policy=policy,
+                )
+            except ApiError as problem:
+                if problem.code != SILENT:  # else it may serve
+                    names.give_back(number, before)
+                raise
+            engine.update = None
+            if update is not None and update.folder is not None:
+                engine.folder = update.folder
+        log.info("weight version %s serves; requests that ran: %s.", names.name(number), policy)
+        return names.name(number)
 
     async def cancel_update(self, reason: str) -> bool:
-        """Forget the session, if one is open."""
-        return await self._weights.cancel(reason)
+        """Forget the open update, also while a call of it is under way; whether there was one."""
+        return self.update is not None and await self._forget(self.update, reason)
 
     async def fail_update(self, problem: BaseException) -> None:
-        """A request that belongs to the update was refused, or failed: forget the session, if one
-        is open.
+        """A request that belongs to the update was refused, or failed: forget the update, if one is
+        open.
         """
-        await self._weights.fail(problem)
+        if self.update is not None:
+            await self._failed(self.update, problem)
 
-    def _name_session(self, theirs: int | None) -> None:
-        """What was received may say itself which version it is."""
-        if theirs is not None and self._weights.version is None:
-            self._weights.version = str(theirs)
+    async def _begin(self, update: OpenUpdate) -> None:
+        before = self.update
+        async with self._opening(update):
+            # The engine knows whether that one is still open. Another may be: of a call whose
+            # cancelling was lost.
+            known = None if before is None else before.number
+            newest = await self.call(
+                "begin_update", session=update.number, known=known, **update.checks
+            )
+            self._names.see(newest)
+            self._engine.update = update
+        self._expire_later(update)
+
+    @asynccontextmanager
+    async def _opening(self, update: OpenUpdate) -> AsyncIterator[None]:
+        """What is called inside opens this update."""
+        if self._is_opening:
+            raise ApiError(409, "another weight update is about to begin.")
+        self._is_opening = True
+        try:
+            async with self._or_forget(update):
+                if self._cancelling:
+                    await asyncio.wait(self._cancelling, timeout=SOON)
+                yield
+        finally:
+            self._is_opening = False
+
+    async def _receive(
+        self,
+        name: str,
+        timeout: float | None,
+        opens: OpenUpdate | None,
+        calls: Iterable[dict[str, Any]],
+        content: bytes | None = None,
+    ) -> Received:
+        """Receiving calls of one request, one after the other."""
+        if opens is not None and self.update is not None:
+            await self._begin(opens)
+            opens = None
+        async with self._next(timeout, opens) as (update, seconds):
+            if content is not None:
+                require_safetensors(content)
+            received, begin = Received(0), {} if opens is None else {"begin": opens.checks}
+            for arguments in calls:
+                session = 0 if update is None else update.number
+                received: Received = await self.call(
+                    name, seconds, session=session, **arguments, **begin
+                )
+                begin = {}
+            if opens is not None:
+                self._names.see(received.newest)
+            if update is not None and update.version is None and received.version is not None:
+                update.version = str(received.version)
+            return received
+
+    @asynccontextmanager
+    async def _next(
+        self, timeout: float | None, opens: OpenUpdate | None = None
+    ) -> AsyncIterator[tuple[OpenUpdate | None, float]]:
+        """The next call of the update, alone in it: the update and the seconds that are left.
+
+        The engine itself refuses what comes outside of an update: it also ends the group of such a
+        broadcast.
+        """
+        seconds = self._seconds(timeout)
+        until = time.monotonic() + seconds
+        try:
+            # wait_for would forget a cancellation that comes with the turn
+            async with asyncio.timeout(seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            text = f"another call of the weight update did not end within {seconds:g} s."
+            raise ApiError(504, text) from None
+        try:
+            left = max(round(until - time.monotonic(), 2), 0.01)
+            update = self.update
+            if opens is not None and update is not None:  # it has begun while this one waited
+                raise ApiError(409, "another weight update is open.")
+            self._expire_later(None)
+            if opens is None:
+                async with self._or_forget(update):
+                    yield update, left
+            else:
+                async with self._opening(opens):
+                    self._engine.update = opens  # from now on it can be cancelled
+                    yield opens, left
+            self._expire_later(self.update)
+        finally:
+            self._turn.release()
+
+    def _expire_later(self, update: OpenUpdate | None) -> None:
+        """Forget the update unless a call of it comes within the server's deadline; None:
+        never.
+        """
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if update is not None:
+            seconds = self._config.rl_timeout
+            why = f"nothing was heard of it for {seconds:g} s."
+            self._expiry = asyncio.get_running_loop().call_later(
+                seconds, lambda: self.update is update and self._forget(update, why)
+            )
+
+    @asynccontextmanager
+    async def _or_forget(self, update: OpenUpdate | None) -> AsyncIterator[None]:
+        """What fails inside ends the update, also where it is unknown how far the engine has
+        come.
+        """
+        try:
+            yield
+        except BaseException as problem:
+            if update is not None:
+                await self._failed(update, problem)
+            raise
+
+    async def _failed(self, update: OpenUpdate, problem: BaseException) -> None:
+        told = problem.message if isinstance(problem, ApiError) else "its caller left."
+        task = self._forget(update, told)
+        if isinstance(problem, Exception):  # else the caller is about to leave
+            await asyncio.wait([task])
+
+    def _forget(self, update: OpenUpdate, why: str) -> "asyncio.Task[bool]":
+        """Let the engine cancel it, and the next update wait for that."""
+        if self._engine.update is update:
+            self._engine.update = None
+        task = asyncio.create_task(self._cancel(update.number, why))
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+        return task
+
+    async def _cancel(self, session: int, reason: str) -> bool:
+        text = f"the weight update was cancelled: {reason}"
+        try:
+            return await self._client.call(
+                "cancel_update", timeout=SOON, session=session, reason=text
+            )
+        except Exception:  # the engine is gone, and the update with it
+            return False
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -309,21 +552,18 @@ class Control:
         """
         seconds = self._config.rl_timeout if timeout is None else timeout
         how = "keep" if mode == "abort" else mode
-        # The engine keeps the deadline: a call that is given up here would go on there.
-        if not await self._client.call(
-            "pause_within", mode=how, seconds=seconds, timeout=seconds + SLACK
-        ):
+        if not await self._client.call("pause", mode=how, timeout=seconds):
             raise ApiError(
                 504, f"the requests did not end within {seconds:g} seconds; nothing is paused."
             )
-        self._paused = self._client.num_restarts, kv_policy
+        self._engine.pause_policy = kv_policy
         if mode == "abort":
             await self._client.abort(None, timeout=seconds)
 
     async def resume(self) -> None:
         """End the pause; the engine goes on when nothing is asleep. Without one nothing happens."""
-        self._paused = None
-        await self._client.call("end_pause")
+        self._engine.pause_policy = None
+        await self._client.call("resume")
 
     async def is_paused(self, *, timeout: float = 60.0) -> bool:
         """Whether nothing is computed until `resume` or `wake`. Raises `TimeoutError` after so many
@@ -383,10 +623,6 @@ class Control:
         parts = self._parts(get_args(Memory) if memory is None else memory)
         await self._client.call("wake", memory=parts, timeout=self._config.rl_timeout)
 
-    async def sleeping(self) -> tuple[Memory, ...]:
-        """What sleeps."""
-        return tuple(await self._client.call("sleeping"))
-
     @staticmethod
     def _parts(memory: Iterable[Memory]) -> list[Memory]:
         parts = list(memory)
@@ -402,20 +638,18 @@ class Control:
 
     async def checksums(self) -> dict[str, str]:
         """SHA-256 of every tensor that serves, by checkpoint name."""
-        return await self._weights.call("weights_checksum", self._config.rl_timeout)
+        return await self.call("weights_checksum", self._config.rl_timeout)
 
     async def remember_checksums(self) -> None:
         """Take those that serve now as what `changed_tensors` compares with."""
         checksums = await self.checksums()
-        self._weights.notice_restart()
-        self._weights.snapshot = checksums
+        self._engine.checksums = checksums
 
     async def changed_tensors(self, baseline: Mapping[str, str] | None = None) -> list[str]:
         """Names of tensors that differ from checksums: given ones, or those remembered (409
         without).
         """
-        self._weights.notice_restart()
-        before = self._weights.snapshot if baseline is None else baseline
+        before = self._engine.checksums if baseline is None else baseline
         if before is None:
             raise ApiError(409, "there is nothing to compare with; take a snapshot first.")
         now = await self.checksums()
@@ -427,10 +661,4 @@ class Control:
         """The first rows of a checkpoint tensor that serves, as lists of numbers. 400 for a name
         that there is none of, and for more than a million numbers.
         """
-        return await self._weights.call(
-            "weight_rows", self._config.rl_timeout, tensor=name, count=count
-        )
-
-    async def info(self) -> dict[str, Any]:
-        """Device, dtype, block size and the like, for `/server_info`."""
-        return await self._weights.call("describe")
+        return await self.call("weight_rows", self._config.rl_timeout, tensor=name, count=count)

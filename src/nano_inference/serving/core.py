@@ -1,20 +1,25 @@
 """`EngineCore`: the step loop of an engine that is told by messages and answers by messages."""
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from operator import attrgetter
 
-from nano_inference.engine.continuation import go_on
+import msgspec
+
 from nano_inference.engine.delivery import deltas_since
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.resume_from import resume_many
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.models.generation_defaults import generation_defaults
 from nano_inference.models.loading import resolve_model
 from nano_inference.serving.common_parts import CommonParts, messages_of
+from nano_inference.serving.engine_weights import EngineWeights
 from nano_inference.serving.fleet.block_link import BlockLink
 from nano_inference.serving.messages import (
     Abort,
@@ -32,53 +37,10 @@ from nano_inference.serving.messages import (
     Stop,
     ToEngine,
 )
-from nano_inference.serving.weight_link import WeightLink
-from nano_inference.types import Delta
+from nano_inference.serving.operations import operation_named
+from nano_inference.types import Delta, PauseMode
 
 log = logging.getLogger("nano_inference.serving")
-
-# What a `Call` may name.
-METHODS: dict[str, Callable[..., object]] = {
-    "stats": InferenceEngine.stats,
-    "get_weight_version": InferenceEngine.get_weight_version,
-    "weights_checksum": InferenceEngine.weights_checksum,
-    "flush_cache": InferenceEngine.flush_cache,
-    "pause": InferenceEngine.pause,
-    "pause_within": lambda engine, mode, seconds: engine.shared.pause(mode, seconds) is not None,
-    "resume": InferenceEngine.resume,
-    "end_pause": lambda engine: engine.shared.end_pause(),
-    "is_paused": InferenceEngine.is_paused,
-    "sleep": InferenceEngine.sleep,
-    "wake": InferenceEngine.wake,
-    "sleeping": InferenceEngine.sleeping,
-    # what was said before it has happened when it returns
-    "take_in": lambda engine: engine.shared.handle(),
-}
-# The same, of what a trainer does in several calls.
-WEIGHT_METHODS: dict[str, Callable[..., object]] = {
-    "join_group": WeightLink.join_group,
-    "leave_group": WeightLink.leave_group,
-    "has_group": WeightLink.has_group,
-    "begin_update": WeightLink.begin_update,
-    "receive_broadcast": WeightLink.receive_broadcast,
-    "receive_stream": WeightLink.receive_stream,
-    "receive_file": WeightLink.receive_file,
-    "receive_folder": WeightLink.receive_folder,
-    "prepare_update": WeightLink.prepare_update,
-    "finish_update": WeightLink.finish_update,
-    "cancel_update": WeightLink.cancel_update,
-    "save_weights": WeightLink.save_weights,
-    "weight_rows": WeightLink.weight_rows,
-    "describe": WeightLink.describe,
-}
-# The same, of blocks that move between replicas.
-BLOCK_METHODS: dict[str, Callable[..., object]] = {
-    "count_blocks": BlockLink.count_blocks,
-    "export_blocks": BlockLink.export_blocks,
-    "import_blocks": BlockLink.import_blocks,
-    "report_blocks": BlockLink.report_blocks,
-    "describe_blocks": BlockLink.describe_blocks,
-}
 
 MAX_CALLS = 32  # at a time; a thread each
 FRESH = 0.5  # seconds for which statistics are told again, not collected
@@ -108,7 +70,7 @@ class EngineCore:
 
     def __init__(self, engine: InferenceEngine, emit: Callable[[FromEngine], None]) -> None:
         self.engine = engine
-        self.weight_link = WeightLink(engine)
+        self.weights = EngineWeights(engine)
         self.block_link = BlockLink(engine.blocks)
         self._emit = emit
         self._stopping = False
@@ -178,7 +140,7 @@ class EngineCore:
             )
             raise
         finally:
-            self.weight_link.close()
+            self.weights.close()
 
     def stop(self) -> None:
         """Let `run` return after the step that runs. For any thread."""
@@ -269,7 +231,7 @@ class EngineCore:
         request = _Request(message.request_id, len(message.samples), told=told if tell else None)
         try:
             inner = self.engine.intake.new_request_id()
-            go_on(
+            resume_many(
                 self.engine,
                 message.samples,
                 lambda delta: self._take(request, delta),
@@ -312,7 +274,7 @@ class EngineCore:
                     request is None
                     or request.told is None
                     or not request.wanted
-                    or seq.judged is not None
+                    or seq.request.scored_sample is not None
                 ):
                     continue
                 told = request.told.get(seq.sample_index, 0)
@@ -377,23 +339,25 @@ class EngineCore:
         self._emit(answer)
 
     def _called(self, message: Call) -> object:
-        owners = (
-            (METHODS, self.engine),
-            (WEIGHT_METHODS, self.weight_link),
-            (BLOCK_METHODS, self.block_link),
-        )
-        found = [
-            (methods[message.name], owner) for methods, owner in owners if message.name in methods
-        ]
-        if not found:
-            known = ", ".join(name for methods, _ in owners for name in methods)
-            raise InvalidRequest(f"{message.name!r} is not a call; there are {known}.")
-        method, owner = found[0]
+        operation = operation_named(message.name)
+        if not operation.function:
+            raise InvalidRequest(f"{message.name!r} is not called by a message.")
+        function = attrgetter(operation.function)(self)
         try:
-            signature(method).bind(owner, **message.arguments)
-        except TypeError as problem:
+            signature(function).bind(**message.arguments)
+            arguments = {
+                name: msgspec.convert(value, operation.arguments[name])
+                for name, value in message.arguments.items()
+            }
+        except (TypeError, msgspec.ValidationError) as problem:
             raise InvalidRequest(f"{message.name}: {problem}.") from problem
-        return method(owner, **message.arguments)
+        return function(**arguments)
+
+    def pause(self, mode: PauseMode = "keep", seconds: float = math.inf) -> bool:
+        """See `InferenceEngine.pause`. False: requests did not end in so many seconds, or somebody
+        has resumed meanwhile, and nothing is paused.
+        """
+        return self.engine.shared.pause(mode, seconds) is not None
 
 
 def _tokenizer_folder(engine: InferenceEngine) -> str | None:

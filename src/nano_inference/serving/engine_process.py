@@ -1,4 +1,4 @@
-"""The engine process: `python -m nano_inference.serving.engine_process`, started by `EngineChild`.
+"""The engine process: `python -m nano_inference.serving.engine_process`. `ProcessClient` starts it.
 
 An input thread takes messages in, the main thread steps, an output thread tells what came of it.
 The process ends when it is told to, when a step fails, and with the process that started it,
@@ -10,8 +10,6 @@ import os
 import queue
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,26 +19,13 @@ import zmq
 
 from nano_inference.child_process import be_child
 from nano_inference.config import EngineConfig
-from nano_inference.errors import NanoInferenceError
-from nano_inference.serving.encoding import encoded, refusal
-from nano_inference.serving.log_lines import Rarely, send_to_stderr
-from nano_inference.serving.messages import (
-    NOT_UNDERSTOOD,
-    Begin,
-    CannotStart,
-    FromEngine,
-    Ready,
-    ToEngine,
-)
+from nano_inference.serving.engine_host import BEAT, EngineHost, encoded
+from nano_inference.serving.log_lines import send_to_stderr
+from nano_inference.serving.messages import Begin, FromEngine
 
 if TYPE_CHECKING:
-    from nano_inference.serving.core import EngineCore
+    from nano_inference.engine.engine import InferenceEngine
 
-log = logging.getLogger("nano_inference.serving")
-
-# seconds between heartbeats while there are requests, also such as wait for the end of a pause
-BEAT = 1.0
-IDLE_BEAT = 10.0  # and while nothing changes
 LAST_WORDS = 1.0  # seconds that messages get to leave before the process ends
 
 
@@ -48,52 +33,26 @@ def main() -> None:
     """Run until the end; never returns."""
     begin = be_child(Begin, lambda begin: _leave(_folder_of(begin.inbox)))
     _set_up_logs(begin)
-    outbox = Outbox(begin.outbox)
-    try:
-        failed = _serve(begin, outbox)
-    except Exception as problem:
-        if not isinstance(problem, NanoInferenceError):
-            log.exception("the engine cannot be built")
-            problem = NanoInferenceError(f"{type(problem).__name__}: {problem}")
-        outbox.put(CannotStart(type(problem).__name__, str(problem)))
-        failed = True
+    outbox = Outbox(begin)
+    threading.Thread(target=_take_in, args=(begin.inbox, outbox.host), daemon=True).start()
+    ended_well = outbox.host.run(lambda: _build(begin))
     outbox.close()
     logging.shutdown()
-    os._exit(int(failed))  # at once: threads may wait for a step, or in a call
+    os._exit(int(not ended_well))  # at once: threads may wait for a step, or in a call
 
 
-def _serve(begin: Begin, outbox: "Outbox") -> bool:
-    """Build the engine and step it until the end; returns whether it failed. Raises what keeps it
-    from being built.
-    """
-    # seconds, for torch; whoever starts us may end meanwhile
+def _build(begin: Begin) -> "InferenceEngine":
     from nano_inference.engine.engine import InferenceEngine
-    from nano_inference.serving.core import EngineCore
 
     config = _on_its_device(begin.config, begin.number)
-    lockstep = None
-    if begin.meeting:
-        from nano_inference.engine.backends import choose_device
-        from nano_inference.engine.lockstep import process_in_lockstep
+    if not begin.meeting:
+        return InferenceEngine(config)
+    from nano_inference.engine.backends import choose_device
+    from nano_inference.engine.lockstep import process_in_lockstep
 
-        device = choose_device(config.device)
-        lockstep = process_in_lockstep(begin.meeting, begin.number, config.expert_parallel, device)
-    core = EngineCore(InferenceEngine(config, lockstep=lockstep), outbox.put)
-    core.prepare()
-    inbox = zmq.Context().socket(zmq.PULL)
-    inbox.bind(begin.inbox)
-    threading.Thread(
-        target=_take_in, args=(inbox, core, outbox.put), name="input", daemon=True
-    ).start()
-    outbox.put(Ready(core.info()))
-    outbox.watch(core, begin.parent)
-    try:
-        core.run()
-    except Exception:
-        log.exception("the engine has failed")
-        return True
-    core.engine.shutdown()
-    return False
+    device = choose_device(config.device)
+    lockstep = process_in_lockstep(begin.meeting, begin.number, config.expert_parallel, device)
+    return InferenceEngine(config, lockstep=lockstep)
 
 
 def _on_its_device(config: EngineConfig, number: int) -> EngineConfig:
@@ -124,47 +83,28 @@ def _leave(folder: Path) -> None:
     os._exit(1)
 
 
-def _take_in(
-    inbox: "zmq.Socket[bytes]", core: "EngineCore", tell: Callable[[FromEngine], None]
-) -> None:
-    """The input thread. Nothing that arrives ends it."""
-    decoder, rarely = msgspec.msgpack.Decoder(ToEngine), Rarely()
+def _take_in(address: str, host: EngineHost) -> None:
+    """The input thread."""
+    inbox = zmq.Context().socket(zmq.PULL)
+    inbox.bind(address)
     while True:
-        data = inbox.recv()
-        try:
-            message = decoder.decode(data)
-        except Exception as problem:
-            if (more := rarely.due()) is not None:
-                log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
-            if answer := refusal(data, problem):
-                tell(answer)
-            continue
-        try:
-            core.handle(message)
-        except Exception:
-            log.exception("a message of %d bytes could not be handled", len(data))
+        host.take(inbox.recv())
 
 
 class Outbox:
     """The output thread: what there is to tell goes into a queue, and from there to the API
-    process.
+    process; heartbeats too. It also looks after the process that started this one.
+
+    Attributes:
+        host: of the engine, which tells through it.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, begin: Begin) -> None:
         self._queue: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
-        self._address = address
-        self._folder = _folder_of(address)
-        self._watched: tuple[EngineCore, int] | None = None
+        self._begin = begin
+        self.host = EngineHost(self._queue.put)
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
-
-    def put(self, message: FromEngine) -> None:
-        """Tell it, without waiting. For any thread."""
-        self._queue.put(message)
-
-    def watch(self, core: "EngineCore", parent: int) -> None:
-        """From now on tell heartbeats as well, and look after the process that started this one."""
-        self._watched = core, parent
 
     def close(self) -> None:
         """Let what was told leave; returns when it has, or after a second."""
@@ -176,9 +116,8 @@ class Outbox:
         outbox = context.socket(zmq.PUSH)
         # sending never waits: what may be on its way is bounded where requests are taken in
         outbox.set_hwm(0)
-        outbox.connect(self._address)
+        outbox.connect(self._begin.outbox)
         encoder = msgspec.msgpack.Encoder()
-        last, sent, due = None, 0.0, 0.0
         while True:
             try:
                 message = self._queue.get(timeout=BEAT)
@@ -188,16 +127,11 @@ class Outbox:
                     outbox.send(data)
             except queue.Empty:
                 pass
-            if (now := time.monotonic()) >= due and self._watched is not None:
-                due = now + BEAT
-                core, parent = self._watched
-                # the other end of stdin is open only in a process that was forked from it
-                if os.getppid() != parent:
-                    _leave(self._folder)
-                beat = core.heartbeat()
-                if core.has_requests or beat != last or now >= sent + IDLE_BEAT:
-                    outbox.send(encoder.encode(beat))
-                    last, sent = beat, now
+            # the other end of stdin is open only in a process that was forked from it
+            if os.getppid() != self._begin.parent:
+                _leave(_folder_of(self._begin.outbox))
+            if (beat := self.host.beat()) is not None:
+                outbox.send(encoder.encode(beat))
         outbox.close(linger=int(LAST_WORDS * 1000))
         context.term()
 

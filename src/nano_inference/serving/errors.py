@@ -1,5 +1,6 @@
 """`ApiError`: an answer that is not the one wanted, and the shapes that protocols give it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,7 +17,9 @@ from nano_inference.errors import (
     WeightUpdateConflict,
     WeightUpdateError,
 )
-from nano_inference.serving.dialects import paths
+from nano_inference.serving import paths
+
+SHOWN = 80  # characters of a value or name that a message repeats
 
 
 class EngineReplaced(EngineDead):
@@ -52,6 +55,18 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400."""
     return ApiError(400, message, param, code)
+
+
+def shown(value: object) -> str:
+    """A client's value as a message may repeat it: one short line of ASCII."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "an integer of many digits"
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'mapping'} of {len(value)}"
+    text = json.dumps(
+        value[: SHOWN + 1] if isinstance(value, str) else value, default=lambda _: "..."
+    )
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def retry_after(seconds: float) -> Mapping[str, str]:

@@ -7,11 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from nano_inference.errors import VersionGone
-from nano_inference.serving.choices import Choice, Piece, new_choice
+from nano_inference.serving.choices import Choice, ChoiceDelta, new_choice
 from nano_inference.serving.client import EngineClient, RequestStream
-from nano_inference.serving.errors import ApiError, api_error_of, bad_request
-from nano_inference.serving.protocols.interface import Ask, Builder, Served, Usage
-from nano_inference.serving.protocols.reading import shown
+from nano_inference.serving.errors import ApiError, api_error_of, bad_request, shown
+from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
 from nano_inference.types import VERSION_GONE, Delta, TrainingSample
 
 log = logging.getLogger("nano_inference.serving")
@@ -39,7 +38,7 @@ class Generation:
     served: Served
     streams: list[RequestStream] = field(default_factory=list[RequestStream])
     choices: list[Choice] = field(default_factory=list[Choice])
-    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
+    usage: RequestUsage = field(default_factory=lambda: RequestUsage(0, 0, 0))
     queued: float = 0.0
     _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
     _started: set[int] = field(default_factory=set[int])  # streams of which something has come
@@ -99,7 +98,7 @@ class Generation:
         for stream in self.streams:
             stream.close()
 
-    async def pieces(self) -> AsyncGenerator[list[Piece]]:
+    async def pieces(self) -> AsyncGenerator[list[ChoiceDelta]]:
         """What is new, as it comes, of any choice. Raises what ended the request."""
         if len(self.streams) == 1:  # nearly always, and then cheaply
             stream = self.streams[0]
@@ -125,13 +124,15 @@ class Generation:
                 future.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _taken(self, place: int, portions: list[list[Delta]]) -> AsyncGenerator[list[Piece]]:
+    async def _taken(
+        self, place: int, portions: list[list[Delta]]
+    ) -> AsyncGenerator[list[ChoiceDelta]]:
         for number, portion in enumerate(portions):
             if number:
                 await asyncio.sleep(0)  # for the others
             yield self._pieces(place, portion)
 
-    def _pieces(self, place: int, deltas: list[Delta]) -> list[Piece]:
+    def _pieces(self, place: int, deltas: list[Delta]) -> list[ChoiceDelta]:
         usage = self.usage
         if place not in self._started:
             self._started.add(place)
@@ -149,12 +150,12 @@ class Generation:
             usage.completion_tokens += len(piece.token_ids)
         return pieces
 
-    def _push(self, index: int, deltas: list[Delta]) -> Piece:
+    def _push(self, index: int, deltas: list[Delta]) -> ChoiceDelta:
         choice = self.choices[index]
         choice.cached_tokens = deltas[-1].cached_tokens
         return self._checked(choice.push(deltas))
 
-    def _checked(self, piece: Piece) -> Piece:
+    def _checked(self, piece: ChoiceDelta) -> ChoiceDelta:
         """Raise what a failed sample says."""
         sample = piece.finished
         if sample is not None and sample.finish_reason == "abort":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nano_inference.config import EngineConfig
 from nano_inference.serving.client import STOPPING, EngineClient
+from nano_inference.serving.engine_host import BEAT
 from nano_inference.serving.messages import FromEngine, Ready, Stop, ToEngine
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nano_inference.serving")
 
-BEAT = 1.0  # seconds between heartbeats
 STOP_PATIENCE = 10.0  # seconds that the last step gets to end
 
 

@@ -1,4 +1,4 @@
-"""What log lines look like, in both processes. Whatever a client sent is escaped in them."""
+"""Formats of log lines, in both processes. Text from clients is escaped."""
 
 import json
 import logging
@@ -72,8 +72,8 @@ class JsonLines(logging.Formatter):
 
 
 class Rarely:
-    """For lines that somebody else could cause without end: lets one through now and then, and
-    counts the others.
+    """For lines that a client could cause without end: lets one through now and then, and counts
+    the others.
     """
 
     def __init__(self, seconds: float = 10.0) -> None:

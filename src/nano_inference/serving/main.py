@@ -4,6 +4,7 @@
 
 import atexit
 import itertools
+import math
 import shutil
 import tempfile
 import threading
@@ -17,47 +18,49 @@ import psutil
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, EngineDead, NanoInferenceError
-from nano_inference.models.shares import require_shares
+from nano_inference.models.shard_checks import require_shardable
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.dialects import (
     pipeline_rl,
     prime_rl,
-    sglang,
+    sglang_generate,
+    sglang_routes,
     shared,
-    vllm,
     vllm_generate,
+    vllm_routes,
 )
-from nano_inference.serving.dialects.sglang_generate import SGLangGenerate
 from nano_inference.serving.edge.logs import set_up_logs
-from nano_inference.serving.edge.runner import Runner
-from nano_inference.serving.fleet import routes as fleet
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.process_client import ProcessClient
-from nano_inference.serving.protocols import anthropic
-from nano_inference.serving.protocols.interface import Protocol_
-from nano_inference.serving.protocols.openai_chat import Chat
-from nano_inference.serving.protocols.openai_completions import Completions
-from nano_inference.serving.routes import model_routes
+from nano_inference.serving.protocols import anthropic, openai_chat, openai_completions
+from nano_inference.serving.protocols.requests import ApiProtocol
+from nano_inference.serving.routes import (
+    fleet_routes,
+    message_routes,
+    model_routes,
+    server_routes,
+)
+from nano_inference.serving.runner import Runner
 from nano_inference.serving.server import Server
 
-PROTOCOLS: dict[str, Protocol_] = {
-    "/v1/completions": Completions(),
-    "/v1/chat/completions": Chat(),
-    "/v1/messages": anthropic.Messages(),
+PROTOCOLS: dict[str, ApiProtocol] = {
+    "/v1/completions": openai_completions.PROTOCOL,
+    "/v1/chat/completions": openai_chat.PROTOCOL,
+    "/v1/messages": anthropic.PROTOCOL,
 }
-ROUTES: Sequence[Routes] = (model_routes, anthropic.routes, fleet.routes)
+ROUTES: Sequence[Routes] = (server_routes, model_routes, message_routes, fleet_routes)
 # With `ServerConfig.rl`.
-RL_PROTOCOLS: dict[str, Protocol_] = {
-    "/generate": SGLangGenerate(),
-    "/inference/v1/generate": vllm_generate.Generate(),
+RL_PROTOCOLS: dict[str, ApiProtocol] = {
+    "/generate": sglang_generate.PROTOCOL,
+    "/inference/v1/generate": vllm_generate.PROTOCOL,
 }
 RL_ROUTES: Sequence[Routes] = (
     shared.routes,
-    vllm.routes,
-    sglang.routes,
+    vllm_routes.routes,
+    sglang_routes.routes,
     prime_rl.routes,
     pipeline_rl.routes,
 )
@@ -126,21 +129,19 @@ def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     """A client of an engine that is not started yet, in this process or in one of its own. Raises
     `ConfigError`.
     """
-    require_shares(engine)
-    if config.replicas > 1 or _meeting(engine, config):
+    require_shardable(engine)
+    if config.replicas > 1 or config.restart_engine or _meeting(engine, config):
         return _fleet_client(engine, config)
     if config.in_process:
         return InProcessClient(engine, config.max_backlog)
-    return ProcessClient(
-        engine, config.max_backlog, restart=config.restart_engine, log_format=config.log_format
-    )
+    return ProcessClient(engine, config.max_backlog, log_format=config.log_format)
 
 
 def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
-    """Replicas of one engine. They share this machine's cores, unless the engine's configuration
-    says how many.
+    """Replicas of one engine; one that is to be started again is a fleet of one. They share this
+    machine's cores, unless the engine's configuration says how many.
     """
-    if engine.num_threads is None:
+    if engine.num_threads is None and config.replicas > 1:
         cores = psutil.cpu_count(logical=False) or 1
         engine = replace(engine, num_threads=max(1, cores // config.replicas))
 
@@ -165,11 +166,12 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
         config.replicas,
         config.max_backlog,
         restart=config.restart_engine,
-        stall_timeout=config.stall_timeout,
+        stall_timeout=config.stall_timeout if config.replicas > 1 else math.inf,
         seed=engine.seed,
         prefill_replicas=config.prefill_replicas,
         share_prefixes=config.share_prefixes,
         in_lockstep=bool(folder),
+        is_one_engine=config.replicas == 1,
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 from nano_inference.budget import DEFAULT_ENTRIES
 from nano_inference.config import EngineConfig
 from nano_inference.serving.log_lines import LogFormat
-from nano_inference.types import Delta, EngineStats, Memory, SamplingParams, TrainingSample
+from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
 
 # A log line: bytes, problem, how many others there were since the last such line.
 NOT_UNDERSTOOD = (
@@ -100,7 +100,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Go on with samples of one request that another engine began; see `engine.continuation.go_on`.
+    """Go on with samples of one request that another engine began; see `resume_from.resume_many`.
     Told is what is new, and in the end the whole samples. All else is as in `Generate`.
     """
 
@@ -123,7 +123,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Call one of the engine's methods that the core allows."""
+    """Run an engine operation, by its name in `operations`."""
 
     call_id: int
     name: str
@@ -213,11 +213,3 @@ class Dead(msgspec.Struct, tag=True, frozen=True):
 
 
 FromEngine = CannotStart | Ready | Outputs | Refused | Returned | Failed | Heartbeat | Dead
-
-
-# What calls return, where it is more than numbers, strings, lists and dicts of them.
-RESULTS: dict[str, Any] = {
-    "stats": EngineStats,
-    "pause": list[TrainingSample],
-    "sleeping": tuple[Memory, ...],
-}

@@ -1,34 +1,48 @@
-"""`ProcessClient`: an engine in a process of its own, and a new one in its place if that is
-wanted.
-"""
+"""`ProcessClient`: an engine in a process of its own."""
 
 import asyncio
 import logging
-import time
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
 
+import zmq
+
+from nano_inference.child_process import start_child
 from nano_inference.config import EngineConfig
-from nano_inference.errors import EngineDead, NanoInferenceError
-from nano_inference.serving.backoff import Backoff
-from nano_inference.serving.client import STOPPING, EngineClient, error_named
-from nano_inference.serving.engine_child import STOP_PATIENCE, EngineChild
+from nano_inference.errors import EngineDead
+from nano_inference.serving.client import STOPPING, RemoteClient
 from nano_inference.serving.log_lines import LogFormat
-from nano_inference.serving.messages import CannotStart, Dead, FromEngine, Ready, ToEngine
+from nano_inference.serving.messages import Begin, Stop
+from nano_inference.serving.socket_folder import private_folder
 
 log = logging.getLogger("nano_inference.serving")
 
+STOP_PATIENCE = 5.0  # seconds that it gets to end by itself
+HANG_UP_PATIENCE = 2.0  # and when its stdin has ended, which it obeys also amid a step
+LAST_WORDS = 0.05  # seconds in which the last messages of a process that has ended arrive
+AT_ONCE = 64  # messages taken in before others get their turn on the event loop
+BYTES_AT_ONCE = 1 << 20  # or so many bytes of them
 
-class ProcessClient(EngineClient):
-    """Starts an engine process, and notices at once when it ends.
+
+class ProcessClient(RemoteClient):
+    """Starts an engine process, and notices at once when it ends. From `start` to `close`, or to
+    that end, it holds a folder, a process and two sockets.
 
     Args:
         config: of the engine.
-        max_backlog: tokens that a stream may hold, a sample, for somebody who does not read.
-        restart: start a new engine when the old one has died. What the old one was doing fails all
-            the same.
+        max_backlog: tokens that a stream may hold, a sample, for a client that does not read.
         log_format: of the engine process's log lines; their level is that of this process.
         number: of the engine among several; where the configuration names no device, each takes the
             next one.
         meeting: see `Begin`.
+
+    Attributes:
+        pid: of the process, once it was started.
+        folder: of the sockets.
     """
 
     def __init__(
@@ -36,19 +50,17 @@ class ProcessClient(EngineClient):
         config: EngineConfig,
         max_backlog: int,
         *,
-        restart: bool = False,
         log_format: LogFormat = "text",
         number: int = 0,
         meeting: str = "",
     ) -> None:
-        super().__init__(max_backlog, restart=restart)
+        super().__init__(max_backlog)
         self._config = config
         self._log_format: LogFormat = log_format
         self._number, self._meeting = number, meeting
-        self._child: EngineChild | None = None
-        self._started: asyncio.Future[None] | None = None
-        self._again: asyncio.TimerHandle | None = None
-        self._backoff = Backoff()
+        self.pid = 0
+        self._exited = asyncio.Event()
+        self._process: subprocess.Popen[bytes] | None = None  # None: it is gone, with its sockets
 
     async def start(self) -> None:
         """Start the process and wait until its engine is ready.
@@ -68,68 +80,138 @@ class ProcessClient(EngineClient):
         """Let the engine end, or end it, within seconds. Its process, sockets and folder are gone
         then.
         """
-        is_ready = self._info is not None and not self.restarting
-        self._restart = self.restarting = False
-        if self._again is not None:
-            self._again.cancel()
         self._die(STOPPING, STOPPING)
         self._settle(EngineDead(STOPPING))
-        child, self._child = self._child, None
-        if child is not None:
-            # one that is being built does not listen yet
-            await child.close(STOP_PATIENCE if is_ready else 0.0)
+        if self._process is not None and not self._exited.is_set():
+            if self._info is None:  # it does not listen yet, and has nothing to put away
+                self._process.kill()
+            self._send(Stop())
+            if not await self._has_exited(STOP_PATIENCE):
+                self._hang_up()
+                if not await self._has_exited(HANG_UP_PATIENCE):
+                    log.warning("the engine process does not end, and is killed")
+                    self.kill()
+                    await self._has_exited(HANG_UP_PATIENCE)
+        self._discard()
 
     def kill(self) -> None:
-        """End its process at once."""
-        if self._child is not None:
-            self._child.kill()
+        """End its process at once; that is noticed like any other end."""
+        if self._process is not None:
+            self._process.kill()
 
-    def _send(self, message: ToEngine) -> None:
-        assert self._child is not None
-        self._child.send(message)
+    # -- the process and its sockets ---------------------------------------------------------------
 
     def _launch(self) -> None:
-        self._child = EngineChild(
-            self._config, self._hear, self._bury, self._log_format, self._number, self._meeting
-        )
-
-    def _hear(self, message: FromEngine) -> None:
-        self._receive(message)
-        match message:
-            case Ready():
-                self._backoff.ready(time.monotonic())
-                self._settle(None)
-            case CannotStart(error, text):
-                self._settle(error_named(error, text))
-            case Dead():  # its process is about to end
-                self.restarting = self._restart
-            case _:
-                pass
-
-    def _bury(self, reason: str) -> None:
-        """The process has ended, unasked."""
-        self._child = None
-        self._die(reason, "its process has ended")  # unless it said itself why
-        if self.on_dead is None:  # else who watches it says so
-            log.error("the engine has died: %s", self._dead)
-        if self._started is not None and not self._started.done():
-            self._settle(EngineDead(reason))
-        elif self._restart:
-            delay = self._backoff.died(time.monotonic())
-            self.restarting = True
-            self._again = asyncio.get_running_loop().call_later(delay, self._start_again)
-
-    def _start_again(self) -> None:
-        self.num_restarts += 1
+        self._loop = asyncio.get_running_loop()
+        self.folder: Path = private_folder()
+        self._context = zmq.Context()
         try:
-            self._launch()
-        except (OSError, NanoInferenceError) as problem:
-            log.error("no new engine could be started: %s", problem)
-            self._bury(f"no new engine could be started: {problem}")
+            # The receiver binds: a stranger on the socket can send, and take nothing away.
+            self._inbox = self._context.socket(zmq.PULL)
+            self._inbox.bind(f"ipc://{self.folder}/api")
+            self._outbox = self._context.socket(zmq.PUSH)
+            self._outbox.set_hwm(0)  # sending never waits
+            self._outbox.connect(f"ipc://{self.folder}/engine")
+            begin = Begin(
+                config=self._config,
+                inbox=f"ipc://{self.folder}/engine",
+                outbox=f"ipc://{self.folder}/api",
+                log_level=log.getEffectiveLevel(),
+                log_format=self._log_format,
+                parent=os.getpid(),
+                number=self._number,
+                meeting=self._meeting,
+            )
+            process = start_child("nano_inference.serving.engine_process", begin)
+        except BaseException:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        self._process, self.pid = process, process.pid
+        fd = self._inbox.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        self._fd = fd
+        self._loop.add_reader(self._fd, self._read)
+        self._loop.call_soon(self._read)  # the descriptor tells of changes alone
+        threading.Thread(
+            target=self._wait, args=(process,), name="wait for the engine process", daemon=True
+        ).start()
 
-    def _settle(self, problem: Exception | None) -> None:
-        if self._started is not None and not self._started.done():
-            if problem is None:
-                self._started.set_result(None)
-            else:
-                self._started.set_exception(problem)
+    def _send_bytes(self, data: bytes) -> None:
+        if self._process is not None:
+            self._outbox.send(data, zmq.NOBLOCK)
+
+    async def _has_exited(self, patience: float) -> bool:
+        try:
+            await asyncio.wait_for(self._exited.wait(), patience)
+        except TimeoutError:
+            return False
+        return True
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """The thread that waits for the process."""
+        code = process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._exit, code)
+        except RuntimeError:  # the event loop was closed before us
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _exit(self, code: int) -> None:
+        self._exited.set()
+        self._loop.call_later(LAST_WORDS, self._bury, code)
+
+    def _bury(self, code: int) -> None:
+        """The process has ended, unasked unless `close` was called."""
+        while self._process is not None and self._read_some():
+            pass
+        if self._process is None:
+            return
+        self._discard()
+        reason = _epitaph(code)
+        self._die(reason, "its process has ended")  # unless it said itself why
+        if self.on_dead is None:  # else a supervisor says so
+            log.error("the engine has died: %s", self._dead)
+        self._settle(EngineDead(reason))
+
+    def _discard(self) -> None:
+        if self._process is not None:
+            self._loop.remove_reader(self._fd)
+            self._context.destroy(linger=0)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._hang_up()
+            self._process = None
+
+    def _hang_up(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _read(self) -> None:
+        if self._process is not None and self._read_some():
+            # the descriptor does not tell again of what is there already
+            self._loop.call_soon(self._read)
+
+    def _read_some(self) -> bool:
+        """Take in a number of messages; whether there may be more."""
+        size = 0
+        for _ in range(AT_ONCE):
+            if size > BYTES_AT_ONCE:
+                break
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            size += len(data)
+            self._hear_bytes(data)
+            if self._process is None:
+                return False
+        return True
+
+
+def _epitaph(code: int) -> str:
+    if code >= 0:
+        return f"the engine process ended with exit code {code}."
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"the engine process was killed by {name}."

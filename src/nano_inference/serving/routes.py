@@ -1,28 +1,156 @@
-"""Routes about the model: `/v1/models`, `/tokenize` and `/detokenize`. The engine is not asked."""
+"""Routes that generate nothing: health and numbers, models and tokens, and an administrator's."""
 
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from nano_inference.serving.edge.exchange import read_request
+import nano_inference
+from nano_inference.errors import NanoInferenceError
+from nano_inference.serving.edge.metrics import CONTENT_TYPE, leaked_blocks
 from nano_inference.serving.edge.replies import json_reply
-from nano_inference.serving.errors import bad_request
-from nano_inference.serving.protocols import chats
-from nano_inference.serving.protocols.fields import (
+from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.exchange import read_request
+from nano_inference.serving.fleet.failover import BUCKETS
+from nano_inference.serving.fleet.fleet_client import FleetClient
+from nano_inference.serving.protocols import anthropic, anthropic_schema
+from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.openai_chat import chat_prompt
+from nano_inference.serving.protocols.openai_schema import (
+    MODEL,
+    MODELS,
+    TEXT,
+    TOKENS,
+    ChatTemplateFields,
+    Message,
+)
+from nano_inference.serving.protocols.openapi import operation
+from nano_inference.serving.protocols.requests import (
+    Strict,
     TokenIds,
     need_tokenizer,
+    read_body,
     require_model,
     require_possible_length,
 )
-from nano_inference.serving.protocols.interface import Served
-from nano_inference.serving.protocols.openai_chat import chat_prompt
-from nano_inference.serving.protocols.openai_requests import ChatTemplateFields, Message
-from nano_inference.serving.protocols.openai_schemas import MODEL, MODELS, TEXT, TOKENS
-from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.reading import Strict, read_body
 from nano_inference.serving.server import Server
+from nano_inference.types import EngineStats
+
+STATS_PATIENCE = 5.0  # seconds; the engine answers also amid a step
+SCRAPE_PATIENCE = 1.0  # the same for Prometheus, which waits for ten
+
+
+def server_routes(server: Server) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+    _add_health(router, server)
+
+    @router.get("/", summary="What there is, and where")
+    async def index() -> Response:
+        about = {
+            "name": "nano-inference",
+            "version": nano_inference.__version__,
+            "status": server.lifecycle.status,
+        }
+        return json_reply(200, {**about, "model": server.metrics.model_name, "routes": _PLACES})
+
+    @router.get("/version", summary="Version of the server")
+    async def version() -> Response:
+        return json_reply(200, {"version": nano_inference.__version__})
+
+    @router.get("/stats", summary="The engine's counters and the queue")
+    async def stats() -> Response:
+        return json_reply(200, await _stats(server))
+
+    @router.get("/metrics", summary="The same and more, for Prometheus")
+    async def metrics() -> Response:
+        with suppress(NanoInferenceError, ApiError):
+            await _fresh_stats(server, SCRAPE_PATIENCE)
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE)
+
+    if server.config.rl:  # the dialects have one of their own
+        return router
+
+    @router.post("/flush_cache", summary="Forget cached prefixes; needs the admin key")
+    async def flush_cache() -> Response:
+        server.lifecycle.require_open()
+        await server.client.call("flush_cache")
+        return json_reply(200, {"flushed": True})
+
+    return router
+
+
+def _add_health(router: APIRouter, server: Server) -> None:
+    @router.get("/health", summary="Whether the server serves; open to all")
+    async def health() -> Response:
+        status = server.lifecycle.status
+        body: dict[str, Any] = {
+            "status": status,
+            "model_loaded": server.lifecycle.is_ready and status != "dead",
+        }
+        if status == "dead" and (reason := server.client.public_reason):
+            body["reason"] = reason
+        return json_reply(200 if status == "ok" else 503, body)
+
+    @router.head("/health", include_in_schema=False)  # what some load balancers ask
+    async def health_alone() -> Response:
+        return await health()
+
+    @router.get("/ping", summary="The same, for gateways that ask so")
+    @router.post("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        return await health()
+
+    @router.get("/load", summary="Requests that are being answered")
+    async def load() -> Response:
+        return json_reply(200, {"server_load": len(server.exchanges)})
+
+
+_PLACES = {
+    "POST /v1/chat/completions": "OpenAI's chat",
+    "POST /v1/completions": "OpenAI's completions",
+    "POST /v1/messages": "Anthropic's messages",
+    "GET /v1/models": "what is served",
+    "GET /health": "whether it serves",
+    "GET /metrics": "numbers for Prometheus",
+    "GET /openapi.json": "all routes and their fields",
+}
+
+
+async def _fresh_stats(server: Server, patience: float) -> EngineStats | None:
+    """Of the engine, which are its client's from now on; what it last reported if it has died, or
+    hangs.
+    """
+    client = server.client
+    if client.why_dead is None and not client.is_silent:
+        with suppress(TimeoutError):  # it hangs; what it last said is better than nothing
+            client.stats = await client.call("stats", timeout=patience)
+    return client.stats
+
+
+async def _stats(server: Server) -> dict[str, Any]:
+    client = server.client
+    latest = await _fresh_stats(server, STATS_PATIENCE)
+    queue = {
+        "num_samples": client.num_samples,
+        "num_exchanges": len(server.exchanges),
+        "max_batch_size": client.info.max_batch_size,
+        "max_queued_samples": server.config.max_queued_samples,
+    }
+    engine = None
+    if latest is not None:
+        engine = {**asdict(latest), "kv_leaked_blocks": leaked_blocks(latest)}
+    return {
+        "status": server.lifecycle.status,
+        "model": server.metrics.model_name,
+        "engine": engine,
+        "queue": queue,
+    }
 
 
 class TokenizeRequest(ChatTemplateFields):
@@ -44,7 +172,7 @@ class DetokenizeRequest(Strict):
 
 def tokenize(body: bytes, served: Served) -> dict[str, Any]:
     """Token ids of a text or a chat. Raises `ApiError` and `InvalidRequest`."""
-    request = read_body(body, TokenizeRequest, served.config, chats.UNSUPPORTED)
+    request = read_body(body, TokenizeRequest, served.config)
     require_model(request.model, served)
     tokenizer = need_tokenizer(served)
     if (request.prompt is None) == (request.messages is None):
@@ -72,7 +200,7 @@ def tokenize(body: bytes, served: Served) -> dict[str, Any]:
 
 def detokenize(body: bytes, served: Served) -> dict[str, Any]:
     """The text of token ids, special tokens written out. Raises `ApiError`."""
-    request = read_body(body, DetokenizeRequest, served.config, {})
+    request = read_body(body, DetokenizeRequest, served.config)
     require_model(request.model, served)
     tokenizer = need_tokenizer(served)
     if max(request.tokens, default=0) >= served.engine.vocab_size:
@@ -151,3 +279,105 @@ def model_routes(server: Server) -> APIRouter:
         return json_reply(200, await read_request(request, server, detokenize))
 
     return router
+
+
+def message_routes(server: Server) -> APIRouter:
+    """`POST /v1/messages/count_tokens`. The engine is not asked."""
+    router = APIRouter()
+
+    async def count(request: Request) -> Response:
+        return json_reply(200, await read_request(request, server, anthropic.count_tokens))
+
+    described = operation(
+        anthropic_schema.CountRequest,
+        anthropic_schema.COUNT,
+        summary="How many tokens a prompt has",
+        error=anthropic_schema.ERROR,
+    )
+    router.add_api_route(
+        "/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described
+    )
+    return router
+
+
+def fleet_routes(server: Server) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+    fleet = server.client
+    if not isinstance(fleet, FleetClient) or fleet.is_one_engine:
+        return router
+
+    @router.get("/fleet", summary="The replicas; needs the admin key")
+    async def look() -> Response:
+        return json_reply(200, described(fleet))
+
+    @router.post("/fleet/add", summary="Start another replica, and wait until it serves")
+    async def add() -> Response:
+        server.lifecycle.require_open()
+        return json_reply(200, {"replica": await fleet.add()})
+
+    @router.post(
+        "/fleet/drain",
+        summary="Give a replica nothing new; `move`: let others go on with what it has",
+    )
+    async def drain(request: Request) -> Response:
+        body = await _fleet_body(request, move=False, undo=False)
+        left = fleet.drain(_replica_name(body), move=body["move"], draining=not body["undo"])
+        return json_reply(200, {"replica": body["replica"], "requests_left": left})
+
+    @router.post("/fleet/remove", summary="Take a replica out; others go on with what it has")
+    async def remove(request: Request) -> Response:
+        body = await _fleet_body(request)
+        return json_reply(
+            200,
+            {
+                "replica": _replica_name(body),
+                "requests_moved": await fleet.remove(_replica_name(body)),
+            },
+        )
+
+    return router
+
+
+def described(fleet: FleetClient) -> dict[str, Any]:
+    """The answer of `GET /fleet`."""
+    failover = fleet.failover
+    buckets = dict(zip((*map(str, BUCKETS), "inf"), failover.counts, strict=True))
+    return {
+        "weight_version": fleet.supervisor.version,
+        "paused": fleet.supervisor.paused,
+        "asleep": list(fleet.supervisor.asleep),
+        "replicas": [asdict(status) for status in fleet.supervisor.statuses()],
+        "failovers": {
+            "deaths": failover.deaths,
+            "moved": failover.moved,
+            "pauses": {each: count for each, count in buckets.items() if count},
+            "longest_pause": round(failover.longest, 4),
+        },
+    }
+
+
+async def _fleet_body(request: Request, **defaults: bool) -> dict[str, Any]:
+    """Of a POST: `replica`, and switches. Raises `ApiError`."""
+    try:
+        body: Any = msgspec.json.decode(await request.body())
+    except msgspec.DecodeError:
+        raise bad_request('the body must be a JSON object like {"replica": "0"}.') from None
+    if not isinstance(body, Mapping):
+        raise bad_request('the body must be a JSON object like {"replica": "0"}.')
+    given: dict[str, Any] = dict(body)  # pyright: ignore[reportUnknownArgumentType]
+    for name, value in given.items():
+        if name != "replica" and name not in defaults:
+            raise bad_request(
+                f"{name!r} is not known here; there are {', '.join(('replica', *defaults))}.", name
+            )
+        if name in defaults and not isinstance(value, bool):
+            raise bad_request(f"{name} must be true or false.", name)
+    return {**defaults, **given}
+
+
+def _replica_name(body: Mapping[str, Any]) -> str:
+    name = body.get("replica")
+    if not isinstance(name, str):
+        raise ApiError(400, "replica must be the name of one, as GET /fleet has it.", "replica")
+    return name

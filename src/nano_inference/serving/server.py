@@ -7,35 +7,25 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
-from nano_inference.serving.edge.admission import Admission
-from nano_inference.serving.edge.bodies import Bodies
-from nano_inference.serving.edge.lifecycle import Lifecycle
+from nano_inference.serving.edge.admission import Admission, Bodies, Lifecycle
 from nano_inference.serving.edge.logs import log_access, log_ready
 from nano_inference.serving.edge.metrics import Metrics
-from nano_inference.serving.edge.record import RequestRecord
+from nano_inference.serving.edge.replies import RequestRecord
 from nano_inference.serving.errors import ApiError, retry_after
 from nano_inference.serving.parsing import chat_format
 from nano_inference.serving.protocols.interface import Served
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("nano_inference.serving")
 
 # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
 LINGER = 10.0
 _GLANCE = 0.2  # seconds between two looks at the engine
-
-
-class Ends(Protocol):
-    """What runs for a client, and can be ended."""
-
-    def end(self, problem: ApiError) -> None:
-        """The client gets `problem`."""
-        ...
 
 
 @dataclass
@@ -47,7 +37,7 @@ class Server:
         served: None until the engine is ready.
         started: `time.time()` when it was.
         stop: called when the engine is lost for good; ends the server.
-        exchanges: what runs for clients.
+        exchanges: for each exchange that runs: the function that ends it with an error.
         beside: started when the engine is ready, and cancelled at the end.
         linger: seconds between the engine's end and that call.
         lost: why the engine is lost.
@@ -58,7 +48,9 @@ class Server:
     served: Served | None = None
     started: float = 0.0
     stop: Callable[[], None] | None = None
-    exchanges: set[Ends] = field(default_factory=set[Ends])
+    exchanges: set[Callable[[ApiError], None]] = field(
+        default_factory=set[Callable[[ApiError], None]]
+    )
     beside: list[Callable[[], Coroutine[Any, Any, None]]] = field(
         default_factory=list[Callable[[], Coroutine[Any, Any, None]]]
     )
@@ -106,8 +98,8 @@ class Server:
         problem = ApiError(
             503, "the server is shutting down.", code="draining", headers=retry_after(1.0)
         )
-        for exchange in list(self.exchanges):
-            exchange.end(problem)
+        for end in list(self.exchanges):
+            end(problem)
         self.client.end_calls(problem)
 
     @asynccontextmanager
@@ -161,7 +153,9 @@ class Server:
 def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> Served:
     """What builders need to know, once the engine is ready."""
     info = client.info
-    tokenizer = _tokenizer(info.tokenizer_folder)
+    # without a tokenizer token ids are served
+    folder = info.tokenizer_folder
+    tokenizer = None if folder is None else load_tokenizer(Path(folder))
     if tokenizer is not None and config.chat_template is not None:
         tokenizer = replace(tokenizer, chat_template=config.chat_template)
     template = None if tokenizer is None else tokenizer.chat_template
@@ -175,10 +169,3 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
         version_name=control.version_name,
         version_number=control.version_number,
     )
-
-
-def _tokenizer(folder: str | None) -> Tokenizer | None:
-    """None where there is none: token ids are served then. Raises `ModelLoadError` for one that
-    cannot be read.
-    """
-    return None if folder is None else load_tokenizer(Path(folder))

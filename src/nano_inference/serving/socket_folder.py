@@ -1,6 +1,4 @@
-"""The folder of an engine's two sockets: ours alone, and gone in the end, also where nobody was
-left to remove it.
-"""
+"""The private folder of an engine's two sockets. Folders left by killed processes are removed."""
 
 import os
 import shutil
@@ -13,7 +11,7 @@ from pathlib import Path
 
 PREFIX = "nano-inference-"
 MAX_ADDRESS = 100  # bytes of a socket's path; the system's limit is a little more
-OLD = 60.0  # seconds; whoever makes a folder listens in it long before
+OLD = 60.0  # seconds; a live process listens in its folder long before
 
 
 def private_folder() -> Path:
@@ -27,9 +25,7 @@ def private_folder() -> Path:
 
 
 def remove_abandoned() -> None:
-    """Remove folders of processes that were all killed at once: each other end is seen, and
-    nobody's end is not.
-    """
+    """Remove folders of processes that were all killed at once; other ends remove their own."""
     for place in {tempfile.gettempdir(), "/tmp"}:
         with suppress(OSError):
             for folder in list(Path(place).glob(f"{PREFIX}*")):
@@ -38,8 +34,8 @@ def remove_abandoned() -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether it is one of ours in which nobody listens. A process id would say less: it may be of
-    another container, or used again.
+    """Whether it is one of ours in which no process listens. A process id would say less: it may
+    belong to another container, or be used again.
     """
     try:
         found = folder.lstat()

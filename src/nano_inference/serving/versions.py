@@ -2,8 +2,7 @@
 calls it on the wire.
 """
 
-from nano_inference.serving.errors import bad_request
-from nano_inference.serving.protocols.reading import shown
+from nano_inference.serving.errors import bad_request, shown
 
 MAX_NAME = 256  # characters
 MAX_DIGITS = 15

@@ -44,7 +44,7 @@ def render_chat(
 
     Raises:
         InvalidRequest: there is no message, the template is broken, refuses the messages, leaves
-            the sandbox or takes more than its time or size (`template_budget`), a message holds
+            the sandbox or takes more than its time or size (`sandbox.Budget`), a message holds
             something else than plain data, or a template variable may not be set.
     """
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
@@ -156,7 +156,7 @@ def _render(
             },
         )
     except Exception as error:
-        # whatever a template's code raises is the template's or the messages' fault
+        # any error of a template's code is the template's or the messages' fault
         raise InvalidRequest(
             f"the chat template failed on these messages: {_reason(error)}"
         ) from error

@@ -28,7 +28,7 @@ _DIGITS = 40
 
 
 def secret_digits() -> str:
-    """Digits that stand in nobody's text."""
+    """Random digits that no text holds."""
     return str(10 ** (_DIGITS - 1) + secrets.randbelow(9 * 10 ** (_DIGITS - 1)))
 
 

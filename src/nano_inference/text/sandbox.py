@@ -6,30 +6,298 @@ clock in each loop's turn and each call, memory by asking before a string or a l
 is no thread or signal that would end it from outside.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import jinja2
-from jinja2 import nodes, pass_context
+from jinja2 import Environment, Undefined, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import FILTERS, do_indent
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.tests import TESTS
 
-from nano_inference.text import template_filters
-from nano_inference.text.template_budget import (
-    ITEM,
-    MAX_SECONDS,
-    MAX_TEXT,
-    Budget,
-    check_integer,
-    text_size,
-    too_large,
+MAX_SECONDS = 2.0
+MAX_TEXT = 8 * 2**20  # characters of a rendered conversation, and of any string or list on the way
+MAX_MADE = 8 * MAX_TEXT  # characters and items of all that a template makes, one after another
+ITEM = 8  # what an item of a list counts, in characters
+_MAX_BITS = 1024  # of an integer
+_OTHER = 32  # characters of anything that is neither text nor holds something
+
+_Value = TypeVar("_Value")
+
+
+class OverBudget(SecurityError):
+    """A template takes too long or makes too much."""
+
+
+class Budget(Context):
+    """The variables of one rendering, and what is left of its time and size.
+
+    Every method raises `OverBudget` once more than the limits is asked for, before it is done.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._left = [MAX_MADE]  # shared with what is derived from this context
+        self.limit_time(MAX_SECONDS)
+
+    def limit_time(self, seconds: float) -> None:
+        """So much time from now on."""
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+
+    def derived(self, locals: dict[str, Any] | None = None) -> "Budget":
+        """A context of an inner scope, which draws on the same budget."""
+        context = cast(Budget, super().derived(locals))
+        context._seconds, context._deadline, context._left = (
+            self._seconds,
+            self._deadline,
+            self._left,
+        )
+        return context
+
+    def tick(self) -> bool:
+        """Called in every turn of every loop and in every call."""
+        if time.monotonic() > self._deadline:
+            raise OverBudget(f"it takes longer than {self._seconds:g} s")
+        return True
+
+    def spend(self, size: int) -> None:
+        """Ask for that many characters or items."""
+        self._left[0] -= max(size, 0)
+        if size > MAX_TEXT or self._left[0] < 0:
+            too_large()
+
+    def charge(self, value: _Value) -> _Value:
+        """Account for a string or a list that has been made, no longer than what it was made of."""
+        if isinstance(value, list):
+            self.spend(sum(len(item) + ITEM if isinstance(item, str) else ITEM for item in value))
+        elif isinstance(value, str | bytes | tuple):
+            self.spend(len(value))
+        return value
+
+    def bounded(self, value: _Value) -> _Value:
+        """`value`, which is to be compared or printed: small also as a tree, where lists hold the
+        same list twice.
+        """
+        if isinstance(value, list | tuple | dict):
+            self.tick()
+            text_size(value)
+        return value
+
+    def text(self, value: object) -> str:
+        """`value` as the template prints it."""
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, int | float | None | Undefined | list | tuple | dict):
+            raise SecurityError(f"it prints a {type(value).__name__}")
+        self.spend(text_size(value))
+        return str(value)
+
+    def joined(self, items: Iterable[object], separator: str = "") -> str:
+        """What `~` and `join` make."""
+        parts = [self.text(item) for item in items]
+        self.spend(sum(map(len, parts)) + len(separator) * len(parts))
+        return separator.join(parts)
+
+
+def too_large() -> NoReturn:
+    """Raise the error of a text, string or list that grows too large."""
+    raise OverBudget(f"it makes more than {MAX_TEXT:,} characters of text")
+
+
+def text_size(value: object) -> int:
+    """About how many characters `str(value)` has. `OverBudget` beyond `MAX_TEXT`."""
+    size = 0
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str | bytes):
+            size += len(item) + 4
+        elif isinstance(item, Mapping):
+            size += ITEM * (len(item) + 1)
+            left += [*item.keys(), *item.values()]
+        elif isinstance(item, Sequence) and not isinstance(item, range):
+            size += ITEM * (len(item) + 1)
+            left += item
+        else:
+            size += _OTHER
+        if size > MAX_TEXT:
+            too_large()
+    return size
+
+
+def check_integer(value: object) -> None:
+    """Arithmetic on long integers takes time that grows with their square."""
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise OverBudget(f"it computes with integers of more than {_MAX_BITS} bits")
+
+
+# For web pages, and slow on some texts.
+_LEFT_OUT = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
+# They return what they were given or a part of it; what they return costs nothing.
+_PASS_ON = frozenset({"attr", "d", "default", "first", "last", "max", "min", "random"})
+_MAX_WIDTH = 100_000  # as many items as `range` may have
+
+
+def _install_filters(environment: Environment) -> None:
+    """Give the environment these filters and tests."""
+    own = (
+        _center,
+        _format,
+        _indent,
+        _join,
+        _replace,
+        _string,
+        _sum,
+        _tojson,
+    )
+    named = {function.__name__[1:]: function for function in own}
+    for name, function in FILTERS.items():
+        if name not in _LEFT_OUT:
+            environment.filters[name] = named.get(name) or _guarded(function, name in _PASS_ON)
+    for name in _LEFT_OUT:
+        environment.filters.pop(name, None)
+    for name, function in TESTS.items():
+        environment.tests[name] = _guarded(function, True)
+
+
+def _guarded(function: Callable[..., Any], free: bool) -> Callable[..., Any]:
+    # Bound arguments keep a template's own loops honest: many filters and tests loop over what they
+    # are given.
+    @pass_context
+    def guarded(context: Budget, value: object, *args: object, **kwargs: object) -> object:
+        context.tick()
+        for argument in (value, *args, *kwargs.values()):
+            check_integer(argument)
+            if compares:
+                context.bounded(argument)
+        if widest is not None:
+            name, most = widest
+            asked = args[0] if args else kwargs.get(name)
+            if isinstance(asked, int):
+                _check_width(abs(asked), most)
+        result = context.call(function, value, *args, **kwargs)
+        check_integer(result)
+        return result if free or result is value else context.charge(result)
+
+    compares, widest = function in _COMPARING, _WIDEST.get(function)
+    return guarded
+
+
+_COMPARING = frozenset(
+    {FILTERS[name] for name in ("dictsort", "groupby", "max", "min", "sort", "unique")}
+    | {TESTS[name] for name in ("eq", "ne", "lt", "le", "gt", "ge", "in")}
 )
+
+
+# filter -> its first argument, and the most that this may be
+_WIDEST: Mapping[Callable[..., Any], tuple[str, int]] = {
+    FILTERS["batch"]: ("linecount", _MAX_WIDTH),
+    FILTERS["slice"]: ("slices", _MAX_WIDTH),
+    FILTERS["round"]: ("precision", 300),
+}
+
+
+def _check_width(width: int, most: int = _MAX_WIDTH) -> None:
+    if width > most:
+        raise SecurityError(f"it asks for a width of {width}, more than {most}")
+
+
+@pass_context
+def _center(context: Budget, value: object, width: int = 80) -> str:
+    context.spend(width)
+    return context.text(value).center(width)
+
+
+@pass_context
+def _format(context: Budget, value: object, *args: object, **kwargs: object) -> str:
+    return context.environment.call_binop(context, "%", context.text(value), kwargs or args)  # type: ignore[attr-defined]
+
+
+@pass_context
+def _indent(
+    context: Budget, s: str, width: int | str = 4, first: bool = False, blank: bool = False
+) -> str:
+    s = context.text(s)
+    context.spend(
+        len(s) + (len(s.splitlines()) + 1) * (len(width) if isinstance(width, str) else width)
+    )
+    return do_indent(s, width, first, blank)
+
+
+@pass_context
+def _join(
+    context: Budget, value: Iterable[object], d: object = "", attribute: str | int | None = None
+) -> str:
+    if attribute is not None:
+        value = context.environment.call_filter(
+            "map", value, kwargs={"attribute": attribute}, context=context
+        )
+    return context.joined(value, context.text(d))
+
+
+@pass_context
+def _replace(context: Budget, s: object, old: object, new: object, count: int | None = None) -> str:
+    text, old, new = (context.text(part) for part in (s, old, new))
+    context.spend(len(text) + text.count(old) * len(new))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+@pass_context
+def _string(context: Budget, value: object) -> str:
+    return context.text(value)
+
+
+@pass_context
+def _sum(
+    context: Budget, iterable: Iterable[Any], attribute: str | int | None = None, start: float = 0
+) -> float:
+    if attribute is not None:
+        iterable = context.environment.call_filter(
+            "map", iterable, kwargs={"attribute": attribute}, context=context
+        )
+    numbers = [start, *iterable]
+    for number in numbers:
+        # adding up lists takes time that grows with their square
+        if not isinstance(number, int | float):
+            raise SecurityError(f"it adds up a {type(number).__name__}")
+        check_integer(number)
+    return sum(numbers)
+
+
+@pass_context
+def _tojson(
+    context: Budget,
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which a model was not trained on.
+    context.bounded(value)
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    if indent is None and separators is None:
+        return context.charge(encoder.encode(value))
+    if isinstance(indent, int):
+        _check_width(indent)
+    pieces: list[str] = []
+    for piece in encoder.iterencode(value):
+        context.spend(len(piece))
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def render(template: str, variables: Mapping[str, object], max_seconds: float = MAX_SECONDS) -> str:
@@ -159,7 +427,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             finalize=_finalize,
             optimized=False,
         )
-        template_filters.install(self)
+        _install_filters(self)
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -194,7 +462,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 named = {key: value for key, value in kwargs.items() if not key.startswith("_")}
                 context.spend(estimate(owner, *args, **named))
         for argument in args:
-            if isinstance(argument, tuple) or function is dict or name in _COMPARING:
+            if isinstance(argument, tuple) or function is dict or name in _COMPARING_METHODS:
                 context.bounded(argument)
         result = super().call(context, function, *args, **kwargs)
         # What a mapping returns lay in it before.
@@ -218,7 +486,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 _REFUSED = frozenset({"fromkeys", "maketrans", "to_bytes", "translate"})
-_COMPARING = frozenset({"changed", "count", "index"})
+_COMPARING_METHODS = frozenset({"changed", "count", "index"})
 _GROWING: Mapping[str, Callable[..., int]] = {
     "center": lambda _, width, *__: width,
     "ljust": lambda _, width, *__: width,

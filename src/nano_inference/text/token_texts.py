@@ -3,10 +3,11 @@
 import codecs
 import re
 from collections.abc import Iterable
+from functools import cache
 
 from tokenizers import decoders
 
-from nano_inference.text.detokenize import byte_level_bytes, decoder_types
+from nano_inference.text.detokenizer import byte_level_bytes, decoder_types
 from nano_inference.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -15,8 +16,12 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 class TokenTexts:
     """The bytes and the text of token ids, each by itself. Results are kept.
 
-    Args:
-        tokenizer: whose tokens.
+    Attributes:
+        bytes_of: token id -> its UTF-8, or a part of it. Special tokens say their name; ids without
+            a token say nothing.
+        text: token id -> its text; where its bytes are not text, `bytes:` and the bytes as escapes,
+            which no two such tokens share.
+        longest: characters of the longest token of a byte-level vocabulary; None for others.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,49 +31,25 @@ class TokenTexts:
         self._decoder = backend.decoder
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
-        self._added = {
-            token_id: token.content
-            for token_id, token in backend.get_added_tokens_decoder().items()
-        }
-        self._special = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}
+        self._added = backend.get_added_tokens_decoder()
+        self.bytes_of = cache(self._bytes_of)
+        self.text = cache(self._text)
         self.longest = max(map(len, backend.get_vocab()), default=1) if self._byte_level else None
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """UTF-8, or a part of it. Special tokens say their name; ids without a token say
-        nothing.
-        """
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._find(token_id)
-        return known
-
-    def text(self, token_id: int) -> str:
-        """Its text; where its bytes are not text, `bytes:` and the bytes as escapes, which no two
-        such tokens share.
-        """
-        known = self._texts.get(token_id)
-        if known is None:
-            data = self.bytes_of(token_id)
-            try:
-                known = data.decode()
-            except UnicodeDecodeError:
-                known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            self._texts[token_id] = known
-        return known
-
     def is_special(self, token_id: int) -> bool:
-        """Whether it is left out of texts."""
-        return token_id in self._special
+        """Whether texts leave it out."""
+        return token_id in self._added and self._added[token_id].special
 
-    def _find(self, token_id: int) -> bytes:
-        if (content := self._added.get(token_id)) is not None:
-            return content.encode()
+    def _text(self, token_id: int) -> str:
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if (added := self._added.get(token_id)) is not None:
+            return added.content.encode()
         token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""

@@ -2,7 +2,6 @@
 slow to import.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.regular_files import read_json
 
 # Characters. `encode` holds the interpreter's lock, seconds for a text of megabytes. `encode_batch`
 # does not, but costs a short text more.
@@ -62,8 +62,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ModelLoadError: a file is missing or malformed, or the named end-of-sequence token is not in
             the vocabulary.
     """
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ModelLoadError(f"there is no tokenizer file {folder / name}")
     backend = _load_backend(folder / "tokenizer.json")
-    config = _load_config(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(config)
     eos_token = special_tokens.get("eos_token")
     eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
@@ -81,8 +84,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ModelLoadError(f"there is no tokenizer file {path}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a malformed file
@@ -92,20 +93,6 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _load_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ModelLoadError(f"there is no tokenizer file {path}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"the tokenizer file {path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(
-            f"the tokenizer file {path} holds a {type(config).__name__}, not an object"
-        )
-    return config
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
+from nano_inference.serving.operations import OPERATIONS, Received
 from nano_inference.types import Delta, TrainingSample
 from tests.serving.scripted import Script, ScriptedClient, _Sample
 
@@ -131,18 +132,20 @@ class Engine(ScriptedClient):
         match name:
             case "finish_update":
                 self.version = arguments["version"]
-            case "pause_within":
+            case "pause":
                 self.paused = True
-            case "end_pause":
+            case "resume":
                 self.paused = False
             case _:
                 pass
         special = {
             "get_weight_version": self.version,
             "finish_update": self.version,
-            "pause_within": True,
+            "pause": True,
         }
         value = special.get(name, self.returns.get(name))
+        if OPERATIONS[name].returns is Received:
+            value = Received(self.version)
         return self._receive(Returned(call_id, value))
 
     def _spawn(self, work: Any) -> "asyncio.Task[None]":

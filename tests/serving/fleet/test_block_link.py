@@ -10,8 +10,7 @@ import torch
 
 from nano_inference import InferenceEngine
 from nano_inference.serving.core import EngineCore
-from nano_inference.serving.fleet.directory import Directory
-from nano_inference.serving.fleet.names import names_of, pack_names, report_of
+from nano_inference.serving.fleet.directory import Directory, names_of, pack_names, report_of
 from nano_inference.serving.messages import Call, Failed, Returned
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of, params_of
@@ -86,7 +85,7 @@ def test_what_cannot_be_exchanged_is_an_error_of_the_call(pair: tuple[Core, Core
         ("export_blocks", {"names": b"", "max_bytes": 1 << 40}, "at most"),
         ("export_blocks", {"names": b"", "first": -1}, "at most"),
         ("import_blocks", {"data": b"stranger"}, "shorter than their header"),
-        ("export_block", {}, "is not a call"),
+        ("export_block", {}, "is not an engine operation"),
     ]
     for name, arguments, text in wrong:
         with pytest.raises(AssertionError, match=f"InvalidRequest: .*{text}"):

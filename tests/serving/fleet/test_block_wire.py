@@ -11,8 +11,8 @@ from nano_inference.engine.block_exchange import BlockFormat, BlockPiece
 from nano_inference.errors import InvalidRequest
 from nano_inference.kv_cache.block_hash import Namespace
 from nano_inference.kv_cache.news import short_name
-from nano_inference.serving.fleet.block_wire import decode, encode
-from nano_inference.serving.fleet.names import names_of, pack_names, unpack_names
+from nano_inference.serving.fleet.block_link import decode, encode
+from nano_inference.serving.fleet.directory import names_of, pack_names, unpack_names
 
 SHAPES = ((2, 3, 2, 4, 8), (2, 3, 1, 4, 8))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference.errors import EngineDead, NanoInferenceError, WeightUpdateError
-from nano_inference.serving.edge.lifecycle import Lifecycle
+from nano_inference.serving.edge.admission import Lifecycle
 from nano_inference.serving.errors import ApiError
 from nano_inference.types import EngineStats, SamplingParams
 from tests.serving.engines import finished, until
@@ -34,7 +34,7 @@ def held(name: str) -> tuple[asyncio.Event, Callable[[Engine], None]]:
     return event, lambda engine: engine.holds.update({name: event})
 
 
-@pytest.mark.parametrize("name", ["get_weight_version", "end_pause", "finish_update"])
+@pytest.mark.parametrize("name", ["get_weight_version", "resume", "finish_update"])
 def test_the_last_one_dies_while_a_new_one_is_brought_to_what_it_had(name: str) -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
@@ -47,10 +47,10 @@ def test_the_last_one_dies_while_a_new_one_is_brought_to_what_it_had(name: str) 
             made.on_made = lambda _: None
             event.set()
             await until(lambda: made.client.why_dead is None)
-            await until(lambda: len(made.client.roster.living()) == 2)
+            await until(lambda: len(made.client.supervisor.living()) == 2)
             new = made.engines[2]
             assert (
-                made.client.roster.version
+                made.client.supervisor.version
                 == new.version
                 == await made.client.call("get_weight_version")
             )
@@ -75,13 +75,13 @@ def test_one_that_was_left_behind_is_the_first_again_with_the_weights_that_it_ha
             behind.fails["finish_update"] = WeightUpdateError("it is too late")
             behind.holds["get_weight_version"] = gate = asyncio.Event()
             await update(made, 4, session=2)
-            assert made.client.replica_statuses()[1].state == "syncing"
+            assert made.client.supervisor.statuses()[1].state == "syncing"
             assert behind.paused
             made.engines[0].die()
             gate.set()
             await until(lambda: made.client.why_dead is None)
-            assert (made.client.roster.version, behind.version, behind.paused) == (3, 3, False)
-            await until(lambda: len(made.client.roster.living()) == 2)
+            assert (made.client.supervisor.version, behind.version, behind.paused) == (3, 3, False)
+            await until(lambda: len(made.client.supervisor.living()) == 2)
             assert made.engines[2].version == 3
 
     play(test())
@@ -122,18 +122,21 @@ def test_when_the_one_that_was_to_come_cannot_be_built_the_fleet_is_dead() -> No
 def test_one_that_dies_while_it_waits_for_its_turn_is_replaced_once() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
-            roster = made.client.roster
-            async with roster.lock:  # as an update holds it
+            supervisor = made.client.supervisor
+            async with supervisor.lock:  # as an update holds it
                 made.engines[0].die()
-                await until(lambda: roster.replicas["0"].state == "syncing")
+                await until(lambda: supervisor.replicas["0"].state == "syncing")
                 made.engines[2].die()
                 await until(
-                    lambda: len(made.engines) == 4 and roster.replicas["0"].state == "syncing"
+                    lambda: len(made.engines) == 4 and supervisor.replicas["0"].state == "syncing"
                 )
-            await until(lambda: len(roster.living()) == 2)
+            await until(lambda: len(supervisor.living()) == 2)
             await asyncio.sleep(0.05)
             assert len(made.engines) == 4
-            assert [each.state for each in made.client.replica_statuses()] == ["serving", "serving"]
+            assert [each.state for each in made.client.supervisor.statuses()] == [
+                "serving",
+                "serving",
+            ]
 
     play(test())
 
@@ -141,17 +144,19 @@ def test_one_that_dies_while_it_waits_for_its_turn_is_replaced_once() -> None:
 def test_one_that_is_removed_while_it_is_brought_up_serves_nobody() -> None:
     async def test() -> None:
         async with fleet(1) as made:
-            roster = made.client.roster
-            async with roster.lock:
+            supervisor = made.client.supervisor
+            async with supervisor.lock:
                 adding = asyncio.create_task(made.client.add())
                 await until(
-                    lambda: "1" in roster.replicas and roster.replicas["1"].state == "syncing"
+                    lambda: (
+                        "1" in supervisor.replicas and supervisor.replicas["1"].state == "syncing"
+                    )
                 )
                 await made.client.remove("1")
             with pytest.raises(ApiError, match="'1' was removed before it served"):
                 await adding
             assert made.client.router.replicas == ("0",)
-            assert [each.name for each in made.client.replica_statuses()] == ["0"]
+            assert [each.name for each in made.client.supervisor.statuses()] == ["0"]
 
     play(test())
 
@@ -168,7 +173,7 @@ def test_no_new_one_is_built_while_the_weights_sleep() -> None:
             for engine in made.engines:
                 engine.returns["sleeping"] = []
             await made.client.call("wake", memory=["weights"])
-            await until(lambda: len(made.client.roster.living()) == 2)
+            await until(lambda: len(made.client.supervisor.living()) == 2)
 
     play(test())
 
@@ -196,10 +201,10 @@ def test_who_was_told_to_end_does_so_wherever_it_goes_on(is_repeated: bool) -> N
             stream = made.client.submit([1, 2], params, stream=True, name="mine")
             seen = await stream.next()
             await asyncio.sleep(0.05)
-            first = next(iter(made.client._flights.values())).client
+            first = next(iter(made.client.requests.values())).client
             assert isinstance(first, Engine)
             first.go.clear()  # it answers no more
-            made.client.end_soon([next(iter(made.client._flights))])
+            made.client.end_soon([next(iter(made.client.requests))])
             first.die()
             (sample,) = await finished(stream, seen)
             assert sample.finish_reason == "abort"
@@ -223,11 +228,11 @@ def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
                     completion_tokens=100, num_steps=10, num_blocks=50, num_running=2
                 )
             made.engines[0].die()
-            await until(lambda: len(made.client.roster.living()) == 3)
+            await until(lambda: len(made.client.supervisor.living()) == 3)
             made.engines[3].stats = stats(
                 completion_tokens=7, num_steps=1, num_blocks=50, num_running=1
             )
-            made.client.changed()
+            made.client.replicas_changed()
             found = made.client.stats
             assert found is not None
             assert (
@@ -238,8 +243,8 @@ def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
             ) == (307, 31, 150, 5)
             await made.client.remove("1")
             # it is left behind, and still counts
-            made.client.roster.replicas["2"].state = "syncing"
-            made.client.changed()
+            made.client.supervisor.replicas["2"].state = "syncing"
+            made.client.replicas_changed()
             found = made.client.stats
             assert found is not None
             assert (found.completion_tokens, found.num_blocks) == (307, 100)
@@ -263,13 +268,13 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
             made.engines[3].is_built.set()
             made.engines[5].fail_to_start = NanoInferenceError("no memory")
             made.engines[5].is_built.set()
-            await until(lambda: made.client.replica_statuses()[0].why == "no memory")
+            await until(lambda: made.client.supervisor.statuses()[0].why == "no memory")
             assert made.client.why_dead is not None
             await until(lambda: len(made.engines) == 9)
             assert [each.is_closed for each in made.engines[3:6]] == [True] * 3
             await until(lambda: made.client.why_dead is None)
-            assert len(made.client.roster.living()) == 3
-            assert [each.num_starts for each in made.client.replica_statuses()] == [3, 3, 3]
+            assert len(made.client.supervisor.living()) == 3
+            assert [each.num_starts for each in made.client.supervisor.statuses()] == [3, 3, 3]
             assert made.client.num_restarts == 1
             assert told([delta async for delta in deltas(made)])[0] == list(range(100, 120))
 
@@ -299,13 +304,13 @@ def test_a_start_that_fails_late_leaves_the_next_ones_alone(
             await until(lambda: len(made.engines) == 6)
             is_closed.set()
             await asyncio.sleep(0.1)
-            assert [each.state for each in made.client.replica_statuses()] == [
+            assert [each.state for each in made.client.supervisor.statuses()] == [
                 "starting",
                 "starting",
             ]
             for engine in made.engines[4:]:
                 engine.is_built.set()
             await until(lambda: made.client.why_dead is None)
-            assert [each.num_starts for each in made.client.replica_statuses()] == [3, 3]
+            assert [each.num_starts for each in made.client.supervisor.statuses()] == [3, 3]
 
     play(test())

@@ -34,9 +34,9 @@ async def all_of(stream: RequestStream, deltas: list[Delta] | None = None) -> li
 
 def at(made: Made, stream_number: int = 0) -> Engine:
     """The engine that has a request."""
-    flight = list(made.client._flights.values())[stream_number]
-    assert isinstance(flight.client, Engine)
-    return flight.client
+    request = list(made.client.requests.values())[stream_number]
+    assert isinstance(request.client, Engine)
+    return request.client
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_a_stream_goes_on_where_it_was(params: SamplingParams) -> None:
                 assert not other.resumed
             else:
                 assert 7 <= len(other.resumed[0].samples[0].completion_tokens) < 20
-            failovers = made.client.failovers
-            assert (failovers.deaths, failovers.moved, sum(failovers.counts)) == (1, 1, 1)
+            failover = made.client.failover
+            assert (failover.deaths, failover.moved, sum(failover.counts)) == (1, 1, 1)
             assert made.client.num_samples == 0
-            assert not made.client._flights
+            assert not made.client.requests
 
     play(test())
 
@@ -108,7 +108,7 @@ def test_a_repetition_that_differs_ends_with_an_error() -> None:
             first.die()
             with pytest.raises(ApiError, match="weights have changed"):
                 await all_of(stream, deltas)
-            assert not made.client._flights
+            assert not made.client.requests
 
     play(test())
 
@@ -154,7 +154,7 @@ def test_a_moved_sample_with_other_logprobs_ends_with_an_error(
             at(made).die()
             with pytest.raises(ApiError, match="weights have changed"):
                 await all_of(stream, deltas)
-            assert not made.client._flights
+            assert not made.client.requests
 
     play(test())
 
@@ -298,8 +298,8 @@ def test_engines_that_are_not_alike_make_no_fleet(about: dict[str, object]) -> N
             with pytest.raises(NanoInferenceError, match=differ):
                 await made.client.add()
             made.engines[0].die()
-            await until(lambda: differ in made.client.replica_statuses()[0].why)
-            assert list(made.client.roster.living()) == ["1"]
+            await until(lambda: differ in made.client.supervisor.statuses()[0].why)
+            assert list(made.client.supervisor.living()) == ["1"]
             assert made.client.router.replicas == ("1",)
         other = Made(2, Script())
         other.on_made = lambda engine: engine.about.update(about if engine.number else {})
@@ -313,25 +313,23 @@ def test_engines_that_are_not_alike_make_no_fleet(about: dict[str, object]) -> N
 def test_a_dead_replica_is_replaced_and_brought_to_the_serving_version() -> None:
     async def test() -> None:
         async with fleet(restart=True) as made:
-            made.client.roster.paused = True
-            made.client.roster.version = 0
+            made.client.supervisor.paused = True
+            made.client.supervisor.version = 0
             await made.client.call("begin_update", session=1, known=None)
             await made.client.call(
                 "finish_update", session=1, version=5, kv_policy="keep", seconds=5.0
             )
             assert [engine.version for engine in made.engines] == [5, 5]
             made.engines[0].die()
-            await until(lambda: len(made.client.roster.living()) == 2)
+            await until(lambda: len(made.client.supervisor.living()) == 2)
             new = made.engines[2]
             assert (new.version, new.paused) == (5, True)
             assert [call.name for call in made.engines[1].calls][-1] == "save_weights"
             order = [call.name for call in new.calls]
             assert (
-                order.index("receive_folder")
-                < order.index("finish_update")
-                < order.index("pause_within")
+                order.index("receive_folder") < order.index("finish_update") < order.index("pause")
             )
-            statuses = made.client.replica_statuses()
+            statuses = made.client.supervisor.statuses()
             assert [(each.name, each.state, each.num_starts) for each in statuses] == [
                 ("0", "serving", 2),
                 ("1", "serving", 1),
@@ -352,8 +350,8 @@ def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
                 engine.die()
             with pytest.raises(ApiError, match="started again"):
                 made.client.submit([1], PARAMS, stream=True)
-            await until(lambda: len(made.client.roster.living()) == 2)
-            assert (made.client.num_restarts, made.client.roster.version) == (1, 0)
+            await until(lambda: len(made.client.supervisor.living()) == 2)
+            assert (made.client.num_restarts, made.client.supervisor.version) == (1, 0)
             assert len(told(await whole(made))[0]) == 20
 
     play(test())
@@ -365,8 +363,8 @@ def test_a_replica_that_hangs_is_killed_and_its_requests_go_on() -> None:
             made.engines[0].go.clear()
             streams = [made.client.submit([each], PARAMS, stream=True) for each in range(4)]
             assert [len(told(await all_of(stream))[0]) for stream in streams] == [20] * 4
-            assert made.client.failovers.longest >= 0.3
-            assert [status.state for status in made.client.replica_statuses()] == [
+            assert made.client.failover.longest >= 0.3
+            assert [status.state for status in made.client.supervisor.statuses()] == [
                 "dead",
                 "serving",
             ]
@@ -391,7 +389,7 @@ def test_draining_moving_removing_and_adding_change_no_token() -> None:
             assert await made.client.remove("1") > 0
             for stream in streams:
                 assert told(await all_of(stream)) == quiet
-            assert [status.name for status in made.client.replica_statuses()] == ["0", "2"]
+            assert [status.name for status in made.client.supervisor.statuses()] == ["0", "2"]
             for bad in (lambda: made.client.drain("7"), lambda: made.client.drain("1")):
                 with pytest.raises(ApiError):
                     bad()
@@ -434,7 +432,7 @@ def test_a_refusal_is_the_engines() -> None:
         async with fleet(script=Script(refuse=InvalidRequest("too odd"))) as made:
             with pytest.raises(InvalidRequest, match="too odd"):
                 await whole(made)
-            assert not made.client._flights
+            assert not made.client.requests
             assert made.client.router.score("0") == made.client.router.score("1") == 0
 
     play(test())
@@ -454,8 +452,7 @@ def test_an_update_is_checked_by_all_before_any_has_it() -> None:
                 )
             assert [engine.version for engine in made.engines] == [0, 0]
             assert not any(
-                engine.said("finish_update") or engine.said("pause_within")
-                for engine in made.engines
+                engine.said("finish_update") or engine.said("pause") for engine in made.engines
             )
 
     play(test())
@@ -478,12 +475,12 @@ def test_all_stop_while_they_change_weights_and_go_on_together() -> None:
             )
             assert seen == [[True, True]] * 2
             assert [(engine.version, engine.paused) for engine in made.engines] == [(1, False)] * 2
-            made.client.roster.paused = True  # it stays so
+            made.client.supervisor.paused = True  # it stays so
             await made.client.call("begin_update", session=2, known=None)
             await made.client.call(
                 "finish_update", session=2, version=2, kv_policy="keep", seconds=5.0
             )
-            assert len(made.engines[0].said("end_pause")) == 1
+            assert len(made.engines[0].said("resume")) == 1
 
     play(test())
 
@@ -500,9 +497,9 @@ def test_one_that_cannot_commit_gets_the_weights_from_another_before_it_serves_a
             await made.client.call(
                 "finish_update", session=1, version=3, kv_policy="keep", seconds=5.0
             )
-            assert list(made.client.roster.living()) == ["0"]
+            assert list(made.client.supervisor.living()) == ["0"]
             failing.fails.clear()
-            await until(lambda: len(made.client.roster.living()) == 2)
+            await until(lambda: len(made.client.supervisor.living()) == 2)
             assert failing.version == 3
             assert [len(told(await all_of(stream))[0]) for stream in streams] == [20] * 4
 
@@ -522,7 +519,7 @@ def test_a_replica_that_dies_in_an_update_leaves_and_the_others_go_on() -> None:
                     "finish_update", session=1, version=1, kv_policy="keep", seconds=5.0
                 )
                 assert [engine.version for engine in (made.engines[0], made.engines[2])] == [1, 1]
-                assert list(made.client.roster.living()) == ["0", "2"]
+                assert list(made.client.supervisor.living()) == ["0", "2"]
 
     play(test())
 
@@ -582,8 +579,8 @@ def test_a_replica_that_is_not_in_the_trainers_group_gets_its_weights_from_one_t
                 "finish_update", session=1, version=4, kv_policy="keep", seconds=5.0
             )
             assert not new.said("receive_broadcast")
-            assert list(made.client.roster.living()) == ["0", "1"]
-            await until(lambda: len(made.client.roster.living()) == 3)
+            assert list(made.client.supervisor.living()) == ["0", "1"]
+            await until(lambda: len(made.client.supervisor.living()) == 3)
             assert (new.version, new.paused) == (4, False)
             assert new.said("receive_folder")
 
@@ -611,15 +608,17 @@ def test_replicas_whose_weights_differ_are_an_error() -> None:
 def test_a_pause_is_all_or_nothing() -> None:
     async def test() -> None:
         async with fleet() as made:
-            assert await made.client.call("pause_within", mode="keep", seconds=1.0) is True
-            assert made.client.roster.paused
-            await made.client.call("end_pause")
-            made.engines[1].fails["pause_within"] = InvalidRequest("no")
+            assert await made.client.call("pause", mode="keep", seconds=1.0) is True
+            assert made.client.supervisor.paused
+            await made.client.call("resume")
+            made.engines[1].fails["pause"] = InvalidRequest("no")
             with pytest.raises(InvalidRequest):
-                await made.client.call("pause_within", mode="keep", seconds=1.0)
+                await made.client.call("pause", mode="keep", seconds=1.0)
             assert [engine.paused for engine in made.engines] == [False, False]
-            assert not made.client.roster.paused
+            assert not made.client.supervisor.paused
             with pytest.raises(InvalidRequest, match="not a call of a fleet"):
+                await made.client.call("save_weights", path="p", version=0)
+            with pytest.raises(InvalidRequest, match="not an engine operation"):
                 await made.client.call("shutdown")
 
     play(test())

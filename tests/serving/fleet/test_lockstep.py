@@ -88,11 +88,11 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
                     await change()
             assert await complete(client, PROMPTS[1]) == expected[1][1]
             began = time.monotonic()
-            next(iter(client.roster.replicas.values())).client.kill()
+            next(iter(client.supervisor.replicas.values())).client.kill()
             with pytest.raises((EngineDead, ApiError)):
                 await complete(client, PROMPTS[0])
             assert time.monotonic() - began < 20
-            await until(lambda: client.why_dead is None and len(client.roster.living()) == 2)
+            await until(lambda: client.why_dead is None and len(client.supervisor.living()) == 2)
             assert (
                 await asyncio.gather(*(complete(client, prompt) for prompt in PROMPTS))
                 == expected[0]

@@ -16,8 +16,8 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import resolve_model
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.fleet.directory import names_of
 from nano_inference.serving.fleet.fleet_client import FleetClient
-from nano_inference.serving.fleet.names import names_of
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import SamplingParams, TrainingSample
@@ -88,7 +88,7 @@ def bits(samples: list[list[TrainingSample]]) -> str:
 
 
 def requests_of(client: FleetClient, place: int) -> Any:
-    inner = client.roster.replicas[str(place)].client
+    inner = client.supervisor.replicas[str(place)].client
     assert isinstance(inner, InProcessClient)
     assert inner._core is not None
     return inner._core.engine
@@ -114,7 +114,7 @@ def test_the_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: P
             # (prompt_logprobs); a request of one token is computed where it decodes.
             full = sum(len(prompt) // 4 for prompt in PROMPTS)
             assert client.transfers.num_blocks >= full - 12
-            assert not client._flights
+            assert not client.requests
             assert client.num_samples == 0
             assert [client.router.score(name) for name in client.router.replicas] == [0, 0]
             for engine in (prompts, decodes):
@@ -195,7 +195,7 @@ def test_when_either_side_dies_the_other_goes_on(model: Path, victim: int) -> No
                 client.submit(prompt, params, n, stream=s) for prompt, params, n, s in kinds()
             ]
             await streams[1].next() if victim else await asyncio.sleep(0.01)
-            client.roster.replicas[str(victim)].client.kill()
+            client.supervisor.replicas[str(victim)].client.kill()
             got = [await finished(stream) for place, stream in enumerate(streams) if place != 1]
             assert bits(got) == bits([each for place, each in enumerate(expected) if place != 1])
             last = await answers(client, wanted=[0, 2])
@@ -211,7 +211,7 @@ def scripted(act: Callable[..., Any]) -> None:
         script = Script(list(range(100, 130)), delay=0.001)
         async with fleet(3, script, prefill_replicas=1, prefill_least=2) as made:
             await act(made)
-            assert not made.client._flights
+            assert not made.client.requests
 
     play(test())
 
@@ -262,7 +262,7 @@ def test_the_replica_that_was_chosen_may_be_gone_when_the_blocks_are_there() -> 
     async def act(made: Any) -> None:
         quiet = told(await _all(made.client.submit([1] * 3, PARAMS, stream=True)))
 
-        async def dies(flight: Any, source: Any, target: Any) -> int:
+        async def dies(request: Any, source: Any, target: Any) -> int:
             target.die()
             return 0
 
@@ -323,7 +323,6 @@ def test_a_prefix_is_fetched_from_the_replica_that_has_it(model: Path) -> None:
             await shared.remove(holder.replica)
             await sharing.look()
             assert sharing.directory.longest(names_of(PROMPTS[1], 4, 0), []) is None
-            sharing.directory.check()
         finally:
             await shared.close()
             torch.set_num_threads(threads)

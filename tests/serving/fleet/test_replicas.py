@@ -113,14 +113,14 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
             for place, stream in enumerate(streams):
                 if kinds_of_requests(200)[place][3]:
                     heard[place] = await stream.next()
-            victim = client.roster.replicas["0"].client
-            on_it = sum(flight.client is victim for flight in client._flights.values())
+            victim = client.supervisor.replicas["0"].client
+            on_it = sum(request.client is victim for request in client.requests.values())
             assert on_it > 4
             os.kill(victim.info.pid, signal.SIGKILL)
             assert await answers(streams, heard) == quiet
-            assert client.failovers.moved >= on_it - 4  # some may have ended meanwhile
-            assert 0 < client.failovers.longest < 20
-            assert [each.state for each in client.replica_statuses()] == ["dead", "serving"]
+            assert client.failover.moved >= on_it - 4  # some may have ended meanwhile
+            assert 0 < client.failover.longest < 20
+            assert [each.state for each in client.supervisor.statuses()] == ["dead", "serving"]
 
     play(test())
 
@@ -140,7 +140,7 @@ def test_a_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serve
             assert new != old
             await control.pause("keep")
             name = await client.add()
-            assert await client.roster.replicas[name].client.call("is_paused")
+            assert await client.supervisor.replicas[name].client.call("is_paused")
             await control.resume()
             assert await control.checksums() == before  # of both, or it is an error
             await client.remove("0")
@@ -179,9 +179,9 @@ def test_moves_between_replicas_change_no_bit(model: Path) -> None:
                 client.drain(name, move=True)
                 client.drain(name, draining=False)
             assert await answers(streams) == quiet
-            assert client.failovers.moved > 3  # how many depends on speed
+            assert client.failover.moved > 3  # how many depends on speed
             for each in ("0", "1"):
-                stats = await client.roster.replicas[each].client.call("stats")
+                stats = await client.supervisor.replicas[each].client.call("stats")
                 assert stats.num_free_blocks == stats.num_blocks
 
     play(test())
@@ -194,15 +194,15 @@ def test_a_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
                 [1, 2], params_of(0, 300), 4, stream=True, num_wanted=2, max_staleness=1
             )
             deltas = await stream.next()
-            await client.call("pause_within", mode="keep", seconds=5.0)
-            (flight,) = client._flights.values()
+            await client.call("pause", mode="keep", seconds=5.0)
+            (request,) = client.requests.values()
             name = next(
-                name for name, each in client.roster.living().items() if each is flight.client
+                name for name, each in client.supervisor.living().items() if each is request.client
             )
             client.drain(name, move=True)
             await asyncio.sleep(0.2)
             assert stream.samples_left == 4
-            await client.call("end_pause")
+            await client.call("resume")
             reasons = sorted(sample.finish_reason for sample in await finished(stream, deltas))
             # all may end in one step
             assert reasons in (["abort", "abort", "length", "length"], ["length"] * 4)
@@ -225,8 +225,8 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
                     client.submit([1, 2], params_of(each, 400), stream=True) for each in (0, 1)
                 ]
                 heard = [await stream.next() for stream in streams]
-                flights = list(client._flights.values())
-                assert flights[0].client is not flights[1].client
+                requests = list(client.requests.values())
+                assert requests[0].client is not requests[1].client
                 if not has_kept:
                     streams[1].close()
                     await client.call("take_in")
@@ -235,8 +235,8 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
                 await control.finish_update(kv_policy="finish_old")
                 name = next(
                     name
-                    for name, each in client.roster.living().items()
-                    if each is flights[0].client
+                    for name, each in client.supervisor.living().items()
+                    if each is requests[0].client
                 )
                 client.drain(name, move=True)
                 client.drain(name, draining=False)
@@ -252,6 +252,7 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
     play(test())
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_path: Path) -> None:
     """A sample says which weights computed what it attended to, also where a replica that is gone
     has drawn it.
@@ -268,15 +269,17 @@ def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_pa
             ]
 
             async def more(tokens: int) -> None:  # of each sample
-                flights = list(client._flights.values())
+                requests = list(client.requests.values())
                 wanted = [
-                    len(known.token_ids) + tokens for flight in flights for known in flight.samples
+                    len(known.token_ids) + tokens
+                    for request in requests
+                    for known in request.samples
                 ]
                 await until(
                     lambda: all(
                         len(known.token_ids) >= least
                         for known, least in zip(
-                            (k for f in flights for k in f.samples), wanted, strict=True
+                            (k for f in requests for k in f.samples), wanted, strict=True
                         )
                     )
                 )
@@ -291,7 +294,7 @@ def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_pa
                 client.drain(name, move=True)
                 client.drain(name, draining=False)
                 await more(5)
-            assert client.failovers.moved >= 3
+            assert client.failover.moved >= 3
             return [sample for stream in streams for sample in await finished(stream)]
 
     samples: list[TrainingSample] = []
@@ -374,11 +377,11 @@ def test_smollm2_streams_survive_their_replica() -> None:
             quiet = [await text_and_bits(stream) for stream in go()]
             streams = go()
             heard = [await stream.next() for stream in streams]
-            os.kill(client.roster.replicas["1"].client.info.pid, signal.SIGKILL)
+            os.kill(client.supervisor.replicas["1"].client.info.pid, signal.SIGKILL)
             assert [
                 await text_and_bits(*each) for each in zip(streams, heard, strict=True)
             ] == quiet
-            assert client.failovers.moved
+            assert client.failover.moved
 
     play(test())
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
+from tests.depth import at_depth
 
 PIECE = 4
 
@@ -89,7 +90,7 @@ class Lives:
             assert it.is_draining(name) == (name in self.draining)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 @given(st.data())
 def test_whatever_happens_the_counts_are_those_of_the_requests(data: st.DataObject) -> None:
     lives = Lives(data)

@@ -8,7 +8,7 @@ import pytest
 
 from nano_inference.serving.client import RequestStream
 from nano_inference.serving.errors import ApiError
-from nano_inference.serving.fleet.flight import Flight
+from nano_inference.serving.fleet.failover import FleetRequest
 from nano_inference.serving.messages import Generate, Refused
 from nano_inference.types import Delta, SamplingParams
 from tests.serving.engines import until
@@ -50,16 +50,18 @@ def test_what_kills_each_engine_kills_three(tokens: int, is_masked: bool) -> Non
             assert refused.value.headers["x-should-retry"] == "false"
             ends = [(await all_of(stream))[-1].finished for stream in innocents]
             assert [end and end.completion_tokens for end in ends] == [tuple(range(100, 120))] * 15
-            assert made.client.failovers.deaths == 3
-            assert len(made.client.roster.living()) == 2
-            assert not made.client._flights
-            assert all(made.client.router.score(name) == 0 for name in made.client.roster.living())
+            assert made.client.failover.deaths == 3
+            assert len(made.client.supervisor.living()) == 2
+            assert not made.client.requests
+            assert all(
+                made.client.router.score(name) == 0 for name in made.client.supervisor.living()
+            )
 
     play(test())
 
 
-def flights_at(made: Made, engine: Engine) -> list[Flight]:
-    return [flight for flight in made.client._flights.values() if flight.client is engine]
+def requests_at(made: Made, engine: Engine) -> list[FleetRequest]:
+    return [request for request in made.client.requests.values() if request.client is engine]
 
 
 async def suspects(made: Made, count: int) -> list[RequestStream]:
@@ -82,19 +84,19 @@ def test_each_replica_has_one_suspect_at_a_time() -> None:
             made.on_made = lambda engine: engine.go.clear()
             streams = await suspects(made, 5)
             last = made.engines[2]
-            assert len(flights_at(made, last)) == 1
+            assert len(requests_at(made, last)) == 1
             # which is no suspect, and waits for none
             other = made.client.submit([9], PARAMS, stream=True)
-            assert len(flights_at(made, last)) == 2
+            assert len(requests_at(made, last)) == 2
             await made.client.add()
-            await until(lambda: flights_at(made, made.engines[3]))
-            assert [len(flights_at(made, engine)) for engine in made.engines] == [0, 0, 2, 1]
+            await until(lambda: requests_at(made, made.engines[3]))
+            assert [len(requests_at(made, engine)) for engine in made.engines] == [0, 0, 2, 1]
             streams[4].close()  # while it waits
             for engine in made.engines:
                 engine.go.set()
             for stream in (*streams[:4], other):
                 assert told(await all_of(stream))[0] == list(range(100, 120))
-            assert not made.client._flights
+            assert not made.client.requests
             assert made.client.router.score("2") == made.client.router.score("3") == 0
 
     play(test())
@@ -106,7 +108,7 @@ def test_only_the_suspect_that_it_had_ends_with_a_third_engine() -> None:
             await made.client.add()
             made.client.drain("3")
             streams = await suspects(made, 3)
-            (suspect,) = flights_at(made, made.engines[2])
+            (suspect,) = requests_at(made, made.engines[2])
             made.client.drain("3", draining=False)
             made.engines[2].die()
             failed = streams[suspect.message.prompt[0]]
@@ -128,13 +130,13 @@ def test_moves_that_nothing_has_died_for_count_for_nobody() -> None:
                 await asyncio.sleep(0)
                 made.client.drain(str(turn % 2), move=True)
                 made.client.drain(str(turn % 2), draining=False)
-            (flight,) = made.client._flights.values()
-            assert flight.moves >= 4
+            (request,) = made.client.requests.values()
+            assert request.moves >= 4
             # An engine that is about to tell of its death refuses what it gets.
             for _ in range(5):
-                assert isinstance(flight.client, Engine)
-                flight.client._receive(Refused(flight.inner, "EngineDead", "a step failed"))
-            assert flight.deaths == 0
+                assert isinstance(request.client, Engine)
+                request.client._receive(Refused(request.inner, "EngineDead", "a step failed"))
+            assert request.deaths == 0
             assert told(await all_of(stream))[0] == list(range(100, 120))
 
     play(test())

@@ -22,6 +22,7 @@ from nano_inference.serving.parsing import (
     make_parser,
 )
 from nano_inference.serving.parsing.scanning import JsonScanner
+from tests.depth import at_depth
 
 FORMATS = ["hermes", "llama", "mistral"]
 MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
@@ -130,7 +131,7 @@ DOCUMENTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=
 
 
 @given(st.sampled_from(FORMATS), DOCUMENTS | st.text(), CUTS, st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=at_depth(400), deadline=None)
 def test_any_text_gives_the_same_however_it_is_cut(
     tools: str, text: str, ends: list[int], inside: bool
 ) -> None:
@@ -139,7 +140,7 @@ def test_any_text_gives_the_same_however_it_is_cut(
 
 
 @given(st.sampled_from(FORMATS), DOCUMENTS, st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=at_depth(400), deadline=None)
 def test_no_text_is_lost(tools: str, text: str, inside: bool) -> None:
     # Letters that stand in no marker and in no call's own words; each has to come out once, in
     # order in its channel.
@@ -157,7 +158,7 @@ def test_no_text_is_lost(tools: str, text: str, inside: bool) -> None:
 
 
 @given(st.sampled_from(FORMATS), st.text())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=at_depth(100), deadline=None)
 def test_plain_text_stays_as_it_is(tools: str, text: str) -> None:
     assert parse(tools, list(text)).content == text
     parser = make_parser(
@@ -199,7 +200,7 @@ def write(tools: str, calls: Sequence[tuple[str, str]], newline: str) -> str:
     ascii_only=st.booleans(),
     ends=CUTS,
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=at_depth(200), deadline=None)
 def test_calls_as_the_family_writes_them(
     tools: str,
     thought: str | None,
@@ -363,7 +364,7 @@ def test_the_scanner_finds_the_end_of_a_value(
         st.sampled_from([*'{}[]",:01-+.eE tfn\\uaq\n', "true", "null", '"a"', '"a":']), max_size=12
     )
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=at_depth(500), deadline=None)
 def test_the_scanner_takes_what_json_takes(parts: list[str]) -> None:
     text = "".join(parts)
     scanner = JsonScanner()

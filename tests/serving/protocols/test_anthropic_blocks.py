@@ -4,20 +4,21 @@ import json
 import secrets
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.serving.choices import Choice, Piece
+from nano_inference.serving.choices import Choice, ChoiceDelta
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, Parsed, ToolCallDelta
-from nano_inference.serving.protocols.anthropic import MessageBuilder
-from nano_inference.serving.protocols.anthropic_blocks import signature
+from nano_inference.serving.protocols import anthropic
+from nano_inference.serving.protocols.anthropic import MessageBuilder, signature
 from nano_inference.serving.protocols.anthropic_schema import MessagesRequest
-from nano_inference.serving.protocols.interface import Served, Usage
+from nano_inference.serving.protocols.interface import RequestUsage, Served
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Delta, FinishReason, TrainingSample
 from tests.serving.protocols.anthropic_stream import accumulated, events_of
@@ -42,7 +43,9 @@ def builder(
         "max_tokens": 20,
         "messages": [{"role": "user", "content": "hi"}],
     } | fields
-    return MessageBuilder(MessagesRequest.model_validate(body), prompt or [1] * 9, served, "req_1")
+    request = MessagesRequest.model_validate(body)
+    with mock.patch.object(anthropic, "encode", return_value=prompt or [1] * 9):
+        return MessageBuilder(request, served, "req_1")
 
 
 def sample(
@@ -54,7 +57,7 @@ def sample(
 class Replay:
     """A parser that finds what it is told to."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[ChoiceDelta]) -> None:
         self._parsed = [
             Parsed(piece.content, piece.reasoning, piece.tool_calls) for piece in pieces
         ]
@@ -66,7 +69,7 @@ class Replay:
         return Parsed()
 
 
-def choice_of(pieces: list[Piece]) -> Choice:
+def choice_of(pieces: list[ChoiceDelta]) -> Choice:
     """What the server knows after these pieces."""
     choice = Choice(0, None, Replay(pieces), frozenset())
     for piece in pieces:
@@ -74,16 +77,16 @@ def choice_of(pieces: list[Piece]) -> Choice:
     return choice
 
 
-USAGE = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=2)
+USAGE = RequestUsage(prompt_tokens=9, cached_tokens=4, completion_tokens=2)
 
 
-def streamed(pieces: list[Piece], **fields: Any) -> dict[str, Any]:
+def streamed(pieces: list[ChoiceDelta], **fields: Any) -> dict[str, Any]:
     stream = builder(**fields)
     data = [stream.start(USAGE), *(stream.chunk(piece, USAGE) for piece in pieces)]
     return accumulated(b"".join([*data, stream.end([choice_of(pieces)], USAGE)]))
 
 
-def whole(pieces: list[Piece], **fields: Any) -> dict[str, Any]:
+def whole(pieces: list[ChoiceDelta], **fields: Any) -> dict[str, Any]:
     return json.loads(json.dumps(builder(**fields).response([choice_of(pieces)], USAGE)))
 
 
@@ -118,7 +121,7 @@ def calls(draw: st.DrawFn, index: int) -> list[Say]:
 
 
 @st.composite
-def says(draw: st.DrawFn, in_order: bool) -> list[Piece]:
+def says(draw: st.DrawFn, in_order: bool) -> list[ChoiceDelta]:
     """Pieces of one answer. In order: thinking, text, calls."""
     words = draw(
         st.lists(st.builds(Say, content=TEXT) | st.builds(Say, reasoning=TEXT), max_size=6)
@@ -134,9 +137,9 @@ def says(draw: st.DrawFn, in_order: bool) -> list[Piece]:
             order += [word for word, at in zip(words, places, strict=True) if at == place] + told[
                 place : place + 1
             ]
-    pieces: list[Piece] = []
+    pieces: list[ChoiceDelta] = []
     for say in order:
-        new = Piece(0, say.content, say.reasoning, (say.call,) if say.call else ())
+        new = ChoiceDelta(0, say.content, say.reasoning, (say.call,) if say.call else ())
         last = pieces[-1] if pieces else None
         if (
             last
@@ -145,27 +148,27 @@ def says(draw: st.DrawFn, in_order: bool) -> list[Piece]:
             and not last.tool_calls
             and draw(st.booleans())
         ):
-            pieces[-1] = Piece(0, new.content, last.reasoning)  # several at once
+            pieces[-1] = ChoiceDelta(0, new.content, last.reasoning)  # several at once
         elif (
             last
             and say.call
             and say.call.index not in [c.index for c in last.tool_calls]
             and draw(st.booleans())
         ):
-            pieces[-1] = Piece(0, last.content, last.reasoning, (*last.tool_calls, say.call))
+            pieces[-1] = ChoiceDelta(0, last.content, last.reasoning, (*last.tool_calls, say.call))
         else:
             pieces.append(new)
-    return [*pieces, Piece(0, finished=sample())]
+    return [*pieces, ChoiceDelta(0, finished=sample())]
 
 
 @given(says(in_order=True))
-def test_stream_says_what_the_whole_answer_says(pieces: list[Piece]):
+def test_stream_says_what_the_whole_answer_says(pieces: list[ChoiceDelta]):
     one, other = streamed(pieces), whole(pieces)
     assert one | {"id": ""} == other | {"id": ""}
 
 
 @given(says(in_order=False))
-def test_stream_in_any_order_says_the_same_words(pieces: list[Piece]):
+def test_stream_in_any_order_says_the_same_words(pieces: list[ChoiceDelta]):
     one, other = streamed(pieces), whole(pieces)
     assert _gathered(one) == _gathered(other)
     for block in one["content"]:
@@ -182,7 +185,7 @@ def _gathered(message: dict[str, Any]) -> list[str]:
 
 
 @given(says(in_order=False))
-def test_one_tool_where_parallel_use_is_disabled(pieces: list[Piece]):
+def test_one_tool_where_parallel_use_is_disabled(pieces: list[ChoiceDelta]):
     fields = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
     for message in (streamed(pieces, **fields), whole(pieces, **fields)):
         names = [block["name"] for block in message["content"] if block["type"] == "tool_use"]
@@ -191,9 +194,9 @@ def test_one_tool_where_parallel_use_is_disabled(pieces: list[Piece]):
 
 def test_omitted_thinking_is_signed_and_empty():
     pieces = [
-        Piece(0, reasoning="well, "),
-        Piece(0, reasoning="yes", content="Yes"),
-        Piece(0, finished=sample()),
+        ChoiceDelta(0, reasoning="well, "),
+        ChoiceDelta(0, reasoning="yes", content="Yes"),
+        ChoiceDelta(0, finished=sample()),
     ]
     fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
     for message in (streamed(pieces, **fields), whole(pieces, **fields)):
@@ -206,9 +209,9 @@ def test_omitted_thinking_is_signed_and_empty():
 def test_a_call_alone_has_no_text_block():
     call = ToolCallDelta(0, "call_abc", "now", "{}")
     pieces = [
-        Piece(0, content="\n"),
-        Piece(0, tool_calls=(call,)),
-        Piece(0, content="\n", finished=sample()),
+        ChoiceDelta(0, content="\n"),
+        ChoiceDelta(0, tool_calls=(call,)),
+        ChoiceDelta(0, content="\n", finished=sample()),
     ]
     for message in (streamed(pieces), whole(pieces)):
         assert message["content"] == [
@@ -218,14 +221,17 @@ def test_a_call_alone_has_no_text_block():
 
 
 def test_an_answer_without_a_word_is_an_empty_message():
-    for message in (streamed([Piece(0, finished=sample())]), whole([Piece(0, finished=sample())])):
+    for message in (
+        streamed([ChoiceDelta(0, finished=sample())]),
+        whole([ChoiceDelta(0, finished=sample())]),
+    ):
         assert message["content"] == []
         assert message["stop_reason"] == "end_turn"
 
 
 def test_arguments_that_were_cut_off_are_what_came():
     call = ToolCallDelta(0, "call_abc", "f", '{"city": "Par", "days": [1, 2')
-    pieces = [Piece(0, tool_calls=(call,), finished=sample("length", None))]
+    pieces = [ChoiceDelta(0, tool_calls=(call,), finished=sample("length", None))]
     message = whole(pieces)
     assert message["content"][0]["input"] == {"city": "Par", "days": [1, 2]}
     assert message["stop_reason"] == "max_tokens"
@@ -234,7 +240,9 @@ def test_arguments_that_were_cut_off_are_what_came():
 @pytest.mark.parametrize("arguments", ["", "[1]", "nonsense", "null"])
 def test_arguments_are_an_object_always(arguments: str):
     call = ToolCallDelta(0, "call_abc", "f", arguments)
-    assert whole([Piece(0, tool_calls=(call,), finished=sample())])["content"][0]["input"] == {}
+    assert (
+        whole([ChoiceDelta(0, tool_calls=(call,), finished=sample())])["content"][0]["input"] == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,7 +257,7 @@ def test_arguments_are_an_object_always(arguments: str):
     ],
 )
 def test_stop_reasons(finished: TrainingSample, max_tokens: int, reason: str, sequence: str | None):
-    pieces = [Piece(0, content="a", finished=finished)]
+    pieces = [ChoiceDelta(0, content="a", finished=finished)]
     for message in (streamed(pieces, max_tokens=max_tokens), whole(pieces, max_tokens=max_tokens)):
         assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
@@ -262,7 +270,7 @@ def test_max_tokens_ends_with_the_context():
 
 
 def test_cached_tokens_are_apart_or_hidden():
-    pieces = [Piece(0, content="a", finished=sample())]
+    pieces = [ChoiceDelta(0, content="a", finished=sample())]
     usage = {"output_tokens": 2, "cache_creation_input_tokens": 0}
     seen = usage | {"input_tokens": 5, "cache_read_input_tokens": 4}
     hidden = usage | {"input_tokens": 9, "cache_read_input_tokens": 0}

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.serving.errors import ApiError
-from nano_inference.serving.protocols.anthropic_prompt import Conversation, conversation
-from nano_inference.serving.protocols.anthropic_schema import CountRequest
+from nano_inference.serving.protocols.anthropic_schema import (
+    Conversation,
+    CountRequest,
+    conversation,
+)
 
 
 def converse(*messages: tuple[str, Any], **fields: Any) -> Conversation:

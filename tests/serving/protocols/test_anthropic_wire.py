@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import at_depth
 from tests.serving.protocols.anthropic_stream import accumulated, events_of
 from tests.serving.protocols.conftest import Scripted
 from tests.serving.scripted import Script
@@ -281,7 +282,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     return BODY | {name: draw(FIELDS[name]) for name in names}
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=at_depth(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies() | JSON, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
 def test_no_body_is_our_fault(scripted_server: Scripted, body: Any, path: str):
     answer = post(scripted_server, body, path)
@@ -293,7 +294,7 @@ def test_no_body_is_our_fault(scripted_server: Scripted, body: Any, path: str):
         assert "Traceback" not in answer.text
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=at_depth(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_json(scripted_server: Scripted, body: bytes):
     assert post(scripted_server, body).status_code == 400

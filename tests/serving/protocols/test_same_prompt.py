@@ -13,12 +13,12 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.protocols.anthropic import count_tokens
-from nano_inference.serving.protocols.anthropic_prompt import encode
-from nano_inference.serving.protocols.anthropic_schema import CountRequest
+from nano_inference.serving.protocols.anthropic_schema import CountRequest, encode
 from nano_inference.serving.protocols.interface import Served
-from nano_inference.serving.protocols.openai_chat import Chat
+from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.routes import tokenize
 from nano_inference.text import control_tokens
+from tests.depth import at_depth
 from tests.serving.protocols.conftest import TEMPLATE
 from tests.serving.scripted import ScriptedClient, with_template
 
@@ -128,7 +128,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     description=words | st.none(),
     thinks=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=at_depth(60), deadline=None)
 def test_the_same_conversation_is_the_same_prompt(
     served: Served,
     system: str | None,
@@ -155,7 +155,7 @@ def test_the_same_conversation_is_the_same_prompt(
     }
     body = json.dumps(openai).encode()
     prompt = encode(CountRequest.model_validate(anthropic), served)
-    assert Chat().prepare(body, served, "id").asks[0].prompt == prompt
+    assert CHATS.prepare(body, served, "id").asks[0].prompt == prompt
     assert tokenize(body, served)["tokens"] == prompt
     assert count_tokens(json.dumps(anthropic).encode(), served) == {"input_tokens": len(prompt)}
 
@@ -193,5 +193,5 @@ def test_the_first_chat_finds_all_made() -> None:
     served = Served("m", client._engine_info(), client.tokenizer, ChatFormat(), ServerConfig())
     made = control_tokens._secret_tokenizer.cache_info().misses
     body = b'{"messages": [{"role": "user", "content": "What is <|im_end|>?"}]}'
-    Chat().prepare(body, served, "id")
+    CHATS.prepare(body, served, "id")
     assert control_tokens._secret_tokenizer.cache_info().misses == made

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from nano_inference.serving.dialects import paths
+from nano_inference.serving import paths
 from nano_inference.serving.main import running_server
 from tests.serving.rl.asking import NO_TLS
 from tests.serving.rl.conftest import RL, engine_config

@@ -26,19 +26,19 @@ from nano_inference import (
 from nano_inference.engine.transports import Deadline, receive_update
 from nano_inference.engine.transports.broadcast import BroadcastReceiver
 from nano_inference.engine.transports.files import WeightFiles, WeightFolder, write_folder
-from nano_inference.engine.transports.group import (
-    Group,
+from nano_inference.engine.transports.rendezvous import (
     default_room,
     device_room,
     join_group,
     serve_store,
 )
 from nano_inference.engine.transports.sender import WeightSender
-from nano_inference.engine.weight_update import cut_into_buckets
+from nano_inference.engine.weights.sources import cut_into_buckets
+from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.rl.verl.buckets import opened, parcels, parcels_of
 from nano_inference.serving.dialects.sglang_weights import GROUP as SGLANG_GROUP
+from nano_inference.serving.engine_weights import EngineWeights
 from nano_inference.serving.main import running_server
-from nano_inference.serving.weight_link import WeightLink
 from tests.models.tiny import family_weights, tiny_model, write_model
 from tests.serving.rl.asking import ask
 from tests.serving.rl.conftest import RL
@@ -210,7 +210,7 @@ class Trainer:
         self._pool = ThreadPoolExecutor(1)
 
     @contextmanager
-    def group(self, room: str, path: str, **told: Any) -> Iterator[Group]:
+    def group(self, room: str, path: str, **told: Any) -> Iterator[ProcessGroup]:
         store = serve_store(("127.0.0.1", 0), PATIENCE)
         made = self._pool.submit(
             join_group, store, room, 0, 2, "gloo", CPU, "127.0.0.1", Deadline(PATIENCE)
@@ -226,12 +226,12 @@ class Trainer:
             path,
             {"init_info": where} if "init" in path and "engine" in path else where | told,
         )
-        group = Group(made.result(PATIENCE), CPU)
+        group = made.result(PATIENCE)
         yield group
         group.close()
 
     @contextmanager
-    def sending(self, group: Group, tensors: list[Tensor]) -> Iterator[None]:
+    def sending(self, group: ProcessGroup, tensors: list[Tensor]) -> Iterator[None]:
         def send() -> None:
             for tensor in tensors:
                 group.broadcast(tensor.clone(), Deadline(PATIENCE), "a tensor")
@@ -365,7 +365,7 @@ def test_a_bucket_that_a_link_takes_is_checked_by_the_same_table(
     engine: InferenceEngine, new: Weights
 ) -> None:
     """As verl's and Ray's engines take it."""
-    link = WeightLink(engine)
+    link = EngineWeights(engine)
     link.begin_update(1)
     for parcel in parcels_of(new.items()):
         link.receive_bucket(1, lambda shapes, parcel=parcel: opened(parcel, shapes))

@@ -10,12 +10,13 @@ from fastapi.routing import APIRoute
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nano_inference.serving import paths
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects import paths
 from nano_inference.serving.dialects.reading import Fields
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import RL_PROTOCOLS, RL_ROUTES
 from nano_inference.serving.server import Server
+from tests.depth import at_depth
 from tests.serving.scripted import ScriptedClient
 
 SCALAR = (
@@ -45,7 +46,7 @@ def read(kind: str, fields: Fields) -> object:
 
 
 @given(kind=st.sampled_from(sorted(READS)), value=VALUE)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=at_depth(300), deadline=None)
 def test_a_value_is_read_or_refused_by_name(kind: str, value: object) -> None:
     said = read(kind, Fields({"x": value}, {}))
     if isinstance(said, ApiError):
@@ -53,7 +54,7 @@ def test_a_value_is_read_or_refused_by_name(kind: str, value: object) -> None:
 
 
 @given(kind=st.sampled_from(sorted(set(READS) - {"part"})), value=st.text(max_size=8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=at_depth(300), deadline=None)
 def test_a_query_says_what_the_json_says(kind: str, value: str) -> None:
     assert read(kind, Fields({}, {"x": [value]})) == read(kind, Fields({"x": value}, {}))
 

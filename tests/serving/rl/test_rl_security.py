@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from nano_inference.serving.dialects import paths
+from nano_inference.serving import paths
 from nano_inference.serving.main import running_server
 from tests.serving.rl.conftest import RL, engine_config
 from tests.serving.rl.small_trainer import weights

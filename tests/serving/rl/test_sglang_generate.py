@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import at_depth
 from tests.serving.streams import post
 
 VARYING = {"id", "e2e_latency", "cached_tokens"}
@@ -97,7 +98,9 @@ SAMPLINGS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=at_depth(20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     sampling=SAMPLINGS,
@@ -253,6 +256,7 @@ def test_without_max_new_tokens_it_takes_what_the_context_leaves(rl_server: str)
     assert told["meta_info"]["completion_tokens"] == 12
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: str) -> None:
     sampling = {"max_new_tokens": 400, "sampling_seed": 5, "ignore_eos": True}
     whole = generate(rl_server, [5, 6, 7], sampling)["output_ids"]

@@ -113,6 +113,7 @@ def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
     assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
     """And decoding goes on meanwhile: the sample has tokens of all of them."""
     first, second = trainer.buckets(2)

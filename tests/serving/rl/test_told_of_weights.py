@@ -38,7 +38,7 @@ def test_weights_by_name(rl_server: str, tmp_path: Path) -> None:
 
 
 def test_rows_are_bounded(rl_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nano_inference.serving.weight_link.MOST_NUMBERS", 640)
+    monkeypatch.setattr("nano_inference.serving.engine_weights.MOST_NUMBERS", 640)
     assert (
         len(ask(rl_server, "/get_weights_by_name", {"name": EMBEDDING, "truncate_size": 10})) == 10
     )

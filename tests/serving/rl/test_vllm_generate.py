@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.text.tokenizer import load_tokenizer
+from tests.depth import at_depth
 from tests.serving.rl.asking import GENERATE, NO_TLS, ask, look
 
 PROMPT = [5, 6, 7]
@@ -47,7 +48,7 @@ SAMPLING = st.fixed_dictionaries(
 
 
 @given(sampling=SAMPLING, text=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=at_depth(25), deadline=None)
 def test_what_a_reply_holds(rl_server: str, sampling: dict[str, Any], text: bool) -> None:
     given = {
         "token_ids": PROMPT,
@@ -220,7 +221,7 @@ def test_a_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
     min_tokens=st.integers(0, 6),
     chat=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=at_depth(40), deadline=None)
 def test_texts_show_what_is_asked_for(
     rl_server: str,
     tiny_folder: Path,

@@ -1,22 +1,21 @@
 """Weights by `torch.distributed` broadcast, the engine's side: gloo on a CPU, NCCL on CUDA, by the
 same code.
 
-The order of an update: the length of its description, the description, whether everybody accepts
-it, then each bucket as one flat run of bytes, and whether everybody has them all.
+The order of an update: the length of its description, the description, whether every
+rank accepts it, then each bucket as one flat run of bytes, and whether every rank has them all.
 """
 
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_inference.engine.transports import wire
-from nano_inference.engine.transports.group import (
+from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes, overlapped
+from nano_inference.engine.transports.rendezvous import (
     Address,
-    Group,
     ask_for_room,
     check_backend,
     default_room,
@@ -25,10 +24,10 @@ from nano_inference.engine.transports.group import (
     join_store,
     parse_address,
 )
-from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
 from nano_inference.engine.transports.reuse import ReusedMemory
-from nano_inference.engine.weight_update import Bucket
+from nano_inference.engine.weights.update import Bucket
 from nano_inference.errors import WeightTransferError, WeightUpdateError
+from nano_inference.parallel.process_group import ProcessGroup
 
 
 class BroadcastReceiver:
@@ -68,12 +67,12 @@ class BroadcastReceiver:
         self.default_group = default_group
         self.rank, self.world_size, self.backend, self.host = rank, world_size, backend, host
         self.device = device_for(backend, device)
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._memory = ReusedMemory()
         self._closing = threading.Lock()
 
     @classmethod
-    def over(cls, group: Group, memory: ReusedMemory) -> "BroadcastReceiver":
+    def over(cls, group: ProcessGroup, memory: ReusedMemory) -> "BroadcastReceiver":
         """A receiver over a group that was joined already, and whose trainer sends by
         `WeightSender.over`.
         """
@@ -100,18 +99,18 @@ class BroadcastReceiver:
                 )
             content = self._empty(size, torch.uint8)
             group.broadcast(content, deadline, "the description of the weights")
+            told = refusal = None
+            try:
+                told = wire.decode(bytes(content.cpu().numpy()), shapes)
+            except WeightUpdateError as problem:
+                refusal = problem
+            accepted = group.agree(told is not None, deadline, "the answer to the description")
         except BaseException:
             self._drop(group)
             raise
-        plan, refusal = _decode(bytes(content.cpu().numpy()), shapes)
-        try:
-            accepted = group.agree(plan is not None, deadline, "the answer to the description")
-        except BaseException:
-            self._drop(group)
-            raise
-        if plan is None or not accepted:
+        if told is None or not accepted:
             raise refusal or WeightUpdateError("another engine refused the trainer's weights.")
-        return Incoming(plan.version, self._buckets(group, plan, deadline))
+        return Incoming(told.version, self._buckets(group, told, deadline))
 
     def close(self) -> None:
         """End the group, and give memory back; the next `receive` makes a new one."""
@@ -121,44 +120,45 @@ class BroadcastReceiver:
         if group is not None:
             group.close()
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: ProcessGroup) -> None:
         """End a group; not the one that a later update has made meanwhile."""
         with self._closing:
             if self._group is group:
                 self._group = None
         group.close()
 
-    def _buckets(self, group: Group, plan: wire.Plan, deadline: Deadline) -> Iterator[Bucket]:
+    def _buckets(
+        self, group: ProcessGroup, told: wire.Description, deadline: Deadline
+    ) -> Iterator[Bucket]:
         """One bucket travels while the one before it is handed on."""
-        under_way: deque[tuple[Tensor, list[Any], str]] = deque()
+        count = len(told.buckets)
+
+        def begin(
+            numbered: tuple[int, Sequence[wire.TensorInfo]],
+        ) -> tuple[Sequence[wire.TensorInfo], Tensor, list[Any], str]:
+            number, bucket = numbered
+            what = f"bucket {number} of {count}, from {bucket[0].name!r} on,"
+            flat = self._memory_for(wire.num_bytes(bucket))
+            works = [
+                group.begin_broadcast(flat[start:stop], deadline, what)
+                for start, stop in wire.runs(len(flat))
+            ]
+            return bucket, flat, works, what
+
+        def finish(begun: tuple[Sequence[wire.TensorInfo], Tensor, list[Any], str]) -> Bucket:
+            bucket, flat, works, what = begun
+            group.wait(works, what, deadline)
+            return wire.unpack(bucket, flat)
+
         try:
-            for number, bucket in enumerate(plan.buckets, start=1):
-                what = f"bucket {number} of {len(plan.buckets)}, from {bucket[0].name!r} on,"
-                flat = self._memory_for(wire.num_bytes(bucket))
-                works: list[Any] = []
-                for start, stop in wire.runs(len(flat)):
-                    works.append(group.begin_broadcast(flat[start:stop], deadline, what))
-                under_way.append((flat, works, what))
-                if len(under_way) == 2:
-                    yield wire.unpack(
-                        plan.buckets[number - 2],
-                        self._arrived(group, under_way.popleft(), deadline),
-                    )
-            yield wire.unpack(plan.buckets[-1], self._arrived(group, under_way.popleft(), deadline))
+            yield from overlapped(enumerate(told.buckets, start=1), begin, finish)
             group.agree(True, deadline, "the confirmation")
         except BaseException:
-            # also of whoever stops taking buckets, maybe when the next update has begun
+            # also when the caller stops taking buckets, maybe when the next update has begun
             self._drop(group)
             raise
 
-    def _arrived(
-        self, group: Group, under_way: tuple[Tensor, list[Any], str], deadline: Deadline
-    ) -> Tensor:
-        flat, works, what = under_way
-        group.wait(works, what, deadline)
-        return flat
-
-    def _connect(self, deadline: Deadline) -> Group:
+    def _connect(self, deadline: Deadline) -> ProcessGroup:
         if self._group is None:
             if self.address is None:
                 raise WeightTransferError("the group that the receiver was given was closed.")
@@ -168,7 +168,7 @@ class BroadcastReceiver:
                 if self.default_group
                 else ask_for_room(store, self.rank, deadline)
             )
-            made = join_group(
+            self._group = join_group(
                 store,
                 room,
                 self.rank,
@@ -177,8 +177,8 @@ class BroadcastReceiver:
                 self.device,
                 self.host,
                 deadline,
+                alive=lambda: store.check(["alive"]),
             )
-            self._group = Group(made, self.device, alive=lambda: store.check(["alive"]))
         return self._group
 
     def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -196,10 +196,3 @@ def check_ranks(rank: int, world_size: int) -> None:
         raise WeightUpdateError(
             f"rank={rank} must be from 1 to world_size - 1 = {world_size - 1}; 0 is the trainer."
         )
-
-
-def _decode(content: bytes, shapes: Shapes) -> tuple[wire.Plan | None, WeightUpdateError | None]:
-    try:
-        return wire.decode(content, shapes), None
-    except WeightUpdateError as problem:
-        return None, problem

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
-from nano_inference.engine.weight_sources import read_folder
-from nano_inference.engine.weight_update import BUCKET_BYTES, Bucket, cut_into_buckets, version_of
+from nano_inference.engine.weights.sources import BUCKET_BYTES, cut_into_buckets, read_folder
+from nano_inference.engine.weights.update import Bucket, version_of
 from nano_inference.errors import WeightUpdateError
 from nano_inference.regular_files import read_text
 

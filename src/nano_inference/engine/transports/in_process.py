@@ -6,12 +6,13 @@ from typing import cast
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
-from nano_inference.engine.weight_update import Bucket, cut_into_buckets
+from nano_inference.engine.weights.sources import cut_into_buckets
+from nano_inference.engine.weights.update import Bucket
 from nano_inference.errors import WeightUpdateError
 
 
 class InProcess:
-    """Weights that are here: a state dict, or buckets that somebody makes. Good for one update.
+    """Weights that are here: a state dict, or buckets that the caller makes. Good for one update.
 
     The engine keeps the tensors as they are until they serve; do not write to them before.
     """

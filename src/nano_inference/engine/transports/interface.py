@@ -1,55 +1,23 @@
 """What every transport is: something that yields buckets until done, before a deadline."""
 
-import math
-import time
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
-from typing import NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
-from nano_inference.engine.weight_update import Bucket
-from nano_inference.errors import WeightTransferError, WeightUpdateError
+from nano_inference.engine.weights.update import Bucket
+from nano_inference.parallel.deadline import Deadline as Deadline
 
+Item = TypeVar("Item")
+Begun = TypeVar("Begun")
+Done = TypeVar("Done")
 Shapes = Mapping[str, tuple[int, ...]]  # of every tensor that an update of the model may name
-
-
-class Deadline:
-    """A moment by which something must have happened, `seconds` from now."""
-
-    def __init__(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise WeightUpdateError(f"timeout={seconds} must be more than 0 seconds.")
-        self.seconds = seconds
-        self._at = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds until then; 0 afterwards."""
-        return max(0.0, self._at - time.monotonic())
-
-    def at_most(self, seconds: float = math.inf) -> float:
-        """So many seconds, or `left` if that is less, and never nothing: to some calls 0 means no
-        limit.
-        """
-        return min(seconds, max(self.left(), 0.001))
-
-    def remaining(self) -> timedelta:
-        """`at_most`, as torch takes it."""
-        return timedelta(seconds=self.at_most())
-
-    def end(self) -> None:
-        """Nobody waits any longer: the moment is past."""
-        self._at = 0.0
-
-    def check(self, what: str) -> None:
-        """Raise `WeightTransferError` if the moment is past; `what` did not happen."""
-        if not self.left():
-            raise WeightTransferError(f"{what} within {self.seconds:g} s.")
 
 
 class Incoming(NamedTuple):
     """An update that begins to arrive."""
 
     version: int | None  # that the trainer gave it
-    buckets: Iterator[Bucket]  # whoever takes a bucket owns its tensors
+    buckets: Iterator[Bucket]  # the caller owns a bucket's tensors
 
 
 class WeightTransport(Protocol):
@@ -70,3 +38,21 @@ class WeightTransport(Protocol):
         A later `receive` starts anew.
         """
         ...
+
+
+def overlapped(
+    items: Iterable[Item],
+    begin: Callable[[Item], Begun],
+    finish: Callable[[Begun], Done],
+    depth: int = 2,
+) -> Iterator[Done]:
+    """Each item begun, then finished when `depth` of them are under way: in order, so that one
+    travels while the one before it is worked on.
+    """
+    under_way: deque[Begun] = deque()
+    for item in items:
+        under_way.append(begin(item))
+        if len(under_way) == depth:
+            yield finish(under_way.popleft())
+    while under_way:
+        yield finish(under_way.popleft())

@@ -7,11 +7,11 @@ import threading
 import traceback
 from typing import Any, Literal
 
-from nano_inference.engine.transports.background import step_back
 from nano_inference.engine.transports.interface import Deadline, Shapes, WeightTransport
-from nano_inference.engine.weight_sync import WeightSyncManager
-from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.engine.weights.sync import WeightSyncManager
+from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import WeightTransferError, WeightUpdateError
+from nano_inference.parallel.deadline import step_back
 from nano_inference.types import KvPolicy
 
 AHEAD = 2  # buckets that may wait while one is staged
@@ -52,22 +52,28 @@ def receive_update(
     update = manager.begin(
         version=version, complete=complete, check_finite=check_finite, kv_policy=kv_policy
     )
-    arrivals = _Arrivals(transport, manager.shapes, deadline, update)
-    receive = threading.Thread(
-        target=_receive,
-        args=(manager, arrivals, update, version),
-        name="weight-session",
-        daemon=True,
-    )
-    receive.start()
+
+    def receive() -> None:
+        try:
+            receive_into(manager, transport, update, deadline, version=version, end=True)
+        except Exception as problem:  # the update has it, if it has begun
+            manager.cancel(_reason(problem), of=update)
+
+    threading.Thread(target=receive, name="weight-session", daemon=True).start()
     return update
 
 
 def receive_into(
-    manager: WeightSyncManager, transport: WeightTransport, update: WeightUpdate, deadline: Deadline
+    manager: WeightSyncManager,
+    transport: WeightTransport,
+    update: WeightUpdate,
+    deadline: Deadline,
+    *,
+    version: int | None = None,
+    end: bool = False,
 ) -> int | None:
     """Run a transport into the session that is open, on the calling thread; returns the version
-    that the peer named.
+    that the peer named. With `end` also end the session, as `version` or else the peer's.
 
     Whatever goes wrong closes the session and, in the middle of the bytes, the transport; so does a
     session that is cancelled meanwhile. Raises `WeightUpdateError`.
@@ -75,34 +81,23 @@ def receive_into(
     arrivals = _Arrivals(transport, manager.shapes, deadline, update)
     try:
         _, theirs = arrivals.take()
-        while (bucket := arrivals.take())[0] != "done":
-            manager.receive(bucket[1], copy=False, of=update, undo=arrivals.stop)
-    except Exception as problem:
-        # first: whoever sees the update failed may begin the next one with this transport
-        arrivals.stop()
-        manager.cancel(_reason(problem), of=update)
-        raise
-    return theirs
-
-
-def _receive(
-    manager: WeightSyncManager, arrivals: "_Arrivals", update: WeightUpdate, version: int | None
-) -> None:
-    try:
-        _, theirs = arrivals.take()
         if None not in (version, theirs) and version != theirs:
             raise WeightUpdateError(
                 f"the trainer sent weight version {theirs}, expected {version}."
             )
-        version = theirs if version is None else version
-        manager.check_version(version)
+        number = theirs if version is None else version
+        if end:
+            manager.check_version(number)
         while (bucket := arrivals.take())[0] != "done":
             manager.receive(bucket[1], copy=False, of=update, undo=arrivals.stop)
-        manager.end(version=version, of=update)
+        if end:
+            manager.end(version=number, of=update)
     except Exception as problem:
-        # first: whoever sees the update failed may begin the next one with this transport
+        # first: the thread that sees the update failed may begin the next one with this transport
         arrivals.stop()
         manager.cancel(_reason(problem), of=update)
+        raise
+    return theirs
 
 
 def _reason(problem: Exception) -> str:

@@ -20,8 +20,7 @@ class ReusedMemory:
 
     def take(self, num_bytes: int, slack: int = 0) -> Tensor:
         """A tensor uint8 [num_bytes + slack], not initialised. From 2 MiB on its memory is one that
-        was used before, if any. For the slack the system finds pages only if somebody writes to
-        them.
+        was used before, if any. For the slack the system finds pages only when they are written to.
         """
         used, num_bytes = num_bytes, num_bytes + slack
         if used < HUGE_PAGE:
@@ -38,7 +37,7 @@ class ReusedMemory:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def forget(self) -> None:
-        """Give back to the system what nobody uses."""
+        """Give unused memory back to the system."""
         self._free.clear()
 
     def _find(self, num_bytes: int) -> Tensor | None:

@@ -33,7 +33,7 @@ class SafetensorsBytes:
     def __init__(self, size: int, shapes: Shapes, seen: set[str], memory: ReusedMemory) -> None:
         self._size, self._shapes, self._seen, self._memory = size, shapes, seen, memory
         self._head = bytearray()  # until the header is whole
-        self._places: list[tuple[wire.Piece, int, int]] | None = None
+        self._places: list[tuple[wire.TensorInfo, int, int]] | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
 
@@ -42,7 +42,7 @@ class SafetensorsBytes:
         """Whether all parts have come."""
         return self._places is not None and self._filled == len(self._data)
 
-    def add(self, part: bytes) -> None:
+    def add(self, part: bytes | memoryview) -> None:
         """Take the next part. Raises `WeightUpdateError` as soon as it is known that the file is of
         no use.
         """
@@ -88,16 +88,13 @@ class SafetensorsBytes:
 
     def _buckets(self) -> Iterator[dict[str, Tensor]]:
         assert self._places is not None
-        for piece, start, stop in self._places:
-            flat = self._data[start:stop]
-            if flat.data_ptr() % piece.dtype.itemsize:
-                flat = flat.clone()
-            yield {piece.name: flat.view(piece.dtype).view(piece.shape)}
+        for info, start, stop in self._places:
+            yield {info.name: wire.tensor_of(info, self._data[start:stop])}
 
 
 def _places(
     header: bytes, size: int, shapes: Shapes, seen: set[str]
-) -> list[tuple[wire.Piece, int, int]]:
+) -> list[tuple[wire.TensorInfo, int, int]]:
     """Each tensor with where it stands, in order. They must fill the file without gaps, as the
     format wants.
     """
@@ -112,19 +109,19 @@ def _places(
         described = [
             (name, DTYPES.get(dtype, str(dtype)), shape) for name, dtype, shape, _, _ in entries
         ]
-        pieces = wire.pieces(described, shapes, seen)
+        infos = wire.described(described, shapes, seen)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise WeightUpdateError(
             f"the safetensors header cannot be read: {type(problem).__name__}."
         ) from problem
-    places: list[tuple[wire.Piece, int, int]] = []
+    places: list[tuple[wire.TensorInfo, int, int]] = []
     at = 0
-    for piece, (name, _, _, start, stop) in zip(pieces, entries, strict=True):
-        if start != at or stop != start + piece.dtype.itemsize * prod(piece.shape):
+    for info, (name, _, _, start, stop) in zip(infos, entries, strict=True):
+        if start != at or stop != start + info.dtype.itemsize * prod(info.shape):
             raise WeightUpdateError(
                 f"the safetensors header gives {name!r} bytes {start!r} to {stop!r}, not its size."
             )
-        places.append((piece, start, stop))
+        places.append((info, start, stop))
         at = stop
     if not places or at != size:
         raise WeightUpdateError(

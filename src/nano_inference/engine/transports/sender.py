@@ -1,15 +1,14 @@
 """Weights by `torch.distributed` broadcast, the trainer's side."""
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_inference.engine.transports import wire
-from nano_inference.engine.transports.group import (
-    Group,
+from nano_inference.engine.transports.interface import Deadline, overlapped
+from nano_inference.engine.transports.rendezvous import (
     check_backend,
     device_for,
     join_group,
@@ -17,9 +16,10 @@ from nano_inference.engine.transports.group import (
     parse_address,
     serve_store,
 )
-from nano_inference.engine.transports.interface import Deadline
-from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch
+from nano_inference.engine.weights.sources import BUCKET_BYTES
+from nano_inference.engine.weights.update import WeightPatch
 from nano_inference.errors import WeightUpdateError
+from nano_inference.parallel.process_group import ProcessGroup
 
 UNDER_WAY = 3  # runs that travel at once
 
@@ -64,7 +64,7 @@ class WeightSender:
         self._host = host
         self._store: Any = serve_store((host, port), timeout)
         self.address = f"tcp://{host}:{self._store.port}"
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._groups = 0  # that were made
         self._rooms: list[Tensor] = []
 
@@ -83,7 +83,8 @@ class WeightSender:
         sender = cls.__new__(cls)
         sender.bucket_bytes, sender.timeout = bucket_bytes, timeout
         sender.device = device_for("gloo", device)
-        sender._store, sender._rooms, sender._group = None, [], Group(process_group, sender.device)
+        sender._store, sender._rooms = None, []
+        sender._group = ProcessGroup(process_group, sender.device)
         return sender
 
     def connect(self, *, timeout: float | None = None) -> None:
@@ -104,9 +105,11 @@ class WeightSender:
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         buckets = wire.cut(wire.sendable(weights), self.bucket_bytes)
-        plan = wire.Plan(version, tuple(tuple(piece for piece, _ in bucket) for bucket in buckets))
+        description = wire.Description(
+            version, tuple(tuple(info for info, _ in bucket) for bucket in buckets)
+        )
         try:
-            accepted = self._describe(plan, deadline)
+            accepted = self._describe(description, deadline)
             if accepted:
                 self._send(self._connect(deadline), buckets, deadline)
         except BaseException:
@@ -129,13 +132,15 @@ class WeightSender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _describe(self, plan: wire.Plan, deadline: Deadline) -> bool:
+    def _describe(self, description: wire.Description, deadline: Deadline) -> bool:
         """Whether every engine accepts what will come. Those that ended the group since the last
         update join again.
         """
         kept = self._store is not None and self._group is not None
         what = "the description of the weights"
-        content = torch.frombuffer(bytearray(wire.encode(plan)), dtype=torch.uint8).to(self.device)
+        content = torch.frombuffer(bytearray(wire.encode(description)), dtype=torch.uint8).to(
+            self.device
+        )
         length = torch.tensor([len(content)], dtype=torch.int64, device=self.device)
         group = self._connect(deadline)
         try:
@@ -146,22 +151,29 @@ class WeightSender:
             if not kept or not deadline.left():
                 raise
             self._drop()
-            return self._describe(plan, deadline)
+            return self._describe(description, deadline)
 
-    def _send(self, group: Group, buckets: list[list[wire.Sendable]], deadline: Deadline) -> None:
+    def _send(
+        self, group: ProcessGroup, buckets: list[list[wire.Sendable]], deadline: Deadline
+    ) -> None:
         """Some runs travel while the next is laid out."""
-        under_way: deque[tuple[list[Any], str]] = deque()
-        sent = 0
-        for number, bucket in enumerate(buckets, start=1):
-            what = f"bucket {number} of {len(buckets)}, from {bucket[0][0].name!r} on,"
-            for start, stop in wire.runs(wire.num_bytes(piece for piece, _ in bucket)):
-                if len(under_way) == UNDER_WAY:
-                    group.wait(*under_way.popleft(), deadline)
-                run = wire.laid_out(bucket, start, stop, self._room(sent))
-                under_way.append(([group.begin_broadcast(run, deadline, what)], what))
-                sent += 1
-        while under_way:
-            group.wait(*under_way.popleft(), deadline)
+
+        def laid_out() -> Iterator[tuple[Tensor, str]]:
+            sent = 0
+            for number, bucket in enumerate(buckets, start=1):
+                what = f"bucket {number} of {len(buckets)}, from {bucket[0][0].name!r} on,"
+                for start, stop in wire.runs(wire.num_bytes(info for info, _ in bucket)):
+                    yield wire.laid_out(bucket, start, stop, self._room(sent)), what
+                    sent += 1
+
+        def begin(run: tuple[Tensor, str]) -> tuple[list[Any], str]:
+            return [group.begin_broadcast(run[0], deadline, run[1])], run[1]
+
+        def finish(begun: tuple[list[Any], str]) -> None:
+            group.wait(*begun, deadline)
+
+        for _ in overlapped(laid_out(), begin, finish, UNDER_WAY):
+            pass
         group.agree(True, deadline, "the engines' confirmation")
 
     def _room(self, sent: int) -> Tensor:
@@ -170,7 +182,7 @@ class WeightSender:
             self._rooms.append(torch.empty(wire.RUN_BYTES, dtype=torch.uint8, device=self.device))
         return self._rooms[sent % UNDER_WAY]
 
-    def _connect(self, deadline: Deadline) -> Group:
+    def _connect(self, deadline: Deadline) -> ProcessGroup:
         if self._group is None:
             if self._store is None:
                 raise WeightUpdateError(
@@ -180,10 +192,9 @@ class WeightSender:
             self._groups += 1
             open_room(self._store, self.num_receivers, room, deadline)
             world_size = self.num_receivers + 1
-            made = join_group(
+            self._group = join_group(
                 self._store, room, 0, world_size, self.backend, self.device, self._host, deadline
             )
-            self._group = Group(made, self.device)
         return self._group
 
     def _drop(self) -> None:

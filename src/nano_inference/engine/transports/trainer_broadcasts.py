@@ -1,27 +1,153 @@
-"""Tensors that a trainer broadcasts by itself, in an order that it told by other means: one each,
-or packed.
+"""Broadcasts of a trainer that made the `torch.distributed` group itself: it is rank 0, and serves
+the store that all meet at. Its tensors come in an order that it told by other means: one each, or
+packed.
+
+Two ways of making such a group are known. An ordinary one is the first `init_process_group` of the
+trainer's process. A named one stands beside it, as trainers of the SGLang kind make it: by a
+rendezvous of its own, whose store gets the group's name as prefix, and torch's
+`_new_process_group_helper(..., group_name=name)`, which puts the name and the device in front once
+more (so in torch 2.13, and in the sources of older ones).
 """
 
 import secrets
-from collections import deque
+import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
+from nano_inference.engine.transports.broadcast import BroadcastReceiver, check_ranks
+from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes, overlapped
+from nano_inference.engine.transports.rendezvous import (
+    Address,
+    check_backend,
+    default_room,
+    device_for,
+    device_room,
+    join_group,
+    join_store,
+    url_of,
+    when_served,
+)
 from nano_inference.engine.transports.reuse import ReusedMemory
-from nano_inference.engine.transports.trainer_group import TrainerGroup
-from nano_inference.engine.transports.wire import ALIGNMENT, Piece
-from nano_inference.engine.weight_update import BUCKET_BYTES, in_groups
+from nano_inference.engine.transports.wire import ALIGNMENT, TensorInfo, tensor_of
+from nano_inference.engine.weights.sources import BUCKET_BYTES, in_groups
 from nano_inference.errors import WeightUpdateError
+from nano_inference.parallel.deadline import before
+from nano_inference.parallel.process_group import ProcessGroup
 
+GRACE = 0.5  # seconds that the backend has to say itself which rank did not come
 CANARY = 8  # bytes
-SLACK = 2**30  # bytes; of addresses, not of memory, until somebody writes there
-Run = Sequence[Piece]  # what travels by one broadcast, one behind the other without gaps
+SLACK = 2**30  # bytes; of addresses, not of memory, until a rank writes there
+Run = Sequence[TensorInfo]  # what travels by one broadcast, one behind the other without gaps
+
+
+class TrainerGroup:
+    """A group that a trainer made by itself, and that was joined by `join_trainer`.
+
+    Attributes:
+        group: for collectives.
+    """
+
+    def __init__(self, group: ProcessGroup, watch: socket.socket) -> None:
+        self.group, self._watch = group, watch
+
+    def trainer_lives(self) -> bool:
+        """Whether the process that serves the store is there; one that was stopped is."""
+        return _is_open(self._watch)
+
+    def stream(self, memory: ReusedMemory) -> BroadcastReceiver:
+        """What takes the updates of a `WeightSender.over` this group."""
+        return BroadcastReceiver.over(self.group, memory)
+
+    def close(self) -> None:
+        """Leave. What is under way fails on every side."""
+        self.group.close()
+        self._watch.close()
+
+
+def join_trainer(
+    address: Address,
+    rank: int,
+    world_size: int,
+    deadline: Deadline,
+    *,
+    backend: str = "gloo",
+    device: torch.device | None = None,
+    name: str | None = None,
+) -> TrainerGroup:
+    """Meet the trainer at its store.
+
+    Args:
+        address: host and port of the store.
+        rank: of this engine, from 1 on.
+        world_size: the trainer and all engines.
+        deadline: by which all of them must be there.
+        backend: "gloo" or "nccl".
+        device: where what is received must lie; None: the CPU with gloo, the current CUDA device
+            with NCCL.
+        name: of a named group; None: an ordinary one.
+
+    Raises `WeightUpdateError`; `WeightTransferError` if they are not there in time.
+    """
+    check_ranks(rank, world_size)
+    check_backend(backend)
+    device = device_for(backend, device)
+    store = join_store(address, world_size, deadline)
+    watch = _watch(address, deadline)
+
+    def alive() -> None:
+        if not _is_open(watch):
+            raise RuntimeError("its store has closed the connection")
+
+    try:
+        room = default_room(backend) if name is None else f"{name}/{device_room(name, backend)}"
+        host = watch.getsockname()[0]
+        where = store, room, rank, world_size, backend, device, host, deadline
+        # a store whose process was stopped keeps the thread that asks it, whatever its deadline
+        group = before(deadline, lambda: join_group(*where, alive), url_of(address), grace=GRACE)
+    except BaseException:
+        watch.close()
+        raise
+
+    return TrainerGroup(group, watch)
+
+
+def _watch(address: Address, deadline: Deadline) -> socket.socket:
+    """A connection to the store that nothing is ever sent over: it ends with the trainer's process.
+
+    Its own end has the address of this machine that the trainer reaches. To ask the store something
+    instead would wait for a trainer that is stopped, without a limit.
+    """
+
+    def connect() -> socket.socket:
+        connection = socket.create_connection(address, timeout=deadline.at_most())
+        connection.setblocking(False)
+        _keep_alive(connection)
+        return connection
+
+    return when_served(address, deadline, connect)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the system ask now and then whether the other machine is still there: one that is cut off
+    says no goodbye.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _is_open(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:  # reset, or closed here
+        return False
 
 
 class TrainerBroadcasts:
@@ -33,7 +159,7 @@ class TrainerBroadcasts:
 
     Args:
         joined: the trainer's group.
-        pieces: the tensors, in the trainer's order.
+        infos: the tensors, in the trainer's order.
         packed_bytes: they come as flat runs, of tensors up to the one with which a run is longer
             than this; None: each alone.
         memory: for what arrives, on a CPU.
@@ -42,14 +168,14 @@ class TrainerBroadcasts:
     def __init__(
         self,
         joined: TrainerGroup,
-        pieces: Sequence[Piece],
+        infos: Sequence[TensorInfo],
         *,
         packed_bytes: int | None,
         memory: ReusedMemory,
     ) -> None:
         self._joined, self._memory = joined, memory
         self._runs = (
-            [[piece] for piece in pieces] if packed_bytes is None else packed(pieces, packed_bytes)
+            [[info] for info in infos] if packed_bytes is None else packed(infos, packed_bytes)
         )
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
@@ -58,7 +184,7 @@ class TrainerBroadcasts:
         return Incoming(None, self._buckets(deadline, slack))
 
     def close(self) -> None:
-        """Leave the group: what the trainer has sent and nobody took would be taken for what it
+        """Leave the group: bytes that were sent and not taken would be taken for those that it
         sends next.
         """
         self._joined.close()
@@ -67,18 +193,16 @@ class TrainerBroadcasts:
         """Whether what this rank has received goes to no other one: gloo would pass the whole room
         on.
         """
-        rank, world_size, group = self._joined.rank, self._joined.world_size, self._joined.group
-        return group.device.type == "cpu" and (rank % 2 == 1 or rank + 1 == world_size)
+        group = self._joined.group
+        return group.device.type == "cpu" and (group.rank % 2 == 1 or group.rank + 1 == group.size)
 
     def _buckets(self, deadline: Deadline, slack: int) -> Iterator[dict[str, Tensor]]:
         """One bucket travels while the one before it is handed on."""
-        under_way: deque[_Bucket] = deque()
-        for runs in in_groups(self._runs, lambda run: sum(map(_size, run)), BUCKET_BYTES):
-            under_way.append(self._begin(runs, deadline, slack))
-            if len(under_way) == 2:
-                yield self._arrived(under_way.popleft(), deadline)
-        while under_way:
-            yield self._arrived(under_way.popleft(), deadline)
+        return overlapped(
+            in_groups(self._runs, lambda run: sum(map(_size, run)), BUCKET_BYTES),
+            lambda runs: self._begin(runs, deadline, slack),
+            lambda begun: self._arrived(begun, deadline),
+        )
 
     def _begin(self, runs: Sequence[Run], deadline: Deadline, slack: int) -> "_Bucket":
         starts, size = _laid_out(runs)
@@ -110,8 +234,7 @@ class TrainerBroadcasts:
         return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
+class _Bucket(NamedTuple):
     """Runs under way, and where in `flat` each one goes."""
 
     runs: Sequence[Run]
@@ -121,18 +244,18 @@ class _Bucket:
     works: list[Any]
 
 
-def packed(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
-    """Pieces in runs; a run ends with the piece that makes it longer than `max_bytes`, as vLLM
+def packed(infos: Sequence[TensorInfo], max_bytes: int) -> list[list[TensorInfo]]:
+    """Tensors in runs; a run ends with the tensor that makes it longer than `max_bytes`, as vLLM
     packs them.
     """
-    runs: list[list[Piece]] = [[]]
+    runs: list[list[TensorInfo]] = [[]]
     size = 0
-    for piece in pieces:
+    for info in infos:
         if size > max_bytes:
             runs.append([])
             size = 0
-        runs[-1].append(piece)
-        size += _size(piece)
+        runs[-1].append(info)
+        size += _size(info)
     return runs
 
 
@@ -168,12 +291,9 @@ def _require_size(flat: Tensor, start: int, stop: int, mark: Tensor, what: str) 
 def _unpacked(run: Run, flat: Tensor) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     at = 0
-    for piece in run:
-        part = flat[at : at + _size(piece)]
-        if part.storage_offset() % piece.dtype.itemsize:  # behind one of a smaller type
-            part = part.clone()
-        tensors[piece.name] = part.view(piece.dtype).view(piece.shape)
-        at += _size(piece)
+    for info in run:
+        tensors[info.name] = tensor_of(info, flat[at : at + _size(info)])
+        at += _size(info)
     return tensors
 
 
@@ -185,5 +305,5 @@ def _named(run: Run) -> str:
     )
 
 
-def _size(piece: Piece) -> int:
-    return piece.dtype.itemsize * prod(piece.shape)
+def _size(info: TensorInfo) -> int:
+    return info.dtype.itemsize * prod(info.shape)

@@ -1,7 +1,7 @@
 """What goes ahead of the bytes: a description of every bucket in JSON, checked against the model
 before it is used.
 
-A bucket is one flat run of bytes. Its pieces lie one after the other, each from a multiple of 16
+A bucket is one flat run of bytes. Its tensors lie one after the other, each from a multiple of 16
 on: whole tensors row by row; of a patch the int64 indices, then the values.
 """
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Shapes
-from nano_inference.engine.weight_update import BUCKET_BYTES, WeightPatch, in_groups, version_of
+from nano_inference.engine.weights.sources import BUCKET_BYTES, in_groups
+from nano_inference.engine.weights.update import WeightPatch, version_of
 from nano_inference.errors import WeightUpdateError
 from nano_inference.options import is_whole
 
@@ -29,7 +30,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorInfo:
     """A tensor of a bucket, or with `count` a patch of so many numbers."""
 
     name: str
@@ -45,14 +46,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Description:
     """An update as it will travel."""
 
     version: int | None
-    buckets: tuple[tuple[Piece, ...], ...]
+    buckets: tuple[tuple[TensorInfo, ...], ...]
 
 
-Sendable = tuple[Piece, list[Tensor]]  # a piece and its tensors
+Sendable = tuple[TensorInfo, list[Tensor]]  # what describes it, and its tensors
 
 
 def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Sendable]:
@@ -62,16 +63,16 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
         for name, tensor in cast(Mapping[str, Tensor], weights).items():
             found.append(
                 (
-                    Piece(name, _known(name, tensor.dtype), tuple(tensor.shape)),
+                    TensorInfo(name, _known(name, tensor.dtype), tuple(tensor.shape)),
                     [tensor.detach().contiguous()],
                 )
             )
     else:
         for name, indices, values in weights:
-            piece = Piece(name, _known(name, values.dtype), (), len(indices))
+            info = TensorInfo(name, _known(name, values.dtype), (), len(indices))
             found.append(
                 (
-                    piece,
+                    info,
                     [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()],
                 )
             )
@@ -82,21 +83,23 @@ def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Send
     return found
 
 
-def cut(pieces: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Sendable]]:
-    """Pieces in buckets of at most `max_bytes`; a larger one goes alone."""
-    return list(in_groups(pieces, lambda sent: num_bytes([sent[0]]), max_bytes))
+def cut(sent: list[Sendable], max_bytes: int = BUCKET_BYTES) -> list[list[Sendable]]:
+    """Tensors and patches in buckets of at most `max_bytes`; a larger one goes alone."""
+    return list(in_groups(sent, lambda each: num_bytes([each[0]]), max_bytes))
 
 
-def encode(plan: Plan) -> bytes:
-    """The plan as JSON."""
+def encode(description: Description) -> bytes:
+    """The description as JSON."""
     buckets = [
         [[each.name, DTYPE_NAMES[each.dtype], each.shape, each.count] for each in bucket]
-        for bucket in plan.buckets
+        for bucket in description.buckets
     ]
-    return json.dumps({"format": FORMAT, "version": plan.version, "buckets": buckets}).encode()
+    return json.dumps(
+        {"format": FORMAT, "version": description.version, "buckets": buckets}
+    ).encode()
 
 
-LEAST_BYTES = len(encode(Plan(None, ())))
+LEAST_BYTES = len(encode(Description(None, ())))
 
 
 def most_bytes(shapes: Shapes) -> int:
@@ -104,8 +107,8 @@ def most_bytes(shapes: Shapes) -> int:
     return 4096 + sum(256 + 4 * len(name) for name in shapes)
 
 
-def decode(content: bytes, shapes: Shapes) -> Plan:
-    """A plan from its JSON, with every name, shape, type and size checked. Raises
+def decode(content: bytes, shapes: Shapes) -> Description:
+    """A description from its JSON, with every name, shape, type and size checked. Raises
     `WeightUpdateError`.
     """
     try:
@@ -124,21 +127,21 @@ def decode(content: bytes, shapes: Shapes) -> Plan:
             f"the trainer's description of its weights cannot be read: {problem!r}"
         ) from problem
     seen: set[str] = set()
-    plan = Plan(
+    description = Description(
         version, tuple(tuple(_checked(each, shapes, seen) for each in bucket) for bucket in buckets)
     )
     if not seen:
         raise WeightUpdateError("the trainer sent an update of no tensors.")
-    if any(len({piece.count is None for piece in bucket}) != 1 for bucket in plan.buckets):
+    if any(len({info.count is None for info in bucket}) != 1 for bucket in description.buckets):
         raise WeightUpdateError(
             "the trainer sent a bucket that is empty, or of both tensors and patches."
         )
-    return plan
+    return description
 
 
-def pieces(
+def described(
     told: Iterable[tuple[str, str, Sequence[int]]], shapes: Shapes, seen: set[str]
-) -> list[Piece]:
+) -> list[TensorInfo]:
     """Whole tensors that a trainer describes by (name, dtype, shape), checked against the model.
 
     `seen` has the names that came before in this update, and gets theirs. Raises
@@ -147,9 +150,9 @@ def pieces(
     return [_checked((name, dtype, list(shape), None), shapes, seen) for name, dtype, shape in told]
 
 
-def num_bytes(bucket: Iterable[Piece]) -> int:
+def num_bytes(bucket: Iterable[TensorInfo]) -> int:
     """Length of a bucket."""
-    return sum(_aligned(size) for piece in bucket for size in piece.sizes())
+    return sum(_aligned(size) for info in bucket for size in info.sizes())
 
 
 def runs(size: int) -> Iterator[tuple[int, int]]:
@@ -180,26 +183,35 @@ def laid_out(bucket: list[Sendable], start: int, stop: int, room: Tensor) -> Ten
     return flat
 
 
-def unpack(bucket: Iterable[Piece], flat: Tensor) -> dict[str, Tensor] | list[WeightPatch]:
+def unpack(bucket: Iterable[TensorInfo], flat: Tensor) -> dict[str, Tensor] | list[WeightPatch]:
     """The tensors of a bucket: views of `flat`. Patches come alone: no bucket has both."""
     tensors: dict[str, Tensor] = {}
     patches: list[WeightPatch] = []
     start = 0
-    for piece in bucket:
+    for info in bucket:
         views: list[Tensor] = []
-        for size in piece.sizes():
+        for size in info.sizes():
             views.append(flat[start : start + size])
             start += _aligned(size)
-        if piece.count is None:
-            tensors[piece.name] = views[0].view(piece.dtype).view(piece.shape)
+        if info.count is None:
+            tensors[info.name] = views[0].view(info.dtype).view(info.shape)
         else:
             patches.append(
-                WeightPatch(piece.name, views[0].view(torch.int64), views[1].view(piece.dtype))
+                WeightPatch(info.name, views[0].view(torch.int64), views[1].view(info.dtype))
             )
     return tensors or patches
 
 
-def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -> Piece:
+def tensor_of(info: TensorInfo, content: Tensor) -> Tensor:
+    """The tensor whose bytes these are, uint8: a view, or a copy where they do not begin at a
+    multiple of its type's size.
+    """
+    if content.data_ptr() % info.dtype.itemsize:
+        content = content.clone()
+    return content.view(info.dtype).view(info.shape)
+
+
+def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) -> TensorInfo:
     name, dtype, shape, count = told
     known = shapes.get(name)
     if known is None:
@@ -219,7 +231,7 @@ def _checked(told: tuple[str, Any, Any, Any], shapes: Shapes, seen: set[str]) ->
             f"the patch of {name!r} has {count!r} numbers, of {torch.Size(known).numel()} there "
             "are."
         )
-    return Piece(name, DTYPES[dtype], known, count)
+    return TensorInfo(name, DTYPES[dtype], known, count)
 
 
 def _known(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,6 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView, Norm, Ops, call
 from nano_inference.ops.cpu import head, library
-from nano_inference.ops.cpu.head_parts import head_parts
 from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.partial import partial_attention
@@ -35,7 +34,7 @@ class CpuOps:
         self.moe = CpuMoe(self.kernels, num_threads)
         self.arena = Arena()
         self.partial = partial_attention(self.kernels, num_threads)
-        self.head_parts = head_parts(self.kernels, num_threads)
+        self.head_parts = head.head_parts(self.kernels, num_threads)
 
     def embed(
         self,
@@ -101,7 +100,7 @@ class CpuOps:
             dtype=storage.keys.dtype,
             storage=storage,
             positions=positions,
-            slots=slot_mapping,
+            slot_mapping=slot_mapping,
         )[0]
         return q.view(len(q), num_heads, -1)
 

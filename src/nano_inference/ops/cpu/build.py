@@ -7,6 +7,7 @@ does not have the bytes that its manifest tells of is built anew: a library that
 end the process that loads it.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,12 +17,13 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nano_inference.cache_folder import cache_folder
 from nano_inference.errors import ConfigError
-from nano_inference.ops.cpu import stored
 
 logger = logging.getLogger("nano_inference")
 
@@ -99,9 +101,9 @@ def build(
     try:
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
-        if not stored.is_whole(folder / LIBRARY):
-            with stored.alone(root):
-                if not stored.is_whole(folder / LIBRARY):
+        if not is_whole(folder / LIBRARY):
+            with alone(root):
+                if not is_whole(folder / LIBRARY):
                     _build_once(folder, compiler, flags, name)
         _require_own(folder)
     except OSError as problem:
@@ -123,7 +125,7 @@ def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
 
 def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
     start = time.perf_counter()
-    stored.clean(folder.parent, tuple(f".{each}-" for each in INSTRUCTION_SETS))
+    clean(folder.parent, tuple(f".{each}-" for each in INSTRUCTION_SETS))
     if folder.exists():
         logger.warning("The CPU kernels in %s are damaged.", folder)
     logger.warning("Building the CPU kernels (%s) with %s, once; it takes seconds.", name, compiler)
@@ -142,10 +144,10 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
         for target in objects:
             target.unlink()
         try:
-            stored.put(unfinished, LIBRARY, folder)
+            put(unfinished, LIBRARY, folder)
         except OSError:
             # else another process was first, where there are no locks
-            if not stored.is_whole(folder / LIBRARY):
+            if not is_whole(folder / LIBRARY):
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -192,7 +194,7 @@ def _key(version: str, flags: tuple[str, ...]) -> str:
 
 def _require_own(folder: Path) -> None:
     """Code is loaded from there: nobody else may be able to write it."""
-    for path in (folder.parent, folder, folder / LIBRARY, folder / stored.MANIFEST):
+    for path in (folder.parent, folder, folder / LIBRARY, folder / MANIFEST):
         found = path.stat()
         if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise KernelsUnavailable(
@@ -210,3 +212,95 @@ def _processor_flags() -> frozenset[str]:
     return frozenset(
         next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split()
     )
+
+
+LOCK = "build.lock"
+MANIFEST = "sha256"
+# seconds that a process waits for another that builds: more than any build may take
+PATIENCE = 900.0
+ABANDONED = 3600.0  # seconds after which an unfinished folder is nobody's
+_LOOK_AGAIN = 0.1  # seconds
+
+
+def is_whole(library: Path) -> bool:
+    """Whether the library is there with the bytes that its manifest tells of. It is read, not
+    loaded.
+    """
+    try:
+        return (library.parent / MANIFEST).read_text(encoding="ascii").strip() == _sha256(library)
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return False
+
+
+def put(unfinished: Path, library: str, folder: Path) -> None:
+    """Write the manifest of what stands in `unfinished`, and make that `folder`, in the place of
+    whatever stood there.
+
+    All is on the disk before it has its name: a machine that loses its power has the old folder or
+    the new one.
+    """
+    (unfinished / MANIFEST).write_text(_sha256(unfinished / library) + "\n", encoding="ascii")
+    for path in (unfinished / library, unfinished / MANIFEST, unfinished):
+        _sync(path)
+    if folder.exists():
+        old = unfinished.with_name(f"{unfinished.name}.old")
+        folder.rename(old)  # who has loaded it keeps it
+        unfinished.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        unfinished.rename(folder)
+    _sync(folder.parent)
+
+
+@contextmanager
+def alone(root: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """Be the only process that builds in this folder. The lock ends with its process, however that
+    ends.
+
+    A file system without locks has none: there several may build, each in a folder of its own.
+
+    Raises:
+        TimeoutError: another process has built for longer than `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    with (root / LOCK).open("a", encoding="ascii") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"another process has held {root / LOCK} for more than {patience:g} s; "
+                        "end that process."
+                    ) from None
+                time.sleep(_LOOK_AGAIN)
+                continue
+            except OSError:
+                pass
+            break
+        yield  # closing the file lets go
+
+
+def clean(root: Path, prefixes: tuple[str, ...]) -> None:
+    """Remove what builds that were killed have left: old folders of such names."""
+    for path in root.iterdir():
+        with suppress(OSError):  # another process was first
+            if (
+                path.name.startswith(prefixes)
+                and path.is_dir()
+                and time.time() - path.stat().st_mtime > ABANDONED
+            ):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,104 +1,56 @@
 """The end of a step on the CPU: draws, scores and logits of hidden rows, each one call of the
-kernels in head.cpp.
+kernels in head.cpp; and draws and scores where each rank holds a part of the vocabulary.
 """
 
 import ctypes
-from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+from collections.abc import Generator
 from dataclasses import fields
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nano_inference.ops.backend import HeadParts
+from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import Entries, SamplingBatch
+from nano_inference.sampling.sampling_batch import COLUMNS, SamplingBatch
 
 _MEMORY, _ROW, _ID = 1, 2, 3  # `HeadError` of head.h
+BLOCK = 384  # VOCAB_BLOCK of filters.h
+BEST = 32  # bytes of `Best` of noise.h
+
+HeadInput, DrawBatch = struct("HeadInput"), struct("DrawBatch")
+ScoreBatch, HeadPart = struct("ScoreBatch"), struct("HeadPart")
 
 
-class PackedWeight(Protocol):
-    """A weight [rows, columns] as linear.h lays it out."""
+class Pointer(NamedTuple):
+    """A field of `DrawBatch` that is the address of a tensor of a `SamplingBatch`."""
 
-    rows: int
-    columns: int
+    entries: str | None  # the structure in it, for `Entries`
+    name: str
     dtype: torch.dtype
 
-    def data_ptr(self) -> int:
-        """Where its panels lie."""
-        ...
+
+def _pointers() -> list[Pointer]:
+    found: list[Pointer] = []
+    for name, column in COLUMNS.items():
+        if column.sizes == ("E",):
+            dtypes = {"rows": torch.int64, "ids": torch.int64, "values": column.dtype}
+            found += [Pointer(name, part, dtype) for part, dtype in dtypes.items()]
+        elif not column.on_host:
+            found.append(Pointer(None, name, column.dtype))
+    return found
 
 
-class HeadInput(Structure):
-    """`HeadInput` of head.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("hidden", "weight", "logits")),
-        *(
-            (name, c_int64)
-            for name in ("hidden_stride", "logits_stride", "num_rows", "vocab", "columns")
-        ),
-        *((name, c_int64) for name in ("element_size", "num_threads")),
-        ("divisor", c_float),
-        ("first", c_int64),
-        ("whole", c_int64),
-    )
-
-
-class DrawBatch(Structure):
-    """`DrawBatch` of head.h, its entries flattened."""
-
-    _fields_ = (
-        ("num_samples", c_int64),
-        *((name, c_void_p) for name in ("rows", "temperature", "top_k", "top_p", "min_p")),
-        *((name, c_void_p) for name in ("presence", "frequency", "repetition", "noise_keys")),
-        *(
-            field
-            for kind in ("bias", "allowed", "banned", "counts")
-            for field in (
-                *((f"{kind}_{part}", c_void_p) for part in ("rows", "ids", "values")),
-                (f"{kind}_count", c_int64),
-            )
-        ),
-        ("restricted", c_void_p),
-        ("wants_raw", c_int64),
-        ("num_top", c_int64),
-        *((name, c_void_p) for name in ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass")),
-        *((name, c_void_p) for name in ("kept", "top_ids", "top_logprobs")),
-    )
-
-
-class ScoreBatch(Structure):
-    """`ScoreBatch` of head.h."""
-
-    _fields_ = (
-        ("num_samples", c_int64),
-        ("rows", c_void_p),
-        ("token_ids", c_void_p),
-        ("temperatures", c_void_p),
-        ("logprobs", c_void_p),
-    )
-
-
-class HeadPart(Structure):
-    """`HeadPart` of head.h."""
-
-    _fields_ = (
-        ("maxima", c_void_p),
-        ("sums", c_void_p),
-        ("best", c_void_p),
-        ("num_views", c_int64),
-    )
-
-
-def declare(kernels: ctypes.CDLL) -> None:
-    """Say what the functions take and give."""
-    for name, second in (("draw", c_void_p), ("score", c_void_p), ("logits", c_void_p)):
-        function = getattr(kernels, f"nano_{name}")
-        function.argtypes, function.restype = [c_void_p, second], c_int
-    for name in ("draw", "score"):
-        for step, arguments in (("part", [c_void_p] * 3), ("whole", [c_void_p] * 3 + [c_int64])):
-            function = getattr(kernels, f"nano_{name}_{step}")
-            function.argtypes, function.restype = arguments, c_int
+_POINTERS = _pointers()
+_ENTRIES = tuple(dict.fromkeys(each.entries for each in _POINTERS if each.entries))
+_tensors_of = attrgetter(
+    *(f"{each.entries}.{each.name}" if each.entries else each.name for each in _POINTERS)
+)
+_RESULTS = tuple(each.name for each in fields(Draw))
 
 
 def draw(
@@ -112,7 +64,7 @@ def draw(
     """Draw one token for each sample, without storing the logits.
 
     Args:
-        kernels: the library, after `declare`.
+        kernels: the library, as `library.load` gives it.
         hidden: [L, H] rows after the last norm, of the weight's dtype.
         weight: [V, H].
         divisor: of the products.
@@ -133,7 +85,7 @@ def draw_logits(kernels: Any, logits: Tensor, batch: SamplingBatch, num_threads:
     return _draw(kernels, given, batch)
 
 
-def _given(logits: Tensor, num_threads: int) -> tuple[HeadInput, Tensor]:
+def _given(logits: Tensor, num_threads: int) -> tuple[Any, Tensor]:
     """The input that says so, and the tensor that it points to."""
     if logits.dtype != torch.float32 or logits.dim() != 2:
         raise ValueError(f"logits must be float32 [L, V], not {logits.dtype} {list(logits.shape)}.")
@@ -202,7 +154,7 @@ def logits(
     return out
 
 
-def products(hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int) -> HeadInput:
+def products(hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int) -> Any:
     """The input of calls that multiply. Raises ValueError for rows that do not fit."""
     if (
         hidden.dtype != weight.dtype
@@ -228,72 +180,74 @@ def products(hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: 
     )
 
 
-def _draw(kernels: Any, given: HeadInput, batch: SamplingBatch) -> Draw:
-    request = Request(batch, given.vocab)
-    check(kernels.nano_draw(ctypes.addressof(given), request.address), given)
-    return request.draw
+def _draw(kernels: Any, given: Any, batch: SamplingBatch) -> Draw:
+    try:
+        call = _idle.pop()
+    except IndexError:  # others draw meanwhile, or none has yet
+        call = DrawCall()
+    drawn = call.bind(batch, given.vocab)
+    check(kernels.nano_draw(ctypes.addressof(given), call.address), given)
+    _idle.append(call)
+    return drawn
 
 
 class Targets:
     """A `ScoreBatch` with the memory that it points to, and the logprobs that it fills."""
 
     def __init__(self, token_ids: Tensor, temperatures: Tensor) -> None:
+        rows, self.logprobs = torch.arange(len(token_ids)), torch.empty(len(token_ids))
         token_ids, temperatures = (
             _plain(token_ids, torch.int64),
             _plain(temperatures, torch.float64),
         )
-        rows, self.logprobs = torch.arange(len(token_ids)), torch.empty(len(token_ids))
-        self._alive = token_ids, temperatures, rows
-        pointers = (tensor.data_ptr() for tensor in (rows, token_ids, temperatures, self.logprobs))
+        self._alive = rows, token_ids, temperatures
+        pointers = (tensor.data_ptr() for tensor in (*self._alive, self.logprobs))
         self._struct = ScoreBatch(len(token_ids), *pointers)
         self.address = ctypes.addressof(self._struct)
 
 
-class Request:
-    """A `DrawBatch` with the memory that it points to, and the `Draw` that it fills."""
+class DrawCall:
+    """A `DrawBatch` with the tensors that it points to. It is used again: of a batch only those
+    tensors are looked at that the batch before did not have.
+    """
 
-    def __init__(self, batch: SamplingBatch, vocab: int) -> None:
-        parts = [
-            _plain(batch.rows, torch.int64),
-            _plain(batch.temperature, torch.float64),
-            _plain(batch.top_k, torch.int64),
-            _plain(batch.top_p, torch.float32),
-            _plain(batch.min_p, torch.float32),
-            _plain(batch.presence, torch.float32),
-            _plain(batch.frequency, torch.float32),
-            _plain(batch.repetition, torch.float32),
-            _plain(batch.noise_keys, torch.int64),
-        ]
-        entries = [
-            _plain_entries(each) for each in (batch.bias, batch.allowed, batch.banned, batch.counts)
-        ]
-        restricted = _plain(batch.restricted, torch.bool)
-        self._alive = parts, entries, restricted
-        self.draw = _empty_draw(batch, vocab)
-        self._struct = DrawBatch(
-            len(batch),
-            *(part.data_ptr() for part in parts),
-            *(
-                field
-                for each in entries
-                for field in (*(part.data_ptr() for part in each), len(each.ids))
-            ),
-            restricted.data_ptr(),
-            batch.any_raw,
-            self.draw.top_ids.shape[1],
-            *(
-                None if tensor is None else tensor.data_ptr()
-                for tensor in (getattr(self.draw, field.name) for field in fields(Draw))
-            ),
-        )
+    def __init__(self) -> None:
+        self._struct = DrawBatch()
         self.address = ctypes.addressof(self._struct)
+        self._places = [
+            getattr(self._struct, each.entries) if each.entries else self._struct
+            for each in _POINTERS
+        ]
+        self._tensors: list[Any] = [None] * len(_POINTERS)
+
+    def bind(self, batch: SamplingBatch, vocab: int) -> Draw:
+        """Point to the tensors of a batch, and to those of the result, which the call fills."""
+        held = self._tensors
+        for i, tensor in enumerate(_tensors_of(batch)):
+            if tensor is not held[i]:
+                held[i] = _plain(tensor, _POINTERS[i].dtype)
+                setattr(self._places[i], _POINTERS[i].name, held[i].data_ptr())
+        own = self._struct
+        for name in _ENTRIES:
+            getattr(own, name).count = len(getattr(batch, name).ids)
+        own.num_samples, own.wants_raw = len(batch.rows), batch.any_raw
+        own.num_masks, own.mask_width = batch.mask_words.shape
+        drawn = _empty_draw(batch, vocab)
+        own.num_top = drawn.top_ids.shape[1]
+        for name in _RESULTS:
+            tensor = getattr(drawn, name)
+            setattr(own, name, None if tensor is None else tensor.data_ptr())
+        return drawn
+
+
+_idle: list[DrawCall] = []  # those that no thread uses
 
 
 def _empty_draw(batch: SamplingBatch, vocab: int) -> Draw:
     num, num_top = len(batch), min(batch.most_top, vocab)
     logprobs, raw_logprobs, mass = torch.empty((3, num)).unbind()
     kept = (
-        torch.empty((num, vocab), dtype=torch.bool) if batch.any_mask and batch.any_filter else None
+        torch.empty((num, vocab), dtype=torch.bool) if batch.any_kept and batch.any_filter else None
     )
     top_ids = torch.empty((num, num_top), dtype=torch.int64)
     return Draw(
@@ -314,14 +268,7 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def _plain_entries(entries: Entries) -> Entries:
-    rows, ids, values = entries
-    return Entries(
-        _plain(rows, torch.int64), _plain(ids, torch.int64), _plain(values, torch.float32)
-    )
-
-
-def check(error: int, given: HeadInput) -> None:
+def check(error: int, given: Any) -> None:
     """Raise what a `HeadError` means."""
     if error == _MEMORY:
         raise MemoryError("there is not enough memory for the logits of this step.")
@@ -331,3 +278,73 @@ def check(error: int, given: HeadInput) -> None:
         )
     if error == _ID:
         raise IndexError(f"a token id is not below the vocabulary's {given.whole or given.vocab}.")
+
+
+def head_parts(kernels: Any, num_threads: int) -> HeadParts:
+    """The two generators, by these kernels."""
+
+    def sample(
+        hidden: Tensor, weight: PackedWeight, divisor: float, batch: SamplingBatch, part: VocabPart
+    ) -> Generator[Tensor, list[Tensor], Draw]:
+        call = DrawCall()
+        drawn = call.bind(batch, part.vocab_size)
+        given = _part_of(products(hidden, as_packed(weight), divisor, num_threads), part)
+        calls = kernels.nano_draw_part, kernels.nano_draw_whole
+        yield from _exchange(calls, given, call.address, len(batch), part)
+        return drawn
+
+    def score(
+        hidden: Tensor,
+        weight: PackedWeight,
+        divisor: float,
+        token_ids: Tensor,
+        temperatures: Tensor,
+        part: VocabPart,
+    ) -> Generator[Tensor, list[Tensor], Tensor]:
+        targets = Targets(token_ids, temperatures)
+        given = _part_of(products(hidden, as_packed(weight), divisor, num_threads), part)
+        calls = kernels.nano_score_part, kernels.nano_score_whole
+        yield from _exchange(calls, given, targets.address, len(token_ids), part)
+        return targets.logprobs
+
+    return HeadParts(BLOCK, sample, score)
+
+
+def _part_of(given: Any, part: VocabPart) -> Any:
+    if given.vocab != part.size:
+        raise ValueError(
+            f"the weight has {given.vocab} rows; rank {part.rank} holds {part.size} tokens."
+        )
+    given.first, given.whole = part.first, part.vocab_size
+    return given
+
+
+def _exchange(
+    calls: tuple[Any, Any], given: Any, request: int, num: int, part: VocabPart
+) -> Generator[Tensor, list[Tensor], None]:
+    """Both calls, and between them the yield of what this rank has found: bytes, as many on every
+    rank.
+    """
+    if num == 0:
+        return
+    counts = part.num_blocks(BLOCK)
+    own, most = counts[part.rank], max(counts)
+    statistics, best = torch.empty((2, 3 * num * own)), torch.empty((num, BEST), dtype=torch.uint8)
+    found = HeadPart(statistics[0].data_ptr(), statistics[1].data_ptr(), best.data_ptr(), 0)
+    check(calls[0](ctypes.addressof(given), request, ctypes.addressof(found)), given)
+    views = found.num_views
+    message = torch.zeros((2, views, most))
+    message[:, :, :own] = statistics[:, : views * own].view(2, views, own)
+    gathered = yield torch.cat([message.view(-1).view(torch.uint8), best.view(-1)])
+    size = message.numel() * message.element_size()
+    every = [each[:size].view(torch.float32).view(2, views, most) for each in gathered]
+    whole = torch.cat(
+        [each[:, :, :count] for each, count in zip(every, counts, strict=True)], dim=2
+    ).contiguous()
+    bests = torch.cat([each[size:] for each in gathered])
+    parts = HeadPart(whole[0].data_ptr(), whole[1].data_ptr(), bests.data_ptr(), views)
+    together = HeadInput(num_rows=given.num_rows, vocab=part.vocab_size, num_threads=1)
+    check(
+        calls[1](ctypes.addressof(together), request, ctypes.addressof(parts), len(gathered)),
+        together,
+    )

@@ -1,107 +1,92 @@
-"""The built kernels as a ctypes library: mirrors of its structures, checked when it is loaded."""
+"""The built kernels as a ctypes library; its structures and functions are read from the C++
+sources that declare them.
+
+Only what those sources use is understood: structures of numbers, pointers, arrays of a constant
+length and each other, and functions declared `extern "C"`. A pointer is an address. A structure
+that stands in another as the only one of its type lends it its fields.
+"""
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+import re
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nano_inference.ops.cpu import head, partial
 from nano_inference.ops.cpu.build import KernelsUnavailable, best_instruction_set, build
 from nano_inference.ops.cpu.memory import Arena
 
-
-class NormWeight(Structure):
-    """`NormWeight` of rows.h."""
-
-    _fields_ = (
-        ("data", c_void_p),
-        ("size", c_int64),
-        ("is_float", c_int),
-        ("eps", c_float),
-        ("offset", c_float),
-    )
-
-
-class Segments(Structure):
-    """`Segments` of linear.h."""
-
-    _fields_ = (("count", c_int64), ("bounds", c_int64 * 9))
-
-
-class Op(Structure):
-    """`Op` of program.h."""
-
-    _fields_ = (
-        *(
-            (name, c_int32)
-            for name in ("kind", "finish", "input", "output", "residual", "layer", "plan", "wide")
-        ),
-        ("scale", c_float),
-        ("read_once", c_int32),
-        ("first_column", c_int64),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("norm", NormWeight),
-        ("key_norm", NormWeight),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("segments", Segments),
-        ("first_token", c_int64),
-        ("vocab", c_int64),
-    )
+SOURCES = Path(__file__).parent / "kernels"
+_TYPES: dict[str, Any] = {
+    "void": None,
+    "bool": ctypes.c_bool,
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+_STRUCT = re.compile(r"^struct (\w+) \{(.*?)^\};", re.MULTILINE | re.DOTALL)
+_ENUM = re.compile(r"enum class (\w+) : (\w+)")
+_METHOD = re.compile(r"[^;{}]*\([^;{}]*\) const \{[^{}]*\}")
+_CONSTANT = re.compile(r"static constexpr int (.*?);")
+_DECLARED = re.compile(r"(?:const |struct )*(\w+)(.*)", re.DOTALL)
+_FUNCTION = re.compile(r"(\w+)(\*?) (nano_\w+)\(([^()]*)\)")
 
 
-class Layer(Structure):
-    """`Layer` of program.h."""
-
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("units", c_void_p))
-
-
-class Window(Structure):
-    """`Window` of program.h."""
-
-    _fields_ = (("size", c_int64), ("scale", c_float), ("unused", c_int32))
+@cache
+def _text() -> str:
+    sources = sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")))
+    return re.sub(r"//[^\n]*", "", "\n".join(each.read_text("utf-8") for each in sources))
 
 
-class ProgramSpec(Structure):
-    """`ProgramSpec` of program.h."""
+@cache
+def struct(name: str) -> Any:
+    """A structure of the kernels as a class of `ctypes`."""
+    body = dict(_STRUCT.findall(_text()))[name]
+    constants: dict[str, int] = {}
+    for each in _CONSTANT.findall(body):
+        constants |= {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", each)}
+    found: list[tuple[str, Any]] = []
+    for line in _METHOD.sub("", _CONSTANT.sub("", body)).split(";"):
+        declared = _DECLARED.match(line.strip())
+        for part in declared[2].split(",") if declared else ():
+            found.append(_field(declared[1], part, constants))  # pyright: ignore
+    counts = Counter(kind for _, kind in found)
+    lent = [key for key, kind in found if hasattr(kind, "_fields_") and counts[kind] == 1]
+    return type(name, (ctypes.Structure,), {"_anonymous_": lent, "_fields_": found})
 
-    _fields_ = (
-        *((name, c_int64) for name in ("num_ops", "num_layers", "num_windows")),
-        ("ops", POINTER(Op)),
-        ("layers", POINTER(Layer)),
-        ("windows", POINTER(Window)),
-        *(
-            (name, c_int64)
-            for name in ("is_bf16", "num_heads", "num_kv_heads", "head_dim", "block_size")
-        ),
-        *((name, c_int64) for name in ("num_units", "num_blocks", "num_positions")),
-    )
+
+def _field(kind: str, declared: str, constants: dict[str, int]) -> tuple[str, Any]:
+    name, size = re.match(r"[\s*]*(?:const[\s*]*)?(\w+)(?:\[([^]]*)\])?", declared).groups()  # pyright: ignore
+    if "*" in declared:
+        return name, ctypes.c_void_p
+    if size is not None:
+        terms = (constants.get(term) or int(term) for term in re.split(r"\s*\+\s*", size))
+        return name, _type(kind) * sum(terms)
+    return name, _type(kind)
 
 
-class Step(Structure):
-    """`Step` of program.h, with its `BatchRows` in front."""
+def _type(name: str) -> Any:
+    underlying = dict(_ENUM.findall(_text())).get(name, name)
+    return _TYPES[underlying] if underlying in _TYPES else struct(underlying)
 
-    _fields_ = (
-        ("num_rows", c_int64),
-        ("num_chunks", c_int64),
-        *(
-            (name, c_void_p)
-            for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")
-        ),
-        ("table_stride", c_int64),
-        ("input_ids", c_void_p),
-        ("buffers", POINTER(c_void_p)),
-        ("row_bytes", POINTER(c_int64)),
-        ("num_threads", c_int64),
-        ("first", c_int64),
-        ("last", c_int64),
-        ("seconds", c_void_p),
-    )
+
+def declare_functions(library: ctypes.CDLL) -> None:
+    """Say of each function of the kernels what it takes and gives."""
+    for kind, pointer, name, arguments in _FUNCTION.findall(_text()):
+        if kind == "return" or not hasattr(library, name):
+            continue
+        function = getattr(library, name)
+        function.restype = ctypes.c_void_p if pointer else _TYPES[kind]
+        function.argtypes = [
+            ctypes.c_void_p if "*" in each else _TYPES[each.split()[0]]
+            for each in arguments.split(",")
+            if each.strip()
+        ]
 
 
 class Library:
@@ -115,54 +100,11 @@ class Library:
             raise KernelsUnavailable(
                 f"the CPU kernels cannot be loaded from {path}: {problem}"
             ) from problem
-        c = self.c
-        sizes = (c_int64 * 3)()
-        c.nano_sizes(sizes)
-        if list(sizes) != [ctypes.sizeof(each) for each in (Op, ProgramSpec, Step)]:
+        sizes = (ctypes.c_int64 * 3)()
+        self.c.nano_sizes(sizes)
+        if list(sizes) != [ctypes.sizeof(struct(name)) for name in ("Op", "ProgramSpec", "Step")]:
             raise KernelsUnavailable(f"{path} was built from another source than this package's.")
-        c.nano_program_new.restype = c_void_p
-        c.nano_program_new.argtypes = [POINTER(ProgramSpec)]
-        c.nano_program_free.argtypes = [c_void_p]
-        c.nano_program_run.argtypes = [c_void_p, POINTER(Step)]
-        c.nano_ping.restype = c_double
-        c.nano_ping.argtypes = [c_int64]
-        c.nano_read_rate.restype = c_double
-        c.nano_read_rate.argtypes = [c_void_p, c_int64, c_int64]
-        c.nano_product_rate.restype = c_double
-        c.nano_product_rate.argtypes = [c_int64]
-        c.nano_pack.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
-        c.nano_unpack.argtypes = [c_void_p, c_void_p, *[c_int64] * 4]
-        head.declare(c)
-        c.nano_moe_route.argtypes = [
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_void_p,
-            *[c_int64] * 4,
-            c_void_p,
-            c_void_p,
-            c_int64,
-        ]
-        c.nano_moe_products.argtypes = [
-            c_void_p,
-            c_int64,
-            c_void_p,
-            c_void_p,
-            *[c_int64] * 4,
-            c_void_p,
-            c_void_p,
-        ]
-        c.nano_moe_products.argtypes += [c_int64, c_int64, c_void_p, c_int64]
-        c.nano_moe_combine.argtypes = [
-            c_void_p,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_int64,
-        ]
-        partial.declare(c)
+        declare_functions(self.c)
 
     def ping(self, rounds: int = 20000) -> float:
         """Seconds for one barrier of two threads: how far apart their cores are."""

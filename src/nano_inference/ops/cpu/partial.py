@@ -3,7 +3,6 @@
 """
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,68 +10,27 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.backend import KvcacheView, PartialAttention
+from nano_inference.ops.cpu.library import struct
 from nano_inference.parallel.context import SegmentRows
 
 LANES = 16  # sums of a state
 
 
-class Shape(Structure):
-    """`AttentionShape` of attention.h."""
-
-    _fields_ = (
-        *(
-            (name, c_int64)
-            for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")
-        ),
-        ("scale", c_float),
-    )
-
-
-class BatchRows(Structure):
-    """`BatchRows` of attention.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("num_rows", "num_chunks")),
-        *(
-            (name, c_void_p)
-            for name in ("positions", "slots", "row_chunks", "cu_seqlens", "seq_lens", "tables")
-        ),
-        ("table_stride", c_int64),
-    )
-
-
-class Problem(Structure):
-    """`Problem` of attention_api.cpp."""
-
-    _fields_ = (
-        ("shape", Shape),
-        ("is_bf16", c_int64),
-        ("num_units", c_int64),
-        *((name, c_void_p) for name in ("units", "keys", "values")),
-        ("batch", BatchRows),
-    )
+Shape, BatchRows, Problem = (struct(name) for name in ("AttentionShape", "BatchRows", "Problem"))
 
 
 @dataclass(frozen=True, slots=True)
-class StatesPlan:
+class SegmentPlan:
     """Rows as the kernels take them: chunks whose positions rise by one."""
 
-    rows: BatchRows
+    rows: Any  # `BatchRows`
     begins: Tensor | None  # [M] first keys; None: all rows begin at the first
     kept: tuple[Tensor, ...]  # whose memory `rows` names
     first_states: Tensor  # [M + 1] index of each row's first state, and their number
     block_size: int
 
 
-def declare(kernels: ctypes.CDLL) -> None:
-    """Say what the functions of the library take."""
-    kernels.nano_attention_states.argtypes = [POINTER(Problem), *[c_void_p] * 4, c_int]
-    kernels.nano_attention_states.restype = c_int
-    kernels.nano_merge_states.argtypes = [c_void_p, c_void_p, *[c_int64] * 4, c_void_p, c_int]
-    kernels.nano_merge_states.restype = None
-
-
-def plan_states(rows: SegmentRows, block_size: int) -> StatesPlan:
+def plan_states(rows: SegmentRows, block_size: int) -> SegmentPlan:
     """See `PartialAttention.plan`. Rows that share a table and follow each other become one
     chunk.
     """
@@ -103,7 +61,7 @@ def plan_states(rows: SegmentRows, block_size: int) -> StatesPlan:
         kept[-1].shape[1],
     )
     windows = len(rows.begins) > 0 and int(rows.begins.max()) > 0
-    return StatesPlan(
+    return SegmentPlan(
         batch, rows.begins.contiguous() if windows else None, kept, _bounds(rows.counts), block_size
     )
 
@@ -111,7 +69,7 @@ def plan_states(rows: SegmentRows, block_size: int) -> StatesPlan:
 def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttention:
     """The operations, run by so many threads."""
 
-    def states(q: Tensor, view: KvcacheView, layer: int, plan: StatesPlan, scale: float) -> Tensor:
+    def states(q: Tensor, view: KvcacheView, layer: int, plan: SegmentPlan, scale: float) -> Tensor:
         storage: Any = view.storage
         (num_rows, num_heads, head_dim), keys = q.shape, storage.keys
         unit, place = storage.places[layer]
@@ -131,7 +89,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         rows = q.contiguous()
         begins = None if plan.begins is None else plan.begins.data_ptr()
         if num_rows and kernels.nano_attention_states(
-            problem,
+            ctypes.byref(problem),
             begins,
             rows.data_ptr(),
             plan.first_states.data_ptr(),

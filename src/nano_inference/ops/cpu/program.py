@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.ops.cpu import library
+from nano_inference.columns import columns_of
+from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.recorder import (
     CALL,
     Buffer,
@@ -23,7 +24,15 @@ from nano_inference.ops.cpu.recorder import (
 
 ALIGNMENT = 64  # bytes
 NO_TABLE = 2**62  # positions that a program without a rotary table may have
-OF_CHUNKS = ("cu_seqlens", "seq_lens", "tables")  # the other tensors of a batch have a number a row
+Step, ProgramSpec, Layer, Window, Op = (
+    struct(name) for name in ("Step", "ProgramSpec", "Layer", "Window", "Op")
+)
+# the columns that a step of the kernels reads: fields of `BatchRows`, and the tokens
+STEP_COLUMNS = [
+    name
+    for name in columns_of(ForwardBatch)
+    if name in dict(struct("BatchRows")._fields_) or name == "input_ids"
+]
 PROBLEMS = {
     1: "a token id is outside of the vocabulary.",
     2: "a position is negative or beyond the rotary table.",
@@ -61,12 +70,15 @@ class Program:
         self._places, self._sizes = place_buffers(self.operations, (*inputs, *outputs))
         self._storage = storage
         self._c = kernels
-        self._program = self._c.nano_program_new(ctypes.byref(self._spec(recorder, storage)))
+        spec, _alive = self._spec(recorder, storage)
+        self._program = self._c.nano_program_new(ctypes.byref(spec))  # copies what it points to
         self._pieces = _pieces(self.operations)
         self._row_bytes = (ctypes.c_int64 * len(self._sizes))(*self._sizes)
         self._pointers = (ctypes.c_void_p * len(self._sizes))()
-        self._step = library.Step(
-            buffers=self._pointers, row_bytes=self._row_bytes, num_threads=num_threads
+        self._step = Step(
+            buffers=ctypes.addressof(self._pointers),
+            row_bytes=ctypes.addressof(self._row_bytes),
+            num_threads=num_threads,
         )
         self._capacity = 0
         self._memory: list[Tensor] = []
@@ -104,15 +116,7 @@ class Program:
         step = self._step
         step.num_rows = num_rows
         if batch is not None:
-            rows = {
-                "positions": batch.positions,
-                "slots": batch.slot_mapping,
-                "row_chunks": batch.row_chunks,
-                "cu_seqlens": batch.cu_seqlens_q,
-                "seq_lens": batch.seq_lens,
-                "tables": batch.block_tables,
-                "input_ids": batch.input_ids,
-            }
+            rows = {name: getattr(batch, name) for name in STEP_COLUMNS}
             step.num_chunks, step.table_stride = batch.block_tables.shape
         for name, tensor in rows.items():
             if (
@@ -123,9 +127,11 @@ class Program:
                 raise ValueError(
                     f"{name} must be a contiguous int64 tensor on the CPU, not {tensor.dtype}."
                 )
-            size = num_rows
-            if name in OF_CHUNKS:
-                size = (step.num_chunks + 1, step.num_chunks, tensor.numel())[OF_CHUNKS.index(name)]
+            size = {
+                "cu_seqlens_q": step.num_chunks + 1,
+                "seq_lens": step.num_chunks,
+                "block_tables": tensor.numel(),
+            }.get(name, num_rows)
             if tensor.numel() != size:
                 raise ValueError(f"{name} has {tensor.numel()} numbers, expected {size}.")
             setattr(step, name, tensor.data_ptr())
@@ -173,17 +179,19 @@ class Program:
         )[:num_rows]
         return whole[:, buffer.first : buffer.first + buffer.columns]
 
-    def _spec(self, recorder: Recorder, storage: Any) -> library.ProgramSpec:
-        ops = (library.Op * len(self.operations))(
+    def _spec(self, recorder: Recorder, storage: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The structure, and the arrays that it points to."""
+        ops = (Op * len(self.operations))(
             *(to_struct(each, self._places) for each in self.operations)
         )
-        windows = (library.Window * len(recorder.windows))(*recorder.windows)
+        windows = (Window * len(recorder.windows))(*recorder.windows)
         heads = recorder.heads or Heads(1, 1, 16)
-        spec = library.ProgramSpec(
-            num_ops=len(self.operations),
-            num_windows=len(recorder.windows),
-            ops=ops,
-            windows=windows,
+        layers = None if storage is None else _layers(storage, recorder, heads)
+        spec = ProgramSpec(
+            num_ops=len(ops),
+            num_windows=len(windows),
+            ops=ctypes.addressof(ops),
+            windows=ctypes.addressof(windows),
             is_bf16=recorder.dtype == torch.bfloat16,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -191,9 +199,11 @@ class Program:
             num_positions=recorder.num_positions or NO_TABLE,
             block_size=1,
         )
-        if storage is not None:
-            _describe_storage(spec, storage, recorder, heads)
-        return spec
+        if storage is not None and layers is not None:
+            spec.num_layers, spec.layers = len(layers), ctypes.addressof(layers)
+            spec.num_units, spec.block_size = storage.keys.shape[2:4]
+            spec.num_blocks = storage.num_blocks
+        return spec, (ops, windows, layers)
 
 
 def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
@@ -207,7 +217,7 @@ def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
 class Timed:
     """Measures a program while it is entered."""
 
-    def __init__(self, step: library.Step, operations: Sequence[Any]) -> None:
+    def __init__(self, step: Any, operations: Sequence[Any]) -> None:
         self._step, self.operations = step, operations
         self.seconds = torch.zeros(len(operations), dtype=torch.float64)
 
@@ -219,10 +229,9 @@ class Timed:
         self._step.seconds = None
 
 
-def _describe_storage(
-    spec: library.ProgramSpec, storage: Any, recorder: Recorder, heads: Heads
-) -> None:
-    kv_heads, num_units, block_size, head_dim = storage.keys.shape[1:]
+def _layers(storage: Any, recorder: Recorder, heads: Heads) -> Any:
+    """Where the keys and values of each layer lie: an array of `Layer`."""
+    kv_heads, head_dim = storage.keys.shape[1], storage.keys.shape[4]
     if (kv_heads, head_dim) != (
         heads.num_kv_heads,
         heads.head_dim,
@@ -232,15 +241,14 @@ def _describe_storage(
             f"{recorder.dtype} [{heads.num_kv_heads} heads, {heads.head_dim}]."
         )
     units = storage.unit_map.units() if storage.unit_map is not None else None
-    layers = (library.Layer * len(storage.places))()
+    layers = (Layer * len(storage.places))()
     for layer, (unit, place) in enumerate(storage.places):
-        layers[layer] = library.Layer(
+        layers[layer] = Layer(
             storage.keys[place].data_ptr(),
             storage.values[place].data_ptr(),
             None if units is None else units[unit].data_ptr(),
         )
-    spec.num_layers, spec.layers = len(layers), layers
-    spec.num_units, spec.block_size, spec.num_blocks = num_units, block_size, storage.num_blocks
+    return layers
 
 
 def run_once(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.backend import Joint, Norm
-from nano_inference.ops.cpu import library
+from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import as_packed
 from nano_inference.ops.moe import Exchange, Experts
 from nano_inference.parallel.bounds import check_segments
@@ -26,6 +26,7 @@ EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of progr
 CALL = -1  # of Python: what stands between two runs of C++
 STORE, ADD, SILU, GELU = range(4)  # Finish of linear.h
 GATES = {"silu": SILU, "gelu_tanh": GELU}
+Op, Segments, NormWeight = struct("Op"), struct("Segments"), struct("NormWeight")
 PANELS = 32  # rows of a gate's weight come in pairs of panels
 
 
@@ -55,7 +56,7 @@ class Heads(NamedTuple):
 
 @dataclass
 class Operation:
-    """One entry of a program; `values` are fields of `library.Op`."""
+    """One entry of a program; `values` are fields of `Op` of program.h."""
 
     kind: int
     inputs: tuple[Buffer, ...]
@@ -135,7 +136,7 @@ class Recorder:
                 all(bound % 2 == 0 for bound in segments[:-1]),
                 f"segments {segments} must begin at even columns.",
             )
-            values["segments"] = library.Segments(len(segments) - 1, (*segments,))
+            values["segments"] = Segments(len(segments) - 1, (*segments,))
         self.operations.append(
             Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values)
         )
@@ -350,11 +351,11 @@ def _require(holds: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
+def to_struct(operation: Operation, places: dict[int, int]) -> Any:
     """The entry that C++ reads. Pointers in it live as long as the tensors that `operation`
     holds.
     """
-    entry = library.Op(
+    entry = Op(
         kind=operation.kind,
         input=-1,
         output=places[operation.output.index],
@@ -376,8 +377,6 @@ def to_struct(operation: Operation, places: dict[int, int]) -> library.Op:
         setattr(
             entry,
             slot,
-            library.NormWeight(
-                norm.weight.data_ptr(), len(norm.weight), is_float, norm.eps, norm.offset
-            ),
+            NormWeight(norm.weight.data_ptr(), len(norm.weight), is_float, norm.eps, norm.offset),
         )
     return entry

@@ -13,8 +13,7 @@ from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.moe import moe
-from nano_inference.ops.cuda.rope import rope_and_store
-from nano_inference.ops.cuda.rows import embed, gate, rms_norm
+from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
 from nano_inference.ops.flashinfer import FlashInferAttention
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch

@@ -40,7 +40,7 @@ PROCESSORS = 132  # of an H100; a program that has one to itself may have all of
 MOST_STAGES = 6  # tiles on their way; more would hide no more latency
 
 
-class Tiling(NamedTuple):
+class WeightCut(NamedTuple):
     """How a weight is cut. Only `segment` and `depth` are part of the arithmetic."""
 
     columns: int  # rows of the weight, which are columns of the result
@@ -148,7 +148,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     return out
 
 
-def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> Tiling:
+def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> WeightCut:
     """How a weight [num_columns, depth] is cut, which the number of rows has no part in."""
     columns, step = (64, 32) if dtype == torch.float32 else (COLUMNS, 64)
     segments, tiles = 1, triton.cdiv(num_columns, columns)
@@ -160,15 +160,15 @@ def tiling(num_columns: int, depth: int, dtype: torch.dtype) -> Tiling:
         ):
             segments *= 2
     segment = triton.cdiv(triton.cdiv(depth, step), segments) * step
-    return Tiling(columns, step, segment, triton.cdiv(depth, segment))
+    return WeightCut(columns, step, segment, triton.cdiv(depth, segment))
 
 
-def is_split(cut: Tiling, num_tiles: int) -> bool:
+def is_split(cut: WeightCut, num_tiles: int) -> bool:
     """Whether the segments of a tile are programs of their own; no bit depends on it."""
     return cut.num_segments > 1 and num_tiles <= MOST_SPLIT_TILES
 
 
-def _num_stages(cut: Tiling, tile: RowTile, programs: int, weight: Tensor) -> int:
+def _num_stages(cut: WeightCut, tile: RowTile, programs: int, weight: Tensor) -> int:
     """As many tiles on their way as fit, where two programs share an SM or each has one to
     itself.
     """

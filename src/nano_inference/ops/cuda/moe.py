@@ -29,7 +29,7 @@ ROW_BLOCK = 4096  # rows whose products with all of their experts are in memory 
 SUM_BLOCK = 1024
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Places, which are rows sorted by expert, cut into tiles."""
 
     order: Tensor  # int64 [P]: who stands at a place
@@ -123,7 +123,7 @@ def combine(products: Tensor, weights: Tensor) -> Tensor:
 STEPS = MoeSteps(route, products, combine)
 
 
-def _tiles(held: Tensor, num_experts: int) -> Tiles:
+def _tiles(held: Tensor, num_experts: int) -> ExpertTiles:
     by_expert, order = held.sort(stable=True)
     # [E + 1]
     starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=held.device))
@@ -132,7 +132,7 @@ def _tiles(held: Tensor, num_experts: int) -> Tiles:
     experts = torch.searchsorted(ends, tiles, right=True)
     own = experts.clamp(max=num_experts - 1)
     before = torch.where(own > 0, ends[(own - 1).clamp(min=0)], 0)
-    return Tiles(order, experts, starts[own] + (tiles - before) * ROWS, starts[own + 1])
+    return ExpertTiles(order, experts, starts[own] + (tiles - before) * ROWS, starts[own + 1])
 
 
 @triton.jit

@@ -1,22 +1,24 @@
 """The end of a step: draws and scores from logits.
 
 A draw is two launches: every block of the vocabulary is reduced to a few numbers
-(`_reduce_kernel`), and these to a token and its logprobs (`_finish_kernel`). Bias and penalties
-come before them in `edits`, masks in `masks`, filters between them in `filters`, the best tokens
-after them in `best`. Nothing waits for the device, and all can be captured in a graph.
+(`_reduce_kernel`), and these to a token and its logprobs (`_finish_kernel`). Bias, penalties and
+masks come before them, filters (`filters`) between them, the best tokens after them. Nothing waits
+for the device, and all can be captured in a graph.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIndexIssue=false
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.ops.cuda import filters, masks
-from nano_inference.ops.cuda.best import best_tokens
-from nano_inference.ops.cuda.edits import edited
+from nano_inference.columns import Entries
+from nano_inference.ops.cuda import filters
+from nano_inference.ops.cuda.filters import CUT, Filtered, asks, distance_of, keeps, row_maximum
 from nano_inference.ops.cuda.noise import exponential, key_halves
 from nano_inference.ops.cuda.softmax import (
     BLOCK,
@@ -57,7 +59,7 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
     logprobs, raw, mass = torch.empty((3, num), device=device).unbind()
     shown = torch.empty((2, num), device=device)
     num_top = min(batch.most_top, vocab)
-    wants_mask = batch.any_filter and batch.any_mask
+    wants_mask = batch.any_filter and batch.any_kept
     kept = torch.empty((num, vocab), dtype=torch.bool, device=device) if wants_mask else None
     top_ids = torch.empty((num, num_top), dtype=torch.int64, device=device)
     result = Draw(
@@ -67,7 +69,7 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Draw:
         return result
     changed = edited(own, batch)
     source = own if changed is None else changed
-    uncut = masks.cut(source, batch) if batch.masks else None
+    uncut = cut(source, batch) if batch.has_masks else None
     blocks = num_blocks(vocab)
     parts = torch.empty((_PARTS, num, blocks), device=device)
     winners = torch.empty((2, num, blocks), dtype=torch.int32, device=device)
@@ -197,13 +199,13 @@ def _finish_kernel(
     filter_tokens,  # int32 [R]: of `filters.Filtered`; -1 where nothing filters
     filter_log_sums,  # float32 [R]
     filter_mass,  # float32 [R]
-    masked,  # uint8 [R]: of `masks.Uncut`
+    masked,  # uint8 [R]: of `Uncut`
     uncut,  # float32 [2, R, BLOCKS]
     token_ids,  # int64 [R], written as all below
     logprobs,  # float32 [R]
     raw_logprobs,  # float32 [R]
     log_kept_mass,  # float32 [R]
-    shown,  # float32 [2, R]: maximum and log of the sum of odds of what `best` shows
+    shown,  # float32 [2, R]: maximum and log of the sum of odds of what `best_tokens` shows
     num,
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -314,3 +316,274 @@ def _score_kernel(
     x = tl.load(logits + sample * V + token, mask=(token >= 0) & (token < V), other=float("nan"))
     distance = tl.where(sound, x - finite_or_zero(highest), float("nan"))
     tl.store(out + sample, tl.div_rn(distance, divisor) - tl.log(tl.where(sound, total, 1.0)))
+
+
+_ENTRIES = 256  # of one program
+_BIAS, _COUNT, _BAN = (tl.constexpr(i) for i in range(3))  # kinds of entries
+# Read here and there: another alignment would be another kernel to compile.
+_ENTRY_SCALARS = ["entry_rows", "entry_ids", "entry_values", "repetition", "frequency", "presence"]
+
+
+def edited(logits: Tensor, batch: SamplingBatch) -> Tensor | None:
+    """A row of its own for each sample, with bias and penalties: float32 [L, V] -> [R, V].
+
+    None: nothing changes any row, no mask either, and rows may be read where they are.
+    """
+    if not (batch.has_masks or len(batch.bias.ids) + len(batch.counts.ids)):
+        return None
+    num, vocab = len(batch), logits.shape[1]
+    changed = torch.empty((num, vocab), device=logits.device)
+    _copy_kernel[num, num_blocks(vocab)](
+        logits, batch.rows, changed, V=vocab, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+    )
+    _edit(batch, changed, batch.bias, _BIAS)
+    _edit(batch, changed, batch.counts, _COUNT)
+    return changed
+
+
+class Uncut(NamedTuple):
+    """Rows before masks, of the samples that are masked; of others nothing is said."""
+
+    masked: Tensor  # uint8 [R]
+    parts: Tensor  # float32 [2, R, blocks]: maximum and sum of every block of the vocabulary
+
+
+def cut(logits: Tensor, batch: SamplingBatch) -> Uncut:
+    """Put -inf in the place of all that may not be drawn.
+
+    Args:
+        logits: float32 [R, V], written.
+        batch: R samples, some of them masked.
+    """
+    num, vocab = logits.shape
+    blocks = num_blocks(vocab)
+    masked = batch.masked.view(torch.uint8)
+    parts = torch.empty((2, num, blocks), device=logits.device)
+    words = batch.mask_words
+    _mask_kernel[num, blocks](
+        logits, batch.temperature, masked, batch.mask_rows, words, parts, num, words.shape[1],
+        V=vocab, BLOCKS=blocks, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    _edit(batch, logits, batch.banned, _BAN)
+    return Uncut(masked, parts)
+
+
+def _edit(batch: SamplingBatch, changed: Tensor, entries: Entries, what: tl.constexpr) -> None:
+    count, vocab = len(entries.ids), changed.shape[1]
+    if not count:
+        return
+    penalties = (batch.repetition, batch.frequency, batch.presence)
+    _edit_kernel[triton.cdiv(count, _ENTRIES),](
+        changed, *entries, *penalties, count,
+        V=vocab, WHAT=what.value, SIZE=_ENTRIES, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def _copy_kernel(
+    logits,  # float32 [L, V]
+    rows,  # int64 [R]
+    changed,  # float32 [R, V], written
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (R, blocks of the vocabulary): a sample's row."""
+    sample = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + tl.load(rows + sample) * V + ids, mask=ids < V, other=0.0)
+    tl.store(changed + sample * V + ids, x, mask=ids < V)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_ENTRY_SCALARS)
+def _edit_kernel(
+    changed,  # float32 [R, V], written where entries are, each at a place of its own
+    entry_rows,  # int64 [E]
+    entry_ids,  # int64 [E]
+    entry_values,  # float32 [E]
+    repetition,  # float32 [R]
+    frequency,  # float32 [R]
+    presence,  # float32 [R]
+    count,  # E
+    V: tl.constexpr,
+    WHAT: tl.constexpr,  # _BIAS is added, of _COUNT penalties are subtracted, _BAN becomes -inf
+    SIZE: tl.constexpr,
+):
+    """Grid (parts of the entries,)."""
+    places = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = places < count
+    sample = tl.load(entry_rows + places, mask=inside, other=0)
+    token = tl.load(entry_ids + places, mask=inside, other=0)
+    inside &= (token >= 0) & (token < V)
+    value = tl.load(entry_values + places, mask=inside, other=0.0)
+    old = tl.load(changed + sample * V + token, mask=inside, other=0.0)
+    if WHAT == _COUNT:
+        factor = tl.load(repetition + sample, mask=inside, other=1.0)
+        new = tl.where(old > 0, tl.div_rn(old, factor), old * factor)
+        once = tl.where(value > 0, tl.load(presence + sample, mask=inside, other=0.0), 0.0)
+        new -= tl.load(frequency + sample, mask=inside, other=0.0) * value + once
+    elif WHAT == _BIAS:
+        new = old + value
+    else:
+        new = tl.full([SIZE], -float("inf"), tl.float32)
+    tl.store(changed + sample * V + token, new, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num", "width"],
+    do_not_specialize_on_alignment=["temperatures", "masked", "mask_rows", "mask_words"],
+)
+def _mask_kernel(
+    logits,  # float32 [R, V], written where a mask says so
+    temperatures,  # float64 [R]
+    masked,  # uint8 [R]
+    mask_rows,  # int64 [R]
+    mask_words,  # int32 [M, W]
+    parts,  # float32 [2, R, BLOCKS], written where masked
+    num,  # R
+    width,  # W
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (R, BLOCKS): maximum and sum of one block; then -inf where its mask's bits are 0."""
+    sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(masked + sample) != 0:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + sample * V + ids, mask=ids < V, other=-float("inf"))
+        divisor, _ = divisor_of(tl.load(temperatures + sample))
+        highest, odds = block_odds(x, slope_of(divisor))
+        part, size = sample * BLOCKS + block, num.to(tl.int64) * BLOCKS
+        tl.store(parts + part, highest)
+        tl.store(parts + size + part, tl.sum(odds, axis=0))
+        mask_row = tl.load(mask_rows + sample)
+        if mask_row >= 0:
+            words = mask_words + mask_row * width + ids // 32
+            word = tl.load(words, mask=ids // 32 < width, other=0)
+            may = ((word >> (ids % 32)) & 1) != 0
+            tl.store(logits + sample * V + ids, tl.where(may, x, -float("inf")), mask=ids < V)
+
+
+_TILE = 16  # samples ranked at once: bounds the memory of a large vocabulary, 8 bytes a token
+_LAST_ID = tl.constexpr(0x7FFFFFFF)
+
+
+def best_tokens(
+    draw: Draw,
+    shown: Tensor,
+    maxima: Tensor,
+    logits: Tensor,
+    own: Tensor,
+    batch: SamplingBatch,
+    filtered: Filtered | None,
+    changed: bool,
+) -> None:
+    """Fill in the best tokens of a draw.
+
+    Each token of a row becomes one number, its rank value above its id, so no two are equal and
+    `topk` has one answer.
+
+    Args:
+        draw: its `top_ids` and `top_logprobs` are written.
+        shown: float32 [2, R], maximum and log of the sum of odds of what each sample shows: a
+            greedy one the model's own logits, another what it was drawn from.
+        maxima: float32 [R, blocks] of `logits`.
+        logits: float32 [L, V], or [R, V] where `changed`.
+        own: float32 [L, V], the model's.
+        batch: R samples.
+        filtered: what the filters did, if there are any.
+        changed: whether sample i has row i of the logits.
+    """
+    num, k = draw.top_ids.shape
+    vocab, blocks = logits.shape[1], maxima.shape[1]
+    ranks = torch.empty((min(_TILE, num), vocab), dtype=torch.int64, device=logits.device)
+    bounds = draw.top_ids if filtered is None else filtered.bounds
+    for first in range(0, num, _TILE):
+        count = min(_TILE, num - first)
+        _rank_kernel[count, num_blocks(vocab)](
+            logits, own, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p,
+            batch.min_p, bounds, ranks,
+            num, first, V=vocab, BLOCKS=blocks, WIDTH=triton.next_power_of_2(blocks),
+            CHANGED=changed,
+            FILTERED=filtered is not None, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        best = ranks[:count].topk(k, dim=-1).values
+        _show_kernel[count,](
+            best, batch.temperature, shown, draw.top_ids, draw.top_logprobs, num, first,
+            K=k, WIDTH=triton.next_power_of_2(k), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num", "first"],
+    do_not_specialize_on_alignment=["rows", "temperatures", "top_k", "top_p", "min_p", "bounds"],
+)
+def _rank_kernel(
+    logits,
+    own,
+    maxima,
+    rows,
+    temperatures,
+    top_k,
+    top_p,
+    min_p,
+    bounds,  # int32 [3, R]: of `filters.Filtered`
+    ranks,  # int64 [samples of this tile, V], written
+    num,  # R
+    first,  # sample of the tile
+    V: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANGED: tl.constexpr,
+    FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (samples of the tile, BLOCKS): the rank values of a block of tokens."""
+    place = tl.program_id(0).to(tl.int64)
+    sample = place + first
+    divisor, _, _, least, filters = asks(sample, temperatures, top_k, top_p, min_p)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = sample if CHANGED else tl.load(rows + sample)
+    if tl.load(temperatures + sample) == 0:  # bits of the logit, in an order of integers
+        x = tl.load(own + tl.load(rows + sample) * V + ids, mask=ids < V, other=-float("inf"))
+        x = tl.where(x == x, x, -float("inf")) + 0.0  # a sum is never -0
+        bits = x.to(tl.int32, bitcast=True)
+        value = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    else:
+        x = tl.load(logits + row * V + ids, mask=ids < V, other=-float("inf"))
+        distance = distance_of(x, row_maximum(maxima, sample, BLOCKS, WIDTH), divisor)
+        stays = distance < CUT
+        if FILTERED:
+            stays = tl.where(filters, keeps(distance, ids, bounds, sample, num, least), stays)
+        value = -tl.where(stays, distance, CUT)
+    rank = (value.to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
+    tl.store(ranks + place * V + ids, rank, mask=ids < V)
+
+
+@triton.jit(
+    do_not_specialize=["num", "first"],
+    do_not_specialize_on_alignment=["temperatures", "best", "shown", "top_ids", "top_logprobs"],
+)
+def _show_kernel(
+    best,  # int64 [samples of this tile, K]: rank values, falling
+    temperatures,
+    shown,  # float32 [2, R]
+    top_ids,  # int64 [R, K], written
+    top_logprobs,  # float32 [R, K], written
+    num,
+    first,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Grid (samples of the tile,): ids and logprobs of rank values."""
+    place = tl.program_id(0).to(tl.int64)
+    sample = place + first
+    columns = tl.arange(0, WIDTH)
+    inside = columns < K
+    rank = tl.load(best + place * K + columns, mask=inside, other=0)
+    value = (rank >> 32).to(tl.int32)
+    x = tl.where(value >= 0, value, value ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    highest, log_sum = tl.load(shown + sample), tl.load(shown + num + sample)
+    greedy = tl.load(temperatures + sample) == 0
+    distance = tl.where(greedy, x - highest, -((-value).to(tl.float32, bitcast=True)))
+    tl.store(top_ids + sample * K + columns, (rank & 0xFFFFFFFF) ^ _LAST_ID, mask=inside)
+    tl.store(top_logprobs + sample * K + columns, distance - log_sum, mask=inside)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference.engine.transports import wire
 from nano_inference.engine.transports.interface import Shapes
-from nano_inference.engine.weight_update import BUCKET_BYTES
+from nano_inference.engine.weights.sources import BUCKET_BYTES
 from nano_inference.errors import WeightUpdateError
 
 NamedTensors = Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]
@@ -105,7 +105,7 @@ def _parcel(bucket: dict[str, Tensor]) -> Parcel:
     pieces = tuple(piece for piece, _ in sendable)
     size = wire.num_bytes(pieces)
     content = wire.laid_out(sendable, 0, size, torch.zeros(size, dtype=torch.uint8))
-    return Parcel(wire.encode(wire.Plan(None, (pieces,))), content.numpy())
+    return Parcel(wire.encode(wire.Description(None, (pieces,))), content.numpy())
 
 
 async def _each(weights: NamedTensors) -> AsyncIterator[tuple[str, Tensor]]:

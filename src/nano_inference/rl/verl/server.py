@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from nano_inference.engine.async_engine import AsyncInferenceEngine
 from nano_inference.engine.transports.interface import Deadline
-from nano_inference.engine.weight_update import WeightUpdate
+from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.rl.verl.buckets import Parcel, opened
 from nano_inference.rl.verl.gate import Gate

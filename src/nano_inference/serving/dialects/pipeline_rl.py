@@ -19,8 +19,7 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import TensorSpec
 from nano_inference.serving.dialects.reading import Fields, checks_of, fields_of, shape_of
 from nano_inference.serving.edge.replies import json_reply
-from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, bad_request
-from nano_inference.serving.protocols.reading import shown
+from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, bad_request, shown
 from nano_inference.serving.server import Server
 
 log = logging.getLogger("nano_inference.serving")
@@ -67,8 +66,8 @@ def routes(server: Server) -> APIRouter:
 async def _update(server: Server, fields: Fields) -> None:
     version, tensors, checks = fields.version("version"), tensors_of(fields), checks_of(fields)
     await _joined(server)
-    async with server.control.updating(version=version, **checks):
-        await server.control.receive_broadcast(GROUP, tensors)
+    async with server.control.updating(version=version, **checks) as update:
+        await server.control.receive_broadcast(GROUP, tensors, opens=update)
         await server.control.finish_update(kv_policy="keep")
 
 

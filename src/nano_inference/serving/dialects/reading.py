@@ -1,6 +1,4 @@
-"""How a control request is read: its body may be missing, and flags stand in its query or in its
-JSON.
-"""
+"""Control requests: a body may be missing, and fields stand in the query or in the JSON."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,11 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.options import is_number, is_whole
-from nano_inference.serving.control import Checks, TensorSpec
-from nano_inference.serving.edge.exchange import read_request
+from nano_inference.serving.control import TensorSpec
 from nano_inference.serving.edge.replies import json_reply
-from nano_inference.serving.errors import bad_request
-from nano_inference.serving.protocols.reading import decode, shown
+from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.exchange import read_request
+from nano_inference.serving.operations import Checks
+from nano_inference.serving.protocols.requests import decode
 from nano_inference.serving.server import Server
 from nano_inference.serving.versions import checked_name
 
@@ -52,21 +51,24 @@ class Fields:
             return given
         return self.query[name][0] if self.query.get(name) else None
 
+    def _read(self, name: str, read: Callable[[Any], Any], what: str) -> Any:
+        """What `read` makes of a value; where that is None, the value is refused."""
+        given = self.value(name)
+        if given is None:
+            return None
+        made = read(given)
+        if made is None:
+            raise bad_request(f"{name} must be {what}, not {shown(given)}.", name)
+        return made
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false; a query says it in words."""
-        given = self.value(name)
-        if given is None or isinstance(given, bool):
-            return default if given is None else given
-        if isinstance(given, str) and given.lower() in _WORDS:
-            return _WORDS[given.lower()]
-        raise bad_request(f"{name} must be true or false, not {shown(given)}.", name)
+        given: bool | None = self._read(name, _as_flag, "true or false")
+        return default if given is None else given
 
     def text(self, name: str) -> str | None:
         """A string."""
-        given = self.value(name)
-        if given is not None and not isinstance(given, str):
-            raise bad_request(f"{name} must be a string, not {shown(given)}.", name)
-        return given
+        return self._read(name, lambda given: given if isinstance(given, str) else None, "a string")
 
     def required_text(self, name: str) -> str:
         """A string that must be there, and not be empty."""
@@ -77,25 +79,20 @@ class Fields:
 
     def word(self, name: str, words: Sequence[str], default: str) -> str:
         """One of these words."""
-        given = self.text(name)
-        if given is not None and given not in words:
-            raise bad_request(
-                f"{name} must be one of {', '.join(words)}, not {shown(given)}.", name
-            )
+        self.text(name)
+        what = f"one of {', '.join(words)}"
+        given: str | None = self._read(name, lambda word: word if word in words else None, what)
         return default if given is None else given
 
     def number(self, name: str, *, least: int, most: int = 2**63) -> int | None:
         """An integer in [least, most]."""
-        given = self.value(name)
-        if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) < 20:
-            given = int(given)
-        if given is None:
-            return None
-        if not is_whole(given, least) or given > most:
-            raise bad_request(
-                f"{name} must be an integer in [{least}, {most}], not {shown(given)}.", name
-            )
-        return given
+
+        def read(given: object) -> int | None:
+            if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) < 20:
+                given = int(given)
+            return given if is_whole(given, least) and given <= most else None
+
+        return self._read(name, read, f"an integer in [{least}, {most}]")
 
     def required_number(self, name: str, *, least: int, most: int = 2**63) -> int:
         """The same, of a field that must be there."""
@@ -106,28 +103,22 @@ class Fields:
 
     def seconds(self, name: str) -> float | None:
         """A time span, above zero and at most a day."""
-        given = self.value(name)
-        if isinstance(given, str):
-            with suppress(ValueError):
-                given = float(given)
-        if given is None:
-            return None
-        if not is_number(given) or not 0 < given <= MOST_SECONDS:
-            raise bad_request(
-                f"{name} must be a number of seconds, at most a day, not {shown(given)}.", name
-            )
-        return float(given)
+        return self._read(name, _as_seconds, "a number of seconds, at most a day")
 
     def version(self, name: str) -> str | None:
         """The name of a weight version: a string; trainers that count send the number."""
-        given = self.value(name)
-        if is_whole(given, 0) and given < 2**63:
-            return str(given)
-        if given is not None and not isinstance(given, str):
-            raise bad_request(
-                f"{name} must be a string, or an integer in [0, 2^63), not {shown(given)}.", name
-            )
-        return None if given is None else checked_name(given, name)
+        given: str | None = self._read(
+            name,
+            lambda given: (
+                str(given)
+                if isinstance(given, str) or (is_whole(given, 0) and given < 2**63)
+                else None
+            ),
+            "a string, or an integer in [0, 2^63)",
+        )
+        return (
+            given if given is None or is_whole(self.value(name), 0) else checked_name(given, name)
+        )
 
     def texts(self, name: str) -> tuple[str, ...] | None:
         """A list of strings, of the JSON or of a query that says it again and again; one string is
@@ -152,6 +143,19 @@ class Fields:
         if not isinstance(given, dict):
             raise bad_request(f"{name} must be an object, not {shown(given)}.", name)
         return Fields(given, {})
+
+
+def _as_flag(given: object) -> bool | None:
+    if isinstance(given, str):
+        return _WORDS.get(given.lower())
+    return given if isinstance(given, bool) else None
+
+
+def _as_seconds(given: object) -> float | None:
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = float(given)
+    return float(given) if is_number(given) and 0 < given <= MOST_SECONDS else None
 
 
 Answer = Callable[[Fields], Awaitable[Any]]  # the JSON of a 200

@@ -1,22 +1,22 @@
 """SGLang's weight groups, updates and checks of weights, over `serving/control.py`."""
 
+import asyncio
 import base64
 import binascii
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 
-from nano_inference.serving.control import Checks, Control
+from nano_inference.serving.control import Control, OpenUpdate
 from nano_inference.serving.dialects.reading import Fields, checks_of, fields_of, tensors_of
-from nano_inference.serving.dialects.sglang_session import UpdateSession
-from nano_inference.serving.edge.exchange import read_request
-from nano_inference.serving.errors import ApiError, bad_request
-from nano_inference.serving.protocols.reading import shown
+from nano_inference.serving.errors import ApiError, bad_request, shown
+from nano_inference.serving.exchange import read_request
+from nano_inference.serving.operations import Checks, Received
 from nano_inference.serving.server import Server
 
+DIALECT = "SGLang"
 GROUP = "weight_update_group"  # where a trainer gives it no name
 MOST_NAME = 256  # characters
 WHOLE = 1 << 62  # bytes of a packed run that never ends: a flattened bucket is one broadcast
@@ -27,44 +27,24 @@ _RANK: Mapping[str, object] = {
 }
 
 
-@dataclass(frozen=True)
-class _Update:
-    """An update request. `flush_cache: true` says that it is the last of several, too."""
-
-    receive: Callable[[], Awaitable[None]]
-    version: str | None
-    whole: bool
-    aborts: bool
-    flushes: bool
-    checks: Checks
-
-    @classmethod
-    def of(
-        cls,
-        fields: Fields,
-        receive: Callable[[], Awaitable[None]],
-        *,
-        whole: bool = False,
-    ) -> "_Update":
-        """What all such requests say alike."""
-        fields.word("selector", ("target", "all"), "all")  # there is no draft model
-        flushes = fields.flag("flush_cache", default=False)
-        return cls(
-            receive,
-            fields.version("weight_version"),
-            whole or flushes,
-            fields.flag("abort_all_requests", default=False),
-            flushes,
-            checks_of(fields),
-        )
-
-
 class Weights:
-    """What the routes have in common: which requests belong to one update."""
+    """Which requests belong to one weight update, although not every trainer says so.
+
+    Miles says where an update begins and ends. slime and AReaL pause, send their weights in as many
+    requests as they have buckets, and continue: between the two, requests are gathered into one
+    update, which takes effect as a whole. Outside of a pause each request is an update of its own,
+    and so is one that says that it is whole.
+    """
 
     def __init__(self, control: Control) -> None:
-        self.session = UpdateSession(control)
         self._control = control
+        self._turn = asyncio.Lock()
+
+    @property
+    def _gathered(self) -> OpenUpdate | None:
+        """The update that requests of this dialect have opened."""
+        update = self._control.update
+        return update if update is not None and update.dialect == DIALECT else None
 
     # -- groups ------------------------------------------------------------------------------------
 
@@ -89,17 +69,24 @@ class Weights:
             timeout=fields.seconds("timeout"),
         )
         # A living trainer's update would have kept it out: what is gathered is of one that is gone.
-        await self.session.cancel("another trainer has come.")
+        await self.cancel("another trainer has come.")
         return f"the group {name} has formed."
 
     async def leave(self, fields: Fields) -> str:
         """`/destroy_weights_update_group`."""
         name = _group(fields)
-        await self.session.cancel(f"the group {name} was destroyed.")
+        await self.cancel(f"the group {name} was destroyed.")
         await self._control.leave_group(name)
         return f"the group {name} is no more."
 
     # -- updates -----------------------------------------------------------------------------------
+
+    async def begin(self, fields: Fields) -> str:
+        """`/begin_weight_update`: from now on requests are gathered, until `end`."""
+        fields.word("selector", ("target", "all"), "all")
+        async with self._turn:
+            await self._control.begin_update(dialect=DIALECT, **checks_of(fields))
+        return "a weight update is open."
 
     async def update_from_distributed(self, fields: Fields) -> str:
         """`/update_weights_from_distributed`."""
@@ -112,12 +99,12 @@ class Weights:
             WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
         )
 
-        async def receive() -> None:
-            await self._control.receive_broadcast(
-                group, tensors, packed_bytes=packed_bytes, timeout=timeout
+        async def receive(opens: OpenUpdate | None) -> Received:
+            return await self._control.receive_broadcast(
+                group, tensors, packed_bytes=packed_bytes, timeout=timeout, opens=opens
             )
 
-        return await self._update(_Update.of(fields, receive))
+        return await self._take(fields, receive)
 
     async def update_from_tensor(self, request: Request, server: Server) -> str:
         """`/update_weights_from_tensor`."""
@@ -132,7 +119,9 @@ class Weights:
         else:
             fields = await fields_of(request, server)
             content = _content(fields)
-        return await self._update(_Update.of(fields, lambda: self._control.receive_file(content)))
+        return await self._take(
+            fields, lambda opens: self._control.receive_file(content, opens=opens)
+        )
 
     async def update_from_disk(self, fields: Fields) -> str:
         """`/update_weights_from_disk`. It is a whole update: slime deletes the folder while the
@@ -142,21 +131,69 @@ class Weights:
         _load_format(fields, ("safetensors",))
         if fields.value("manifest") is not None:
             raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
-        update = _Update.of(
-            fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True
-        )
-        return await self._update(update)
 
-    async def _update(self, update: "_Update") -> str:
-        if update.aborts:
-            await self._control.abort(None)
-        if not await self.session.take(
-            update.receive, update.version, whole=update.whole, checks=update.checks
-        ):
-            return "the weights are kept until the update is complete."
-        if update.flushes:
-            await self._control.flush_cache()
-        return f"the weights serve as version {await self._control.serving_version()}."
+        async def receive(opens: OpenUpdate | None) -> Received:
+            return await self._control.receive_folder(path, timeout=timeout, opens=opens)
+
+        return await self._take(fields, receive, whole=True)
+
+    async def _take(
+        self,
+        fields: Fields,
+        receive: Callable[[OpenUpdate | None], Awaitable[Received]],
+        *,
+        whole: bool = False,
+    ) -> str:
+        """Take a request's weights, with `receive`, which opens the update that it is given.
+        `whole`: they are all of the update, unless `begin` was called. What fails ends the update.
+        """
+        control = self._control
+        fields.word("selector", ("target", "all"), "all")  # there is no draft model
+        flushes = fields.flag("flush_cache", default=False)  # says: the last of several
+        version, checks = fields.version("weight_version"), checks_of(fields)
+        if fields.flag("abort_all_requests", default=False):
+            await control.abort(None)
+        async with self._turn:
+            gathered = self._gathered
+            update = gathered or control.new_update(dialect=DIALECT, **checks)
+            try:
+                _require_same_checks(update.checks, checks)
+                update.version = update.version if version is None else version
+                received = await receive(update if gathered is None else None)
+            except BaseException as problem:
+                await self.fail(problem)
+                raise
+            if update.is_explicit or (received.paused and not (whole or flushes)):
+                return "the weights are kept until the update is complete."
+            name = await control.finish_update()
+        if flushes:
+            await control.flush_cache()
+        return f"the weights serve as version {name}."
+
+    async def end(self) -> str:
+        """`/end_weight_update`: what was gathered takes effect."""
+        async with self._turn:
+            if self._gathered is None:
+                raise ApiError(409, "no weight update is open; call /begin_weight_update first.")
+            return f"the weights serve as version {await self._control.finish_update()}."
+
+    async def commit(self) -> None:
+        """What was gathered without a `begin` takes effect."""
+        async with self._turn:
+            if self._gathered is not None and not self._gathered.is_explicit:
+                await self._control.finish_update()
+
+    async def cancel(self, reason: str) -> None:
+        """Forget what was gathered, and what is still coming."""
+        if self._gathered is not None:
+            await self._control.cancel_update(reason)
+
+    async def fail(self, problem: BaseException) -> None:
+        """A request of the update was refused: what it had to bring is missing, so what was
+        gathered is forgotten.
+        """
+        if self._gathered is not None:
+            await self._control.fail_update(problem)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -177,7 +214,7 @@ class Weights:
         fields.flag("allow_quant_error", default=False)  # nothing is quantized
         skipped = fields.texts("skip_tensor_list") or ()
         if commits:
-            await self.session.commit()
+            await self.commit()
         if action == "snapshot":
             await self._control.remember_checksums()
         elif action == "compare":
@@ -187,6 +224,16 @@ class Weights:
             kept = {name: checksums[name][:_DIGITS] for name in _without(checksums, skipped)}
             return {"success": True, "message": "Success.", **_ranks(kept)}
         return {"success": True, "message": "Success."}
+
+
+def _require_same_checks(began: Checks, said: Checks) -> None:
+    for name, value in said.items():
+        if began.get(name) != value:
+            text = (
+                f"{name}={value} comes too late: this update began with "
+                f"{began.get(name)}; say it at first."
+            )
+            raise bad_request(text, name)
 
 
 def _without(names: Iterable[str], skipped: Sequence[str]) -> list[str]:

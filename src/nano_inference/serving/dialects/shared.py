@@ -1,6 +1,4 @@
-"""The routes that two dialects have under one path. Their replies hold what either of them looks
-for.
-"""
+"""The routes that two dialects have under one path. Their replies hold the fields of both."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,7 +60,7 @@ async def _flush_cache(server: Server) -> dict[str, Any]:
 async def server_info(server: Server) -> dict[str, Any]:
     """What both dialects' clients read in it."""
     served = server.require_served()
-    info = await server.control.info()
+    info = await server.control.call("describe")
     dtype = str(info.get("dtype", "float32")).removeprefix("torch.")
     return {
         "version": nano_inference.__version__,

@@ -7,20 +7,37 @@ last piece of a choice, for all tokens.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from nano_inference.budget import Names
-from nano_inference.serving.choices import Choice, Piece, TextStyle
-from nano_inference.serving.dialects.vllm_requests import (
-    SAMPLING_UNSUPPORTED,
-    UNSUPPORTED,
-    GenerateRequest,
-    GenerateSampling,
+from nano_inference.serving.choices import Choice, ChoiceDelta, TextStyle
+from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.protocols.answers import (
+    DONE,
+    Entry,
+    Flat,
+    LazyArray,
+    at_least,
+    data_event,
+    entries,
+    flat,
+    prompt_rows,
+    version_spans,
 )
-from nano_inference.serving.errors import ApiError, bad_request, openai_error
-from nano_inference.serving.parsing import OutputParser
-from nano_inference.serving.protocols.fields import (
+from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.openai_answers import stop_reason, usage_told, usage_wanted
+from nano_inference.serving.protocols.openai_schema import StreamOptions, VersionName, Wanted
+from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
+from nano_inference.serving.protocols.requests import (
+    MOST,
+    ApiProtocol,
+    OneOrMany,
+    SamplingFields,
+    Strict,
+    check_part,
     checked_prompt,
     checked_stop,
     need_tokenizer,
@@ -31,63 +48,99 @@ from nano_inference.serving.protocols.fields import (
     sampling_params,
     version_number,
 )
-from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import DONE, data_event
-from nano_inference.serving.protocols.openai_answers import stop_reason, usage_told, usage_wanted
-from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
-from nano_inference.serving.protocols.per_token import (
-    Entry,
-    at_least,
-    entries,
-    flat,
-    prompt_rows,
-    version_spans,
-)
-from nano_inference.serving.protocols.pieces import Told
-from nano_inference.serving.protocols.reading import (
-    log_unknown,
-    read_body,
-    refuse_unsupported,
-    shown,
-)
 from nano_inference.types import SamplingParams, TrainingSample
 
-_CHOICE = thing("index", "finish_reason", "token_ids", index=INTEGER, token_ids=list_of(INTEGER))
-_ANSWER = thing("request_id", "choices", "usage", request_id=STRING, choices=list_of(_CHOICE))
 
+class VllmSampling(SamplingFields):
+    """`sampling_params`: vLLM's names, and the engine's own."""
 
-class Generate:
-    """The protocol."""
-
-    openapi: Mapping[str, Any] = operation(
-        GenerateRequest, _ANSWER, summary="Tokens in, tokens out", streams=True
+    n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    seed: Annotated[
+        int | None,
+        Field(ge=-(2**63), lt=2**64),
+        BeforeValidator(lambda seed: None if seed == -1 else seed),  # vLLM's word for none
+    ] = None
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
+        None, description="by default all that is left"
     )
+    stop: OneOrMany | None = None
+    logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(
+        None,
+        description="candidates of each token, the token itself being the first; -1: all there are",
+    )
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    return_sampling_mask: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    # How vLLM is to make and hand over its results, which has no counterpart here, or changes
+    # nothing; the last is of an answer that is null: there are no experts.
+    ignored = (
+        *("detokenize", "output_kind", "stream_interval", "skip_clone"),
+        *("spaces_between_special_tokens", "routed_experts_prompt_start"),
+    )
+    refused = SamplingFields.refused | {
+        "flat_logprobs": (False,),
+        "extra_args": ({},),
+        "prompt_logprob_token_ids": (),
+        "prompt_logprob_start": (0,),
+        "repetition_detection": (),
+        "skip_reading_prefix_cache": (False,),
+        "trace_decode_token_ids": ([],),
+        "watermarking": (False,),
+    }
 
-    def prepare(self, body: bytes, served: Served, request_id: str) -> "GenerateBuilder":
-        """Read a request."""
-        request = read_body(body, GenerateRequest, served.config, UNSUPPORTED)
-        unknown = (request.sampling_params and request.sampling_params.model_extra) or {}
-        refuse_unsupported(unknown, SAMPLING_UNSUPPORTED, "sampling_params")
-        log_unknown(name for name in unknown if name not in SAMPLING_UNSUPPORTED)
-        return GenerateBuilder(request, served, request_id)
+
+class VllmRequest(Strict):
+    """The body of `POST /inference/v1/generate`."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    # Checked by hand: pydantic would look at each of a hundred thousand ids.
+    token_ids: Annotated[
+        Any,
+        WithJsonSchema(
+            {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+        ),
+    ]
+    sampling_params: VllmSampling | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    return_token_ids: bool | None = Field(None, description="the prompt's too")
+    output_mode: Literal["tokens", "text"] | None = None
+    flat_logprobs: Flat | None = Field(
+        None, description="token_logprobs alone: a list, or base64 of float32"
+    )
+    n_wanted: Wanted = None
+    min_weight_version: VersionName = None
+    # The last two are of grammars, which there are none of.
+    ignored = ("token_offsets", "reasoning_ended", "reasoning_parser_kwargs")
+    refused: ClassVar[dict[str, Sequence[Any]]] = {
+        "features": (),
+        "content_parts": ([],),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+    }
 
 
-class GenerateBuilder:
+class VllmBuilder(Builder):
     """One request."""
 
-    make_parser: Callable[[], OutputParser] | None = None
-    names: Names = {  # noqa: RUF012 - as `Builder` has it
+    names: ClassVar[Names] = {
         "num_samples": "sampling_params.n",
         "max_tokens": "sampling_params.max_tokens",
         "top_logprobs": "sampling_params.logprobs",
         "prompt_top_logprobs": "sampling_params.prompt_logprobs",
     }
 
-    def __init__(self, request: GenerateRequest, served: Served, request_id: str) -> None:
+    def __init__(self, request: VllmRequest, served: Served, request_id: str) -> None:
         require_model(request.model, served)
         self._served = served
         self._request = request
-        self._sampling = sampling = request.sampling_params or GenerateSampling.model_validate({})
+        self._sampling = sampling = request.sampling_params or VllmSampling.model_validate({})
+        check_part(sampling, "sampling_params")
         self._request_id = request.request_id or request_id
         self._created = int(time.time())
         self.stream = bool(request.stream)
@@ -109,7 +162,7 @@ class GenerateBuilder:
                 "token_ids",
             )
         self._prompt = checked_prompt(request.token_ids, served, "token_ids")
-        self.asks: Sequence[Ask] = [
+        self.asks = [
             Ask(
                 self._prompt,
                 self._params(),
@@ -142,30 +195,23 @@ class GenerateBuilder:
             self._prompt, sampling.max_tokens, self._served, None, "sampling_params.max_tokens"
         )
         top = self._num_logprobs or 0
-        # the first candidate is the token itself
-        more: dict[str, Any] = {"top_logprobs": top if top > 1 else 0}
-        if self._num_prompt_logprobs is not None:
-            more |= {"prompt_logprobs": True, "prompt_top_logprobs": self._num_prompt_logprobs}
-        if sampling.temperature is not None:
-            more["temperature"] = sampling.temperature
-        said: dict[str, Any] = {"cache_salt": request.cache_salt, "priority": request.priority}
-        if sampling.return_sampling_mask:
-            said["sampling_mask"] = True
-        fields = sampling.model_copy(
-            update={name: value for name, value in said.items() if value is not None}
+        return sampling_params(
+            sampling,
+            self._served,
+            max_tokens=max_tokens,
+            stop=checked_stop(sampling.stop, self._served, "sampling_params.stop"),
+            top_logprobs=top if top > 1 else 0,  # the first candidate is the token itself
+            scored_prompt=self._num_prompt_logprobs,
+            renamed={
+                "cache_salt": request.cache_salt,
+                "priority": request.priority,
+                "sampling_mask": sampling.return_sampling_mask or None,
+            },
         )
-        if fields.seed == -1:  # vLLM's word for none
-            fields = fields.model_copy(update={"seed": None})
-        stop = checked_stop(sampling.stop, self._served, "sampling_params.stop")
-        return sampling_params(fields, self._served, max_tokens=max_tokens, stop=stop, **more)
 
     # -- a stream ----------------------------------------------------------------------------------
 
-    def start(self, usage: Usage) -> bytes:
-        """Nothing: the prompt's ids stand in the first piece."""
-        return b""
-
-    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
         """New tokens, and at last why it ended."""
         if (
             not piece.token_ids
@@ -183,7 +229,7 @@ class GenerateBuilder:
             event["prompt_logprobs"] = self._prompt_logprobs(piece.finished)
         return data_event(event)
 
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
         """The usage, if it is wanted, and the end's mark."""
         if not self._tells_usage:
             return DONE
@@ -192,18 +238,14 @@ class GenerateBuilder:
             + DONE
         )
 
-    def failure(self, problem: ApiError) -> bytes:
-        """What went wrong, in OpenAI's shape, as vLLM says it."""
-        return data_event(openai_error(problem))
-
     # -- the answer as a whole ---------------------------------------------------------------------
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """The answer."""
         told = self._head() | {
             "model": self._served.name,
             "created": self._created,
-            "choices": Told(self._choice(choice.whole, choice.content) for choice in choices),
+            "choices": LazyArray(self._choice(choice.whole, choice.content) for choice in choices),
             "usage": usage_told(usage, self._served),
             "prompt_logprobs": None,
             "prompt_token_ids": self._prompt if self._request.return_token_ids else None,
@@ -222,10 +264,10 @@ class GenerateBuilder:
             "output_mode": "text" if self._tells_text else "tokens",
         }
 
-    def _prompt_logprobs(self, sample: TrainingSample) -> Told:
+    def _prompt_logprobs(self, sample: TrainingSample) -> LazyArray:
         return prompt_rows(sample, self._name, self._num_prompt_logprobs)
 
-    def _choice(self, piece: Piece, text: str) -> dict[str, Any]:
+    def _choice(self, piece: ChoiceDelta, text: str) -> dict[str, Any]:
         told: dict[str, Any] = {"index": piece.index}
         if self._tells_text:
             told["text"] = text
@@ -265,7 +307,7 @@ class GenerateBuilder:
             )
         return told
 
-    def _content(self, piece: Piece) -> list[Entry] | list[dict[str, Any]]:
+    def _content(self, piece: ChoiceDelta) -> list[Entry] | list[dict[str, Any]]:
         count = self._num_logprobs or 0
         told = entries(piece.token_ids, piece.logprobs, piece.top_logprobs, count)
         return [self._in_words(each) for each in told] if self._tells_text else told
@@ -290,3 +332,12 @@ class GenerateBuilder:
     def _name(self, token_id: int) -> str | None:
         texts = self._served.token_texts
         return None if texts is None else texts.text(token_id)
+
+
+_CHOICE = thing("index", "finish_reason", "token_ids", index=INTEGER, token_ids=list_of(INTEGER))
+_ANSWER = thing("request_id", "choices", "usage", request_id=STRING, choices=list_of(_CHOICE))
+PROTOCOL = ApiProtocol(
+    VllmRequest,
+    VllmBuilder,
+    operation(VllmRequest, _ANSWER, summary="Tokens in, tokens out", streams=True),
+)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from enum import Enum
 from hashlib import sha256
 
+from nano_inference.serving import paths
 from nano_inference.serving.addresses import host_name, is_address
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects import paths
 from nano_inference.serving.errors import NO_RETRY, ApiError
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -83,11 +83,11 @@ class Keys:
             raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
 
     def _refuse_strangers(self, headers: Headers) -> None:
-        """Web pages, and what a proxy passes on: that comes from this machine, whoever has sent it.
+        """Refuse web pages, and requests that a proxy forwards (they come from this machine, from
+        any sender).
 
-        Browsers say by `Origin` or `Sec-Fetch-Site` that a page asks. Where they do not, because
-        the page's name was made to lead here (DNS rebinding), `Host` has that name. Raises
-        `ApiError` 403.
+        A browser marks a page's request with `Origin` or `Sec-Fetch-Site`. With DNS rebinding it
+        does not, but then `Host` holds the page's name. Raises `ApiError` 403.
         """
         for name, value in headers:
             if name in _PROXIED and self._name is not None:

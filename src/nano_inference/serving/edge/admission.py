@@ -1,18 +1,95 @@
-"""The queue's limit: what would wait too long is refused at once, with the time to come again."""
+"""What is let in: while the server is open, the queue has room, and bodies fit into memory."""
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from starlette.requests import Request
 
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError, retry_after
+from nano_inference.serving.errors import NO_RETRY, ApiError, retry_after
+
+# seconds without a step or a token while there is work; a long prompt's step on a CPU takes less
+STALLED = 60.0
+Status = Literal["starting", "ok", "stalled", "dead", "draining"]
+
+
+@dataclass
+class Lifecycle:
+    """What `/health` says, and who is let in.
+
+    Attributes:
+        client: the engine.
+        restarts: whether a dead engine is replaced.
+        is_ready: it has been built, and what is served is known. It stays True when the engine
+            dies.
+        failure: why it cannot be built.
+        is_draining: the server was told to stop.
+    """
+
+    client: EngineClient
+    restarts: bool = False
+    is_ready: bool = False
+    failure: str | None = None
+    is_draining: bool = False
+
+    @property
+    def status(self) -> Status:
+        """In one word."""
+        if self.is_draining:
+            return "draining"
+        if self.failure is not None:
+            return "dead"
+        if not self.is_ready:
+            return "starting"
+        if self.client.why_dead is not None:
+            return "dead"
+        return "stalled" if self.client.is_silent or self.client.stalled(STALLED) else "ok"
+
+    @property
+    def is_lost(self) -> bool:
+        """The engine is dead for good."""
+        return self.failure is not None or (
+            self.status == "dead" and not (self.restarts or self.client.restarting)
+        )
+
+    def require_ready(self) -> None:
+        """For all routes but `/health`. Raises `ApiError` 503 until there is something to serve."""
+        if not self.is_ready:
+            if self.failure is not None:
+                raise _DEAD
+            raise ApiError(
+                503, "the engine is being built.", code="starting", headers=retry_after(1.0)
+            )
+
+    def require_open(self) -> None:
+        """For new work. Raises `ApiError` 503."""
+        if self.is_draining:
+            # Another server behind the same name may take it; this one will not.
+            raise ApiError(
+                503, "the server is shutting down.", code="draining", headers=retry_after(1.0)
+            )
+        if self.status == "dead":
+            if self.is_lost:
+                raise _DEAD
+            raise ApiError(
+                503, "the engine is being restarted.", code="engine_dead", headers=retry_after(2.0)
+            )
+
+
+_DEAD = ApiError(503, "the engine is not running.", code="engine_dead", headers=NO_RETRY)
+
 
 _MOST, _LEAST = 30.0, 0.5  # seconds that a client is told to wait
 
 
 class Admission:
-    """Counts samples: those that run or wait are the client's `num_samples`. Such as wait for
-    weights that have not come are counted apart, so that they keep nobody out who does not.
+    """Counts samples: those that run or wait are the client's `num_samples`. Samples that wait for
+    a future weight version are counted apart, so that they do not block others.
 
     Args:
         config: has the limit, which holds for either.
@@ -36,7 +113,7 @@ class Admission:
         the queue too long.
 
         429 and not 503: load balancers take a server out that answers 503. A request that finds
-        nothing running is let in, whatever its size: waiting would not help it.
+        nothing running is let in at any size: waiting would not help it.
         """
         self._look()
         if version > self._seen:
@@ -91,3 +168,69 @@ class Admission:
     def took(self, seconds: float) -> None:
         """A request has ended after so long."""
         self._seconds += (seconds - self._seconds) / 32
+
+
+# bytes of a body that are not counted: what others hold up keeps no ordinary request out
+SMALL = 64 * 1024
+
+
+class Bodies:
+    """Reads bodies.
+
+    Args:
+        limit: bytes of all bodies together, beyond the first `SMALL` of each.
+        option: that says so.
+        gap: seconds that a client may be silent within a body.
+    """
+
+    def __init__(self, limit: int, option: str, gap: float) -> None:
+        self._limit = limit
+        self._option = option
+        self._gap = gap
+        self.pending = 0  # bytes that count
+
+    @asynccontextmanager
+    async def read(self, request: Request, upload: asyncio.Timeout) -> AsyncGenerator[bytes]:
+        """A request's body, which counts as long as the block runs.
+
+        Raises `ApiError`: 408 for a client that falls silent, 503 where there is no room.
+        `TimeoutError`: `upload`, the time for all of it, is over.
+        """
+        pieces: list[bytes] = []
+        size = held = 0
+        try:
+            async with upload:
+                stream = request.stream()
+                while (piece := await self._next(stream)) is not None:
+                    pieces.append(piece)
+                    size += len(piece)
+                    more = max(0, size - SMALL) - held
+                    if more and self.pending + more > self._limit:
+                        raise self._full()
+                    self.pending += more
+                    held += more
+            body = b"".join(pieces)
+            pieces.clear()
+            yield body
+        finally:
+            self.pending -= held
+
+    async def _next(self, stream: AsyncGenerator[bytes]) -> bytes | None:
+        silence = asyncio.timeout(self._gap)
+        try:
+            async with silence:
+                return await anext(stream, None)
+        except TimeoutError:
+            if not silence.expired():
+                raise
+            text = f"the body stalled: nothing of it came for {self._gap:g} seconds (body_timeout)."
+            raise ApiError(408, text, headers=NO_RETRY) from None
+
+    def _full(self) -> ApiError:
+        text = (
+            f"the bodies of other requests fill the {self._limit} bytes that there are for "
+            f"them ({self._option})."
+        )
+        return ApiError(
+            503, text, code="overloaded", headers={**retry_after(1.0), "connection": "close"}
+        )

@@ -23,7 +23,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nano_inference.serving.edge.access import HEALTH
-from nano_inference.serving.edge.record import request_id_of
+from nano_inference.serving.edge.replies import request_id_of
 from nano_inference.serving.errors import ApiError, bad_request, error_body, retry_after
 
 MAX_HEADERS = 128  # lines

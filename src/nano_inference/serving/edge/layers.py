@@ -10,11 +10,17 @@ from collections.abc import Callable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nano_inference.serving import paths
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects import paths
 from nano_inference.serving.edge.access import HEALTH, Headers, Keys
-from nano_inference.serving.edge.record import RequestRecord, record_of, request_id_of, session_of
-from nano_inference.serving.edge.replies import error_reply, no_route
+from nano_inference.serving.edge.replies import (
+    RequestRecord,
+    error_reply,
+    no_route,
+    record_of,
+    request_id_of,
+    session_of,
+)
 from nano_inference.serving.errors import ApiError, api_error_of
 
 log = logging.getLogger("nano_inference.serving")
@@ -24,8 +30,8 @@ _WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
 
 
 class Outermost:
-    """Gives every request its id and its record, puts ids on every answer, and answers what nobody
-    caught.
+    """Gives every request its id and its record, puts ids on every answer, and answers exceptions
+    that no inner layer caught.
 
     Args:
         app: what is inside.
@@ -45,15 +51,13 @@ class Outermost:
                 await self._app(scope, receive, send)
             return
         _strip(scope, self._root)
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
-        has_version = any(name == b"anthropic-version" for name, _ in scope["headers"])
-        session = next((value for name, value in scope["headers"] if name == b"x-session-id"), None)
+        headers = dict(reversed(scope["headers"]))  # of several by one name the first counts
         record = RequestRecord(
-            request_id_of(given),
+            request_id_of(headers.get(b"x-request-id")),
             scope["method"],
             scope["path"],
-            session_of(session),
-            has_version=has_version,
+            session_of(headers.get(b"x-session-id")),
+            has_version=b"anthropic-version" in headers,
         )
         scope.setdefault("state", {})["record"] = record
         ids = record.request_id.encode("ascii")

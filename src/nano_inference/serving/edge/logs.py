@@ -7,7 +7,7 @@ from typing import Any
 from nano_inference.models.generation_defaults import as_text
 from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.record import RequestRecord
+from nano_inference.serving.edge.replies import RequestRecord
 from nano_inference.serving.handler import Generation
 from nano_inference.serving.log_lines import send_to_stderr
 from nano_inference.serving.protocols.interface import Served

@@ -6,8 +6,9 @@ server hears when they are complete.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -19,8 +20,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from nano_inference.serving.client import EngineClient
-from nano_inference.serving.fleet.fleet_client import FleetClient
-from nano_inference.serving.fleet.replica import BUCKETS
+from nano_inference.serving.edge.replies import RequestRecord
+from nano_inference.serving.fleet.failover import BUCKETS, Failover
+from nano_inference.serving.fleet.supervisor import ReplicaStatus
 from nano_inference.serving.handler import Generation
 from nano_inference.types import EngineStats
 
@@ -177,40 +179,21 @@ class Metrics:
                 "admission_rejections", problem if problem in _NOT_SERVING else _REASONS[status]
             )
 
-    def observer(self, started: float) -> "RequestObserver":
-        """For one request that arrived at this `time.perf_counter()`."""
-        return RequestObserver(self, started)
-
-    def text(self) -> bytes:
-        """For Prometheus."""
-        return generate_latest(self._registry)
-
-
-class RequestObserver:
-    """One request. `sent` is called for every event of a stream, and is cheap."""
-
-    def __init__(self, metrics: Metrics, started: float) -> None:
-        self.first_token: float | None = None  # seconds after the arrival
-        self._metrics = metrics
-        self._started = started
-        self._last = 0.0
-        self._between = metrics._bound["inter_token_latency_seconds"]
-
-    def sent(self) -> None:
-        """An event went out."""
+    def sent(self, record: RequestRecord) -> None:
+        """An event of a request's stream went out. Called for every event, and cheap."""
         now = time.perf_counter()
-        if self.first_token is None:
-            self.first_token = now - self._started
+        if record.first_token is None:
+            record.first_token = now - record.started
         else:
-            self._between.observe(now - self._last)
-        self._last = now
+            self._bound["inter_token_latency_seconds"].observe(now - record.last_event)
+        record.last_event = now
 
-    def ended(self, generation: Generation, seconds: float) -> None:
-        """It took so long."""
-        observe, usage = self._metrics.observe, generation.usage
+    def ended(self, record: RequestRecord, generation: Generation, seconds: float) -> None:
+        """A generation took so long."""
+        observe, usage = self.observe, generation.usage
         for choice in generation.choices:
             reason = "abort" if choice.finished is None else choice.finished.finish_reason
-            self._metrics.count("request_success", reason)
+            self.count("request_success", reason)
         observe("e2e_request_latency_seconds", seconds)
         observe("request_prompt_tokens", usage.prompt_tokens)
         observe("request_generation_tokens", usage.completion_tokens)
@@ -222,14 +205,18 @@ class RequestObserver:
         queued = generation.queued
         observe("request_queue_time_seconds", queued)
         observe("request_inference_time_seconds", max(0.0, seconds - queued))
-        if self.first_token is not None:
-            decode = seconds - self.first_token
-            observe("time_to_first_token_seconds", self.first_token)
-            observe("request_prefill_time_seconds", max(0.0, self.first_token - queued))
+        if record.first_token is not None:
+            decode = seconds - record.first_token
+            observe("time_to_first_token_seconds", record.first_token)
+            observe("request_prefill_time_seconds", max(0.0, record.first_token - queued))
             observe("request_decode_time_seconds", decode)
             if usage.completion_tokens > len(generation.choices):
                 per_choice = usage.completion_tokens / len(generation.choices)
                 observe("request_time_per_output_token_seconds", decode / (per_choice - 1))
+
+    def text(self) -> bytes:
+        """For Prometheus."""
+        return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
@@ -253,72 +240,80 @@ class _EngineCollector(Collector):
         if stats is not None:
             gauges |= _gauges(stats)
             counters = _counters(stats)
-        labels = {"model_name": self._metrics.model_name}
-        for name, (text, value) in gauges.items():
-            family = GaugeMetricFamily(PREFIX + name, text, labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-            yield family
-        for name, (text, value) in counters.items():
-            family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-            yield family
+        names, values = ("model_name",), (self._metrics.model_name,)
+        for kind, found in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in found.items():
+                yield _family(kind, name, text, names, [(values, value)])
         if stats is not None:  # sum and count alone: an average over time
             steps = HistogramMetricFamily(
-                PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=list(labels)
+                PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=names
             )
-            steps.add_metric(
-                list(labels.values()), [("+Inf", stats.num_steps)], stats.tokens_computed
-            )
+            steps.add_metric(values, [("+Inf", stats.num_steps)], stats.tokens_computed)
             yield steps
-        if isinstance(self._client, FleetClient):
-            yield from _of_replicas(self._client, self._metrics.model_name)
+        if (replicas := self._client.replica_report()) is not None:
+            yield from _of_replicas(*replicas, self._metrics.model_name)
 
 
-def _of_replicas(fleet: FleetClient, model: str) -> Iterable[Metric]:
-    labels = ["model_name", "replica"]
-    waiting = GaugeMetricFamily(
-        PREFIX + "replica_waiting", "Samples of a replica that wait.", labels=labels
+def _family(
+    kind: type[Any], name: str, text: str, labels: Sequence[str], found: Iterable[tuple[Any, float]]
+) -> Metric:
+    """A metric with a value for each combination of labels that was found."""
+    family = kind(PREFIX + name, text, labels=labels)
+    for values, value in found:
+        family.add_metric(values, value)
+    return family
+
+
+def _of_replicas(
+    statuses: Sequence[ReplicaStatus], failover: Failover, model: str
+) -> Iterable[Metric]:
+    def each(
+        kind: type[Any], name: str, text: str, value: Callable[[ReplicaStatus], float | None]
+    ) -> Metric:
+        found = ((status, value(status)) for status in statuses)
+        known = [([model, status.name], at) for status, at in found if at is not None]
+        return _family(kind, name, text, labels, known)
+
+    labels, model_only = ("model_name", "replica"), ("model_name",)
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    yield each(gauge, "replica_waiting", "Samples of a replica that wait.", lambda s: s.waiting)
+    yield each(gauge, "replica_running", "Samples of a replica that run.", lambda s: s.running)
+    yield each(
+        gauge,
+        "replica_weight_version",
+        "Weights that a replica serves.",
+        lambda s: s.weight_version,
     )
-    running = GaugeMetricFamily(
-        PREFIX + "replica_running", "Samples of a replica that run.", labels=labels
+    yield each(
+        counter, "replica_starts", "Engines in the place of a replica.", lambda s: s.num_starts
     )
-    version = GaugeMetricFamily(
-        PREFIX + "replica_weight_version", "Weights that a replica serves.", labels=labels
+    yield _family(
+        gauge,
+        "replica_state",
+        "1 for the state that it is in.",
+        (*labels, "state"),
+        [([model, status.name, status.state], 1) for status in statuses],
     )
-    starts = CounterMetricFamily(
-        PREFIX + "replica_starts", "Engines in the place of a replica.", labels=labels
+    yield _family(
+        counter, "replica_deaths", "Replicas that died.", model_only, [([model], failover.deaths)]
     )
-    states = GaugeMetricFamily(
-        PREFIX + "replica_state", "1 for the state that it is in.", labels=[*labels, "state"]
+    yield _family(
+        counter,
+        "requests_moved",
+        "Requests that another replica took over.",
+        model_only,
+        [([model], failover.moved)],
     )
-    for status in fleet.replica_statuses():
-        which = [model, status.name]
-        waiting.add_metric(which, status.waiting)
-        running.add_metric(which, status.running)
-        starts.add_metric(which, status.num_starts)
-        states.add_metric([*which, status.state], 1)
-        if status.weight_version is not None:
-            version.add_metric(which, status.weight_version)
-    yield from (waiting, running, version, starts, states)
-    failovers = fleet.failovers
-    deaths = CounterMetricFamily(
-        PREFIX + "replica_deaths", "Replicas that died.", labels=labels[:1]
-    )
-    deaths.add_metric([model], failovers.deaths)
-    moved = CounterMetricFamily(
-        PREFIX + "requests_moved", "Requests that another replica took over.", labels=labels[:1]
-    )
-    moved.add_metric([model], failovers.moved)
     pauses = HistogramMetricFamily(
         PREFIX + "failover_pause_seconds",
         "Between the last that came of such a request and the next.",
-        labels=labels[:1],
+        labels=model_only,
     )
-    counts = list(accumulate(failovers.counts))
+    counts = list(accumulate(failover.counts))
     pauses.add_metric(
-        [model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), failovers.seconds
+        [model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), failover.seconds
     )
-    yield from (deaths, moved, pauses)
+    yield pauses
 
 
 def leaked_blocks(stats: EngineStats) -> int:

@@ -1,18 +1,29 @@
-"""`BlockLink`: the engine process's end of an exchange of blocks. Every call is a whole: nothing is
-kept between.
+"""`BlockLink`: the engine's end of an exchange of blocks, and blocks as bytes: a header in msgpack,
+then keys and values as they lie in memory. Nothing here is ever unpickled.
 """
 
+import sys
 from array import array
 from typing import Any
 
-from nano_inference.engine.block_exchange import MOST_BYTES, BlockExchange
+import msgspec
+import torch
+
+from nano_inference.engine.block_exchange import (
+    MOST_BYTES,
+    BlockExchange,
+    BlockFormat,
+    BlockPiece,
+)
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.fleet.block_wire import decode, encode
-from nano_inference.serving.fleet.names import unpack_names
+from nano_inference.kv_cache.block_hash import Namespace
+from nano_inference.serving.fleet.directory import NAME_BYTES, pack_names, unpack_names
+
+_MOST_HEADER = 64 << 20  # a chain of a million tokens has one of some 6 MiB
 
 
 class BlockLink:
-    """What the other side of the messages may ask of an engine's blocks."""
+    """Engine operations on blocks. Each call stands alone: no state is kept between two."""
 
     def __init__(self, blocks: BlockExchange) -> None:
         self._blocks = blocks
@@ -50,9 +61,7 @@ class BlockLink:
         }
 
     def describe_blocks(self) -> dict[str, Any]:
-        """What the other side must know to decide what is worth fetching. Raises what keeps blocks
-        from leaving.
-        """
+        """Sizes that `FetchCost` needs, and counters. Raises what keeps blocks from leaving."""
         self._blocks.require_enabled()
         form = self._blocks.format
         return {
@@ -61,3 +70,94 @@ class BlockLink:
             "exported": self._blocks.num_exported,
             "imported": self._blocks.num_imported,
         }
+
+
+# -- blocks as bytes -------------------------------------------------------------------------------
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: BlockFormat
+    namespace: Namespace
+    names: bytes
+    token_ids: bytes
+    first: int
+    num_bytes: int
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_Header)
+
+
+def encode(piece: BlockPiece) -> bytes:
+    """Length of the header (8 bytes, little endian), header, keys and values."""
+    header = _ENCODER.encode(
+        _Header(
+            format=piece.format,
+            namespace=piece.namespace,
+            names=pack_names(piece.names),
+            token_ids=_swapped(array("i", piece.token_ids)).tobytes(),
+            first=piece.first,
+            num_bytes=piece.data.numel(),
+        )
+    )
+    return b"".join(
+        (len(header).to_bytes(8, "little"), header, piece.data.contiguous().numpy().data)
+    )
+
+
+def decode(data: bytes) -> BlockPiece:
+    """The piece that was encoded; its tensor reads the bytes themselves. Raises `InvalidRequest`
+    for anything else.
+    """
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(_MOST_HEADER, len(data) - 8):
+        raise InvalidRequest(
+            f"{len(data)} bytes are no blocks: they are shorter than their header."
+        )
+    try:
+        header = _DECODER.decode(memoryview(data)[8 : 8 + size])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
+        raise InvalidRequest(f"the header of blocks was not understood: {problem}") from problem
+    count, block_bytes, rest = (
+        _num_blocks(header),
+        _block_bytes(header.format),
+        len(data) - 8 - size,
+    )
+    if rest != header.num_bytes or count * block_bytes != rest:
+        raise InvalidRequest(f"{rest} bytes came for {count} blocks of {block_bytes}.")
+    token_ids = array("i")
+    token_ids.frombytes(header.token_ids)
+    contents = torch.frombuffer(bytearray(memoryview(data)[8 + size :]), dtype=torch.uint8)
+    return BlockPiece(
+        header.format,
+        header.namespace,
+        unpack_names(header.names),
+        tuple(_swapped(token_ids)),
+        header.first,
+        contents.view(count, -1),
+    )
+
+
+def _num_blocks(header: _Header) -> int:
+    count = len(header.names) // NAME_BYTES - header.first
+    token_bytes, version = len(header.token_ids), header.namespace.version
+    if count < 1 or header.first < 0 or version < 0 or token_bytes % 4:
+        raise InvalidRequest("the header of blocks contradicts itself.")
+    return count
+
+
+def _block_bytes(form: BlockFormat) -> int:
+    dtype = getattr(torch, form.dtype, None) if form.dtype.isidentifier() else None
+    extents = [form.block_size, *(extent for shape in form.shapes for extent in shape)]
+    if not isinstance(dtype, torch.dtype) or not form.shapes or min(extents) < 1:
+        raise InvalidRequest(
+            f"blocks of shapes {form.shapes} in {form.dtype!r}: there are none such."
+        )
+    if any(len(shape) != 5 for shape in form.shapes):
+        raise InvalidRequest(f"blocks of shapes {form.shapes}: each has five extents.")
+    return form.block_bytes
+
+
+def _swapped(numbers: "array[int]") -> "array[int]":
+    if sys.byteorder != "little":
+        numbers.byteswap()
+    return numbers

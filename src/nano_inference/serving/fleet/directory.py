@@ -1,37 +1,80 @@
 """Which replica holds which blocks, as replicas report it; and whether fetching some is cheaper
 than computing them.
 
-Pure: no asyncio, no clock, no engine. The router's own guess is coarse and says who *was sent* a
-prefix; this says who *has* it, block by block. Still it may be behind: an export looks again, and
-what is gone is computed.
+Pure: no asyncio, no clock, no engine. The router only guesses from the prompts that a replica was
+sent; this knows its blocks, but half a second late: an export looks again, and what was evicted
+meanwhile is computed.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from nano_inference.errors import InvalidRequest
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.news import BlockReport, short_name
+
+NAME_BYTES = 32
+_POLICY = "policy"
+
+
+# -- names of blocks -------------------------------------------------------------------------------
+
+
+def names_of(
+    token_ids: Sequence[int], block_size: int, version: int, salt: str | None = None
+) -> tuple[int, ...]:
+    """Names of the full blocks of a prompt, as an engine whose weights have this version gives
+    them.
+    """
+    prefix = PrefixKeys(Namespace(_POLICY, version, salt))
+    prefix.extend(token_ids, block_size)
+    return tuple(prefix.hashes)
+
+
+def pack_names(names: Sequence[int]) -> bytes:
+    """Names one after the other; msgpack has no integers of 256 bits."""
+    return b"".join(name.to_bytes(NAME_BYTES, "little") for name in names)
+
+
+def unpack_names(data: bytes) -> tuple[int, ...]:
+    """The names again. Raises `InvalidRequest` where they are cut short."""
+    if len(data) % NAME_BYTES:
+        raise InvalidRequest(
+            f"{len(data)} bytes are no names of blocks, which have {NAME_BYTES} each."
+        )
+    return tuple(
+        int.from_bytes(data[at : at + NAME_BYTES], "little")
+        for at in range(0, len(data), NAME_BYTES)
+    )
+
+
+def report_of(told: Mapping[str, Any]) -> BlockReport:
+    """The answer to a `report_blocks` call."""
+    published, dropped = (
+        tuple(memoryview(told[key]).cast("Q")) for key in ("published", "dropped")
+    )
+    return BlockReport(told["number"], published, dropped, told["whole"])
+
+
+# -- who holds them --------------------------------------------------------------------------------
 
 
 class Holder(NamedTuple):
-    """Who holds how many leading blocks of a prompt."""
+    """A replica, and how many leading blocks of a prompt it holds."""
 
     replica: str
     num_blocks: int
 
 
-@dataclass(slots=True, eq=False)
-class _Replica:
-    bit: int
-    names: set[int]
-    number: int | None = None  # of its last report; None: its next one must be whole
+@dataclass(slots=True)
+class _Reported:
+    names: set[int] = field(default_factory=set[int])  # short ones
+    number: int | None = None  # of the last report; None: the next one must be whole
 
 
 class Directory:
-    """Block names by replica, and the other way round. A change, and a look at one name, are O(1).
-
-    Replicas are the bits of an integer for each name, so which of a thousand hold a whole chain is
-    one `and` a block.
+    """Short block names by replica.
 
     Args:
         max_names: names of one replica that are kept; of a replica that has more the rest is not
@@ -40,32 +83,17 @@ class Directory:
 
     def __init__(self, max_names: int = 1 << 20) -> None:
         self._max_names = max_names
-        self._replicas: dict[str, _Replica] = {}
-        self._by_slot: list[str | None] = []
-        self._holders: dict[int, int] = {}  # short name -> replicas, a bit each
-
-    @property
-    def num_names(self) -> int:
-        """Names that somebody holds."""
-        return len(self._holders)
+        self._replicas: dict[str, _Reported] = {}
 
     def add(self, replica: str) -> None:
         """A replica, of which nothing is known yet. Raises `ValueError` for one that is there."""
         if replica in self._replicas:
             raise ValueError(f"there is a replica {replica!r} already.")
-        if None in self._by_slot:
-            slot = self._by_slot.index(None)
-            self._by_slot[slot] = replica
-        else:
-            slot = len(self._by_slot)
-            self._by_slot.append(replica)
-        self._replicas[replica] = _Replica(1 << slot, set())
+        self._replicas[replica] = _Reported()
 
     def remove(self, replica: str) -> None:
         """It is gone with all that it held. Raises `KeyError` for one that is not there."""
-        record = self._replicas.pop(replica)
-        self._clear(record)
-        self._by_slot[record.bit.bit_length() - 1] = None
+        del self._replicas[replica]
 
     def take(self, replica: str, report: BlockReport) -> bool:
         """Take in a report. False: one before it was lost, this one was ignored, and a whole one is
@@ -74,22 +102,18 @@ class Directory:
         A report that was taken already changes nothing. Raises `KeyError` for a replica that is not
         there.
         """
-        record = self._replicas[replica]
+        known = self._replicas[replica]
         if report.whole:
-            self._clear(record)
-        elif record.number is None or report.number > record.number + 1:
-            record.number = None
+            known.names.clear()
+        elif known.number is None or report.number > known.number + 1:
+            known.number = None
             return False
-        elif report.number <= record.number:
+        elif report.number <= known.number:
             return True
-        record.number = report.number
-        for name in report.dropped:
-            self._drop(record, name)
-        room = self._max_names - len(record.names)
-        for name in report.published[: max(0, room)]:
-            if name not in record.names:
-                record.names.add(name)
-                self._holders[name] = self._holders.get(name, 0) | record.bit
+        known.number = report.number
+        known.names.difference_update(report.dropped)
+        room = self._max_names - len(known.names)
+        known.names.update(report.published[: max(0, room)])
         return True
 
     def count(self, replica: str, names: Sequence[int]) -> int:
@@ -100,52 +124,20 @@ class Directory:
         )
 
     def longest(self, names: Sequence[int], among: Collection[str] | None = None) -> Holder | None:
-        """Who holds the longest head of a chain, of several the one that came first. None: nobody
-        holds its first block.
+        """The replica that holds the longest head of a chain, of several the one that came first.
+        None: the first block is nowhere.
 
         Args:
             names: of the chain's blocks, from its head on; whole or short.
             among: the replicas that may be named; None: all.
         """
-        mask = -1
-        if among is not None:
-            mask = 0
-            for replica in among:
-                mask |= self._replicas[replica].bit
-        holders, count = self._holders, 0
-        for name in names:
-            there = mask & holders.get(short_name(name), 0)
-            if not there:
-                break
-            mask, count = there, count + 1
-        if not count:
-            return None
-        replica = self._by_slot[(mask & -mask).bit_length() - 1]
-        assert replica is not None
-        return Holder(replica, count)
-
-    def check(self) -> None:
-        """Assert that both directions agree. For tests; O(names)."""
-        made: dict[int, int] = {}
-        for name, record in self._replicas.items():
-            assert self._by_slot[record.bit.bit_length() - 1] == name
-            assert len(record.names) <= self._max_names
-            for short in record.names:
-                made[short] = made.get(short, 0) | record.bit
-        assert made == self._holders, "names by replica and replicas by name disagree"
-
-    def _clear(self, record: _Replica) -> None:
-        for name in list(record.names):
-            self._drop(record, name)
-
-    def _drop(self, record: _Replica, name: int) -> None:
-        if name in record.names:
-            record.names.discard(name)
-            left = self._holders[name] & ~record.bit
-            if left:
-                self._holders[name] = left
-            else:
-                del self._holders[name]
+        counts = [
+            Holder(replica, self.count(replica, names))
+            for replica in self._replicas
+            if among is None or replica in among
+        ]
+        best = max(counts, key=lambda holder: holder.num_blocks, default=None)
+        return best if best is not None and best.num_blocks else None
 
 
 class FetchCost:
@@ -196,34 +188,23 @@ class FetchCost:
         return num_blocks * self.block_size / self.prefill_rate - fetching
 
 
-class Fetch(NamedTuple):
-    """Blocks that are worth fetching: [first, end) of a chain, from a replica."""
-
-    source: str
-    first: int
-    end: int
-    gain: float
-
-
 def worth_fetching(
     directory: Directory,
     cost: FetchCost,
     names: Sequence[int],
     target: str,
     sources: Collection[str] | None = None,
-) -> Fetch | None:
-    """What a replica should fetch before it computes a prompt; None: nothing.
+) -> Holder | None:
+    """From where a replica should fetch blocks before it computes a prompt; None: from nowhere.
 
     Args:
-        directory: who holds what.
+        directory: which replica holds what.
         cost: of fetching and of computing.
         names: of the prompt's full blocks.
         target: the replica that will compute it.
         sources: replicas that may be asked (those that live); None: all.
     """
-    first = directory.count(target, names)
-    holder = directory.longest(names, sources)
-    if holder is None or holder.replica == target or holder.num_blocks <= first:
+    here, holder = directory.count(target, names), directory.longest(names, sources)
+    if holder is None or holder.num_blocks <= here:
         return None
-    gain = cost.gain(holder.num_blocks - first)
-    return Fetch(holder.replica, first, holder.num_blocks, gain) if gain > 0 else None
+    return holder if cost.gain(holder.num_blocks - here) > 0 else None

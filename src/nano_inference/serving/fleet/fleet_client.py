@@ -1,42 +1,38 @@
 """`FleetClient`: several engines as one. A replica that dies takes no request with it."""
 
 import asyncio
-import logging
 import random
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from nano_inference.errors import EngineDead
 from nano_inference.serving.client import STOPPING, EngineClient
 from nano_inference.serving.errors import ApiError, retry_after
-from nano_inference.serving.fleet.flight import Flight
-from nano_inference.serving.fleet.joined_stats import joined_stats
+from nano_inference.serving.fleet.failover import MOST_MOVES, Failover, FleetRequest
+from nano_inference.serving.fleet.operations import FleetOperations
 from nano_inference.serving.fleet.prefill import LEAST, Prefill
-from nano_inference.serving.fleet.replica import Failovers, ReplicaStatus
-from nano_inference.serving.fleet.roster import Roster
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
-from nano_inference.serving.fleet.sharing import Sharing
-from nano_inference.serving.fleet.suspects import MOST_MOVES, Suspects, given_up
-from nano_inference.serving.fleet.together import Together
-from nano_inference.serving.fleet.transfers import Transfers
-from nano_inference.serving.fleet.weights import BringWeights
+from nano_inference.serving.fleet.supervisor import ReplicaStatus, Supervisor
+from nano_inference.serving.fleet.transfers import PrefixSharing, Transfers
 from nano_inference.serving.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.types import Delta
 
-log = logging.getLogger("nano_inference.serving")
+SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
 
 
 class FleetClient(EngineClient):
     """One engine to the server, and several behind it.
 
-    A request goes to the replica that the router says, with a seed; its tokens are kept until it
-    has ended. When its replica dies, or is to be empty, another one goes on with the same bits
-    (`Flight`). Replicas come and go in the `Roster`, and whatever changes one of them changes all
-    or none (`Together`). All of it happens on one event loop.
+    A request goes to the replica that the router chooses, with a seed; its tokens are kept until it
+    has ended. When its replica dies, or is drained, another one goes on with the same bits
+    (`Failover`). Replicas come and go in the `Supervisor`, and an engine operation that changes one
+    of them changes all or none (`FleetOperations`). All of it happens on one event loop.
 
     Args:
         make: a client of an engine that is not started yet, by the number of its place.
@@ -46,14 +42,16 @@ class FleetClient(EngineClient):
         stall_timeout: seconds after which a replica that has something to do and gets nowhere is
             killed.
         seed: where seeds come from of requests that have none; None: entropy.
-        router: places requests.
-        bring_weights: see `Roster`.
         prefill_replicas: of the first replicas, how many only compute prompts (`Prefill`).
         prefill_least: tokens of the prompts that they compute.
         share_prefixes: fetch a prompt's prefix from the replica that has it, where that is faster
-            (`Sharing`).
+            (`PrefixSharing`).
         in_lockstep: the engines cannot do without each other, so none is added, taken out or
             started again alone.
+
+    Attributes:
+        requests: those that have not ended, by id.
+        failover: moves them, and counts it.
     """
 
     def __init__(
@@ -65,95 +63,94 @@ class FleetClient(EngineClient):
         restart: bool = False,
         stall_timeout: float = 60.0,
         seed: int | None = None,
-        router: Router | None = None,
-        bring_weights: BringWeights | None = None,
         prefill_replicas: int = 0,
         prefill_least: int = LEAST,
         share_prefixes: bool = False,
         in_lockstep: bool = False,
+        is_one_engine: bool = False,
     ) -> None:
         super().__init__(max_backlog, restart=restart)
-        self.router = router if router is not None else Router()
-        self.roster = Roster(
+        self.is_one_engine = is_one_engine  # that is to be started again: there are no routes
+        self.requests: dict[int, FleetRequest] = {}
+        self.router = Router()
+        self.supervisor = Supervisor(
             self,
             make,
-            self.router,
             restart=restart,
             stall_timeout=stall_timeout,
-            bring_weights=bring_weights,
             in_lockstep=in_lockstep,
         )
+        self.failover = Failover(self)
         self.transfers = Transfers(self)
-        self.prefill = (
-            Prefill(self, self.transfers, prefill_replicas, prefill_least)
-            if prefill_replicas
-            else None
-        )
-        self.sharing = Sharing(self, self.transfers) if share_prefixes else None
-        self.suspects = Suspects(self)
-        self._together = Together(self.roster)
+        self.prefill = Prefill(self, prefill_replicas, prefill_least)
+        self.sharing = PrefixSharing(self)
+        self._shares_prefixes = share_prefixes
+        self._operations = FleetOperations(self.supervisor, self.router)
         self._num_first = replicas
-        self._in_lockstep = in_lockstep
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
-        self._flights: dict[int, Flight] = {}
-        self._silent = set[Flight]()  # that were handed on, and of which nothing has come since
 
     async def start(self) -> None:
         """Build all engines at once. Raises what kept one from being built."""
         try:
-            await self.roster.start(self._num_first)
-            await self._require_blocks()
+            await self.supervisor.start(self._num_first)
+            if self.prefill.replicas or self._shares_prefixes:
+                # raises what keeps these engines from exchanging blocks; all are alike
+                await next(iter(self.supervisor.living().values())).call("describe_blocks")
         except BaseException:
             await self.close()
             raise
-        if self.sharing is not None:
-            self.roster.spawn(self.sharing.watch())
-
-    async def _require_blocks(self) -> None:
-        """Raise what keeps these engines from exchanging blocks, if that is asked for."""
-        if self.prefill is not None or self.sharing is not None:
-            for client in list(self.roster.living().values())[:1]:  # all are alike
-                await client.call("describe_blocks")
+        if self._shares_prefixes:
+            self.supervisor.spawn(self.sharing.watch())
 
     async def close(self) -> None:
         """Let all engines end."""
         self._die(STOPPING, STOPPING)
-        self._flights.clear()
-        await self.roster.close()
+        self.requests.clear()
+        await self.supervisor.close()
 
     @property
     def num_engines(self) -> int:
         """Replicas that take part in weight updates."""
-        return len(self.roster.living())
+        return len(self.supervisor.living())
 
-    @property
-    def failovers(self) -> Failovers:
-        """What became of requests whose replica was gone."""
-        return self.roster.failovers
-
-    def replica_statuses(self) -> tuple[ReplicaStatus, ...]:
-        """Of all replicas."""
-        return self.roster.statuses()
+    def replica_report(self) -> tuple[Sequence[ReplicaStatus], Failover]:
+        """All engines, and counts of the requests that were moved."""
+        return self.supervisor.statuses(), self.failover
 
     def stalled(self, seconds: float) -> bool:
         """Whether no replica gets on."""
-        living = self.roster.living()
+        living = self.supervisor.living()
         return bool(living) and all(client.stalled(seconds) for client in living.values())
 
     @property
     def is_silent(self) -> bool:
         """Whether no replica is heard of."""
-        living = self.roster.living()
+        living = self.supervisor.living()
         return bool(living) and all(client.is_silent for client in living.values())
 
     def end_calls(self, problem: Exception) -> None:
         """As of one engine; also those end that wait for a replica to be built."""
         super().end_calls(problem)
-        self.roster.end_starts()
+        self.supervisor.end_starts()
+
+    async def bring_weights(self, donor: EngineClient, client: EngineClient, version: int) -> None:
+        """Give an engine the weights of this version, which `donor` serves: by way of a folder of
+        this machine.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="nano-inference-weights-"))
+        try:
+            path = str(folder / "all")
+            await donor.call("save_weights", path=path, version=version, timeout=SYNC_TIMEOUT)
+            await client.call("begin_update", session=0, complete=True)
+            options = {"session": 0, "timeout": SYNC_TIMEOUT}
+            await client.call("receive_folder", path=path, **options)
+            await client.call("finish_update", version=version, kv_policy="abort", **options)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
 
     def kill(self) -> None:
         """End all engines at once."""
-        for client in self.roster.living().values():
+        for client in self.supervisor.living().values():
             client.kill()
 
     # -- replicas that come and go -----------------------------------------------------------------
@@ -161,58 +158,48 @@ class FleetClient(EngineClient):
     async def add(self) -> str:
         """Add a replica; returns its name when it serves. Raises what keeps it from being built."""
         self._require_alive()
-        self._require_independent()
-        return await self.roster.add()
+        return await self.supervisor.add()
 
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
         """Give a replica nothing new; with `move` others go on with what it has. With
         `draining=False` it takes requests again. Returns how many requests it still has. Raises
         `ApiError`.
         """
-        each = self.roster.drain(replica, move=move, draining=draining)
-        return sum(flight.client is each.client for flight in self._flights.values())
+        client = self.supervisor.drain(replica, move=move, draining=draining)
+        return len(self._requests_of(client))
 
     async def remove(self, replica: str) -> int:
         """Take a replica out for good; others go on with what it has. Returns how many requests
         those were. Raises `ApiError`.
         """
-        self._require_independent()
-        return await self.roster.remove(replica)
+        return await self.supervisor.remove(replica)
 
-    def _require_independent(self) -> None:
-        if self._in_lockstep:
-            text = (
-                "engines in lockstep share their experts: none can come or go; start a server "
-                "with another number."
-            )
-            raise ApiError(409, text)
+    # -- what the supervisor tells -----------------------------------------------------------------
 
-    def opened(self, info: EngineInfo, again: bool) -> None:
-        """See `Owner`."""
+    def opened(self, info: EngineInfo, version: int, again: bool) -> None:
+        """A first replica serves this weight version; `again`: after all had died."""
         if again:
             self.num_restarts += 1
-        self._receive(Ready(info))
+        self._receive(Ready(msgspec.structs.replace(info, weight_version=version)))
 
     def lost(self, why: str, public: str, coming: bool) -> None:
-        """See `Owner`: as when an engine dies."""
+        """No replica is left, as when an engine dies; `coming`: another one is on its way."""
         self.restarting = self._restart or coming
-        self._flights.clear()
-        self._silent.clear()
-        self.suspects.forget()
-        self._together.forget()
+        self.requests.clear()
+        self._operations.forget()
         self._die(why, public)
 
-    def hand_on(self, client: EngineClient) -> int:
-        """See `Owner`."""
-        flights = [flight for flight in self._flights.values() if flight.client is client]
-        for flight in flights:
-            flight.let_go()
-            self.orphaned(flight)
-        return len(flights)
+    def move_requests(self, client: EngineClient) -> int:
+        """Let others go on with what a replica has; returns how many requests that is."""
+        requests = self._requests_of(client)
+        for request in requests:
+            request.let_go()
+            self.failover.move(request)
+        return len(requests)
 
-    def changed(self) -> None:
-        """See `Owner`."""
-        living = self.roster.living().values()
+    def replicas_changed(self) -> None:
+        """Other replicas serve than before, or they have reported."""
+        living = self.supervisor.living().values()
         if living and self._info is not None:
             room = sum(client.info.max_batch_size for client in living)
             least = min(client.info.max_model_len for client in living)
@@ -220,9 +207,11 @@ class FleetClient(EngineClient):
                 self._info = msgspec.structs.replace(
                     self._info, max_batch_size=room, max_model_len=least
                 )
-        if known := self.roster.known_stats():
-            self.stats = joined_stats(known, self.roster.gone)
-        self.suspects.go_on()
+        self.stats = self.supervisor.reported_stats() or self.stats
+        self.failover.place_waiting()
+
+    def _requests_of(self, client: EngineClient) -> list[FleetRequest]:
+        return [request for request in self.requests.values() if request.client is client]
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -231,158 +220,105 @@ class FleetClient(EngineClient):
         if params.seed is None:
             params, asked = replace(params, seed=self._seeds.getrandbits(63)), params
         message = msgspec.structs.replace(message, params=params, tell=True)
-        flight = Flight(self, message, session, asked, self.info.numerics)
-        self._flights[message.request_id] = flight
+        request = FleetRequest(self, message, session, asked, self.info.numerics)
+        self.requests[message.request_id] = request
         try:
-            self._place(flight)
+            self.place(request)
         except NoReplica:
-            del self._flights[message.request_id]
+            self._forget(request)
             text = "no replica takes requests now; all of them are about to leave."
             raise ApiError(503, text, code="draining", headers=retry_after(1.0)) from None
         except BaseException:
-            self._forget(flight)
+            self._forget(request)
             raise
 
-    def _place(self, flight: Flight, *, at_any: bool = False) -> None:
-        """Choose a replica and hand it over. Raises `NoReplica`, and what `EngineClient.begin`
-        does.
+    def place(self, request: FleetRequest, *, at_any: bool = False) -> None:
+        """Choose a replica and hand the request over. Raises `NoReplica`, and what
+        `EngineClient.begin` does.
         """
-        if flight.deaths >= MOST_MOVES:
-            if (alone := self.suspects.place(flight)) is not None:
-                self._hand_over(flight, alone)
+        if request.deaths >= MOST_MOVES:
+            if (alone := self.failover.place_suspect(request)) is not None:
+                self.hand_over(request, alone)
             return
-        ticket = self.prefill.place(flight) if self.prefill is not None else None
-        ticket = ticket or self.choose(flight, at_any=at_any)
-        if self.sharing is None or not self.sharing.fetch(flight, ticket):
-            self._hand_over(flight, ticket)
+        ticket = self.prefill.place(request) or self.choose(request, at_any=at_any)
+        if not self.sharing.fetch(request, ticket):
+            self.hand_over(request, ticket)
 
-    def choose(self, flight: Flight, *, at_any: bool = False) -> Ticket:
-        """A place for a request, or for what follows its prompt. Raises `NoReplica`."""
-        message, router, roster = flight.message, self.router, self.roster
-        asked = {
-            "session": flight.session,
-            "salt": message.params.cache_salt,
-            "version": roster.version,
-        }
-        if self.prefill is not None:
-            with suppress(NoReplica):  # then those that are left
+    def choose(self, request: FleetRequest, *, at_any: bool = False) -> Ticket:
+        """A place for a request, or for what follows its prompt; `at_any`: a draining replica will
+        do. Raises `NoReplica`.
+        """
+        message, router = request.message, self.router
+        for without in (self.prefill.replicas, ()):  # those that compute prompts only if need be
+            with suppress(NoReplica):
                 return router.place(
-                    message.prompt, flight.left, without=self.prefill.replicas, **asked
+                    message.prompt,
+                    request.left,
+                    session=request.session,
+                    salt=message.params.cache_salt,
+                    version=self.supervisor.version,
+                    without=without,
                 )
-        try:
-            return router.place(message.prompt, flight.left, **asked)
-        except NoReplica:
-            living = roster.living()
-            if not at_any or not living:
-                raise
-            return router.place_at(min(living, key=router.score), flight.left)
+        living = self.supervisor.living()
+        if not at_any or not living:
+            raise NoReplica("no replica takes requests.")
+        return router.place_at(min(living, key=router.score), request.left)
 
-    def go_on_at(self, flight: Flight, ticket: Ticket) -> None:
-        """See `Stages`."""
-        self.router.finished(ticket)
-        if not self.has(flight):
-            return
-        if ticket.replica in self.roster.living():
-            self._hand_over(flight, self.router.place_at(ticket.replica, flight.left))
-        else:
-            self.place_again(flight)
-
-    def _hand_over(self, flight: Flight, ticket: Ticket) -> None:
-        roster = self.roster
-        flight.hand_to(
-            roster.replicas[ticket.replica].client,
-            ticket,
-            roster.version if roster.keeps_old else None,
-        )
+    def hand_over(self, request: FleetRequest, ticket: Ticket) -> None:
+        """Let the replica of this ticket take a request. Raises as `EngineClient.begin` does."""
+        supervisor = self.supervisor
+        version = supervisor.version if supervisor.keeps_old else None
+        request.hand_to(supervisor.replicas[ticket.replica].client, ticket, version)
 
     def _send(self, message: ToEngine) -> None:
         if not isinstance(message, Abort):
             raise NotImplementedError(f"a fleet hands on no {type(message).__name__}.")
         for request_id in message.request_ids:
-            flight = self._flights.get(request_id)
-            if flight is None:
+            request = self.requests.get(request_id)
+            if request is None:
                 continue
             if message.answered:
-                self.transfers.land(flight)  # if it is on its way
-                flight.end_soon()
+                self.transfers.land(request)  # if it is on its way
+                request.end_soon()
             else:
-                self._forget(flight)
-                flight.let_go()
+                self._forget(request)
+                request.let_go()
 
-    def _forget(self, flight: Flight) -> None:
-        self._silent.discard(flight)
-        if self._flights.pop(flight.request_id, None) is not None and flight.ticket is not None:
-            self.router.finished(flight.ticket)
+    def _forget(self, request: FleetRequest) -> None:
+        if self.requests.pop(request.request_id, None) is not None and request.ticket is not None:
+            self.router.finished(request.ticket)
 
-    # -- what flights tell -------------------------------------------------------------------------
+    # -- what requests tell ------------------------------------------------------------------------
 
-    def arrived(self, flight: Flight, delta: Delta) -> None:
-        """See `Fleet`."""
+    def has(self, request: FleetRequest) -> bool:
+        """Whether this request has not ended."""
+        return request.request_id in self.requests
+
+    def arrived(self, request: FleetRequest, delta: Delta) -> None:
+        """A delta is for the client."""
         if delta.finished is not None:
-            assert flight.ticket is not None
-            self.router.finished(flight.ticket, 1)
-            if not flight.left:
-                self._flights.pop(flight.request_id, None)
-        self._take(flight.request_id, delta)
+            assert request.ticket is not None
+            self.router.finished(request.ticket, 1)
+            if not request.left:
+                self.requests.pop(request.request_id, None)
+        self._take(request.request_id, delta)
 
-    def ended(self, flight: Flight, problem: Exception) -> None:
-        """See `Fleet`."""
-        self._forget(flight)
-        self._end(flight.request_id, problem)
+    def ended(self, request: FleetRequest, problem: Exception) -> None:
+        """It has failed."""
+        self._forget(request)
+        self._end(request.request_id, problem)
 
-    def began(self, flight: Flight) -> None:
-        """See `Fleet`."""
-        if flight.ticket is not None:
-            self.router.started(flight.ticket)
-        if self.sharing is not None:
-            self.sharing.began(flight)
+    def began(self, request: FleetRequest) -> None:
+        """Its first tokens have come."""
+        if request.ticket is not None:
+            self.router.started(request.ticket)
+        self.sharing.began(request)
 
-    def prompt_computed(self, flight: Flight) -> None:
-        """See `Fleet`."""
-        assert self.prefill is not None
-        self.prefill.computed(flight)
-
-    def orphaned(self, flight: Flight) -> None:
-        """See `Fleet`."""
-        if not self.has(flight):
-            return
-        if flight.ticket is not None:
-            self.router.finished(flight.ticket)
-        if flight.deaths > MOST_MOVES:
-            self.ended(flight, given_up(flight))
-            return
-        flight.moved()
-        self._silent.add(flight)
-        self.failovers.moved += 1
-        self.place_again(flight)
-
-    def has(self, flight: Flight) -> bool:
-        """See `Places`."""
-        return flight.request_id in self._flights
-
-    def place_again(self, flight: Flight) -> None:
-        """See `Places`."""
-        try:
-            self._place(flight, at_any=True)
-        except NoReplica:
-            self.ended(flight, EngineDead("no replica is left.", "no replica is left"))
-        except Exception as problem:
-            log.exception("a request could not be handed on")
-            self.ended(flight, problem)
-
-    def went_on(self, flight: Flight, seconds: float) -> None:
-        """See `Fleet`."""
-        self.failovers.paused(seconds)
-        self._silent.discard(flight)
-        log.debug("request %d goes on, after %.3f s.", flight.request_id, seconds)
-        if not self._silent:
-            log.info("all requests that were handed on go on; the last one after %.3f s.", seconds)
-
-    # -- control -----------------------------------------------------------------------------------
+    # -- engine operations -------------------------------------------------------------------------
 
     async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """As `EngineClient.call`, of all replicas; see `Together`. It goes on where its caller
-        leaves.
+        """As `EngineClient.call`, of all replicas; see `FleetOperations`. It goes on where its
+        caller leaves.
         """
         self._require_alive()
         call_id = next(self._ids)
@@ -390,14 +326,14 @@ class FleetClient(EngineClient):
 
         async def answer() -> None:
             try:
-                value = await self._together.call(name, timeout, arguments)
+                value = await self._operations.call(name, timeout, arguments)
                 self._answer(call_id, lambda future: future.set_result(value))
             except Exception as problem:
                 error = problem
                 self._answer(call_id, lambda future: future.set_exception(error))
 
-        self.roster.spawn(answer())
+        self.supervisor.spawn(answer())
         try:
-            return await asyncio.wait_for(future, self._together.patience(name, timeout))
+            return await asyncio.wait_for(future, self._operations.patience(name, timeout))
         finally:
             self._calls.pop(call_id, None)

@@ -7,9 +7,13 @@ there as after a failover: the same seed, positions and weights, so the same bit
 brought is computed again.
 """
 
-from nano_inference.serving.fleet.flight import Flight
+from typing import TYPE_CHECKING
+
+from nano_inference.serving.fleet.failover import FleetRequest
 from nano_inference.serving.fleet.router import NoReplica, Ticket
-from nano_inference.serving.fleet.transfers import Stages, Transfers
+
+if TYPE_CHECKING:
+    from nano_inference.serving.fleet.fleet_client import FleetClient
 
 LEAST = 256  # tokens of a prompt; a shorter one is computed where it decodes
 
@@ -19,7 +23,6 @@ class Prefill:
 
     Args:
         fleet: it.
-        transfers: brings blocks.
         count: of the first replicas, how many.
         least: tokens of a prompt that is computed on one of them.
 
@@ -28,19 +31,20 @@ class Prefill:
         num_prompts: that were computed there.
     """
 
-    def __init__(self, fleet: Stages, transfers: Transfers, count: int, least: int = LEAST) -> None:
+    def __init__(self, fleet: "FleetClient", count: int, least: int = LEAST) -> None:
         self.replicas = frozenset(map(str, range(count)))
         self.num_prompts = 0
         self._fleet = fleet
-        self._transfers = transfers
         self._least = least
 
-    def place(self, flight: Flight) -> Ticket | None:
-        """A place for the prompt of a request that nothing has come of yet; None: it is computed
-        where it decodes.
+    def place(self, request: FleetRequest) -> Ticket | None:
+        """A place for the prompt of a request that has no token yet; None: it is computed where it
+        decodes.
         """
-        message, router = flight.message, self._fleet.router
-        if flight.has_begun or len(message.prompt) < self._least or message.params.max_tokens == 1:
+        message, router = request.message, self._fleet.router
+        if not self.replicas or request.has_begun or message.params.max_tokens == 1:
+            return None
+        if len(message.prompt) < self._least:
             return None
         others = [name for name in router.replicas if name not in self.replicas]
         if all(router.is_draining(name) for name in others):
@@ -48,22 +52,22 @@ class Prefill:
         try:
             ticket = router.place(
                 message.prompt,
-                flight.left,
+                request.left,
                 salt=message.params.cache_salt,
-                version=self._fleet.roster.version,
+                version=self._fleet.supervisor.version,
                 without=others,
             )
         except NoReplica:
             return None
-        flight.computes_prompt = True
+        request.computes_prompt = True
         return ticket
 
-    def computed(self, flight: Flight) -> None:
+    def computed(self, request: FleetRequest) -> None:
         """Every sample of a request has a token: on to the replica that makes the others."""
-        fleet, source = self._fleet, flight.client
-        flight.let_go()
-        if flight.ticket is not None:
-            fleet.router.finished(flight.ticket)
-        flight.moves += 1  # so that it is looked at whether it ends as it began
+        fleet, source = self._fleet, request.client
+        request.let_go()
+        if request.ticket is not None:
+            fleet.router.finished(request.ticket)
+        request.moves += 1  # so that it is compared whether it ends as it began
         self.num_prompts += 1
-        self._transfers.send(flight, fleet.choose(flight, at_any=True), source)
+        fleet.transfers.send(request, fleet.choose(request, at_any=True), source)

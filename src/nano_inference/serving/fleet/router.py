@@ -3,27 +3,40 @@ counts.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from nano_inference.errors import NanoInferenceError
 
 WAITING = 4  # a sample that waits weighs as much as so many that run
-# of a piece, every so many tokens are in its key: others hardly ever tell prompts apart that these
-# do not
+# Only every so many tokens of a piece are in its key: prompts hardly ever differ in others alone.
 STRIDE = 4
 KEYS = 4096  # prefixes that are remembered for every replica
-_STAMP_BITS = 32  # of an order: the score, and below it when the replica was last chosen
-_STAMPS = (1 << _STAMP_BITS) - 1
-_NEVER = np.iinfo(np.int64).max
-_FEW = 6  # holders of a prefix that are looked at one by one
 
 
 class NoReplica(NanoInferenceError):
     """There is no replica that takes requests."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """Samples of one replica."""
+
+    replica: str
+    waiting: int = 0
+    running: int = 0
+    order: tuple[int, int] = (0, 0)  # its score, and when it was last chosen
+
+    @property
+    def score(self) -> int:
+        return self.waiting * WAITING + self.running
+
+    def count(self, waiting: int, running: int, chosen: int | None = None) -> None:
+        """Add samples; `chosen`: the number of the placement that they came with."""
+        self.waiting += waiting
+        self.running += running
+        self.order = self.score, self.order[1] if chosen is None else chosen
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +48,13 @@ class Ticket:
         waiting: samples of the request that have not begun.
         running: samples that have begun and not ended.
         cached: prompt tokens whose keys and values that replica probably has.
-        life: tells a replica from a later one of the same name.
     """
 
     replica: str
     waiting: int
     running: int = 0
     cached: int = 0
-    life: int = 0
+    _load: _Load = field(default_factory=lambda: _Load(""), repr=False)
 
 
 class Router:
@@ -58,22 +70,21 @@ class Router:
     **Prefixes** are known coarsely: chained keys at fixed places of the prompt (after 1, 2, 3, 4,
     6, 8, 12, 16, 24 … pieces of `piece` tokens; of what lies between two places the last piece is
     looked at), with the salt and the weight version at their root. A key names the replicas that
-    were sent such a prompt, as the bits of an integer. There are at most `max_keys`, and the ones
-    least recently used go. A wrong guess costs a prefill and no bit, so nobody tells the router
-    what replicas evict; an update changes the version and so the keys.
+    were sent such a prompt. There are at most `max_keys`, and the ones least recently used go. A
+    wrong guess costs a prefill and no bit, so replicas do not report what they evict; an update
+    changes the version and so the keys.
 
     **Sessions**: requests with the same session go where the last one went, as long as that replica
     takes requests. `max_sessions` are remembered, the ones least recently used go.
 
     A *draining* replica takes nothing new and keeps what it has. Nothing here waits or reads a
-    clock: at 1,000 replicas a placement takes some tens of microseconds.
+    clock.
 
     Args:
         piece: tokens that a key looks at.
         most_keys: of one prompt.
         piece_worth: score that a cached piece is worth.
-        max_keys: prefixes that are remembered, some 300 bytes each at a thousand replicas; None:
-            `KEYS` for every replica.
+        max_keys: prefixes that are remembered, some 400 bytes each; None: `KEYS` for every replica.
         max_sessions: sessions that are remembered.
     """
 
@@ -89,93 +100,65 @@ class Router:
         self._piece, self._worth = piece, piece_worth
         self._ends = [piece * count for count in _half_octaves(most_keys)]
         self._max_keys, self._max_sessions = max_keys, max_sessions
-        self._holders: OrderedDict[int, int] = OrderedDict()  # key -> replicas, a bit each
+        self._holders: OrderedDict[int, set[_Load]] = OrderedDict()  # by key
         self._sessions: OrderedDict[Hashable, str] = OrderedDict()
-        self._slots: dict[str, int] = {}
-        self._names: list[str | None] = []  # by slot
-        self._lives: list[int] = []  # which replica has the slot, by how many came before
-        self._num_added = 0
-        self._waiting: list[int] = []
-        self._running: list[int] = []
-        self._draining: set[str] = set()
-        # score and stamp; _NEVER: takes nothing
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._open = 0  # replicas that take requests, a bit each
-        self._stamp = 0
+        self._loads: dict[str, _Load] = {}
+        self._open: dict[str, _Load] = {}  # of replicas that take requests
+        self._num_placed = 0
 
     # -- replicas ----------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> tuple[str, ...]:
         """Names, in the order in which they came."""
-        return tuple(self._slots)
+        return tuple(self._loads)
 
     def add(self, replica: str) -> None:
         """A replica takes requests from now on. Raises `ValueError` for a name that is there."""
-        if replica in self._slots:
+        if replica in self._loads:
             raise ValueError(f"there is a replica {replica!r} already.")
-        if None in self._names:
-            slot = self._names.index(None)
-            self._names[slot] = replica
-        else:
-            slot = len(self._names)
-            self._names.append(replica)
-            self._lives.append(0)
-            self._waiting.append(0)
-            self._running.append(0)
-            self._order = np.append(self._order, np.int64(_NEVER))
-        self._slots[replica] = slot
-        self._num_added += 1
-        self._lives[slot] = self._num_added
-        self._waiting[slot] = self._running[slot] = 0
-        self._reopen(replica)
+        self._loads[replica] = self._open[replica] = _Load(replica)
 
     def remove(self, replica: str) -> None:
         """It is gone; tickets of it count no more. Raises `KeyError` for one that is not there."""
-        slot = self._slots[replica]
-        self.forget(replica)  # the slot may be another one's soon
-        self._close(replica)
-        del self._slots[replica]
-        self._draining.discard(replica)
-        self._names[slot] = None
+        self.forget(replica)
+        del self._loads[replica]
+        self._open.pop(replica, None)
 
     def drain(self, replica: str, draining: bool = True) -> None:
         """It takes nothing new; with `draining=False` it does again. Raises `KeyError`."""
-        _ = self._slots[replica]
+        load = self._loads[replica]
         if draining:
-            self._draining.add(replica)
-            self._close(replica)
+            self._open.pop(replica, None)
         else:
-            self._draining.discard(replica)
-            self._reopen(replica)
+            self._open[replica] = load
 
     def is_draining(self, replica: str) -> bool:
         """Whether it takes nothing new. Raises `KeyError`."""
-        _ = self._slots[replica]
-        return replica in self._draining
+        return self._loads[replica].replica not in self._open
 
     def forget(self, replica: str | None = None) -> None:
-        """What this replica (None: any) had in its prefix cache is gone."""
+        """The prefix cache of this replica (None: of all) is empty."""
         if replica is None:
             self._holders.clear()
             return
-        rest = ~(1 << self._slots[replica])
-        self._holders = OrderedDict(
-            (key, mask & rest) for key, mask in self._holders.items() if mask & rest
-        )
+        gone = self._loads[replica]
+        for key in [key for key, holders in self._holders.items() if gone in holders]:
+            self._holders[key].discard(gone)
+            if not self._holders[key]:
+                del self._holders[key]
 
     def waiting(self, replica: str) -> int:
         """Samples there that have not begun."""
-        return self._waiting[self._slots[replica]]
+        return self._loads[replica].waiting
 
     def running(self, replica: str) -> int:
         """Samples there that have begun and not ended."""
-        return self._running[self._slots[replica]]
+        return self._loads[replica].running
 
     def score(self, replica: str) -> int:
         """Its load; the lower the better."""
-        slot = self._slots[replica]
-        return self._waiting[slot] * WAITING + self._running[slot]
+        return self._loads[replica].score
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -201,45 +184,36 @@ class Router:
 
         Raises `NoReplica`.
         """
-        open_ = self._open
-        for name in without:
-            if name in self._slots:
-                open_ &= ~(1 << self._slots[name])
-        if not open_:
+        able = self._open
+        if without:
+            able = {name: load for name, load in able.items() if name not in without}
+        if not able:
             raise NoReplica("no replica takes requests.")
         keys = self._keys(prompt, salt, version)
-        slot, cached = self._of_session(session, open_), 0
-        found = self._found(keys, open_)
-        if slot is None:
-            slot, cached = self._cheapest(found, open_)
+        found = self._found(keys, able)
+        load = None if session is None else able.get(self._sessions.get(session, ""))
+        if load is None:
+            load, cached = self._cheapest(found, able)
         else:
-            cached = max((end for end, mask in found if mask >> slot & 1), default=0)
-        self._remember(keys, 1 << slot)
-        replica = self._names[slot]
-        assert replica is not None
+            cached = max((end for end, holders in found if load in holders), default=0)
+        self._remember(keys, load)
         if session is not None:
-            self._sessions[session] = replica
+            self._sessions[session] = load.replica
             self._sessions.move_to_end(session)
             if len(self._sessions) > self._max_sessions:
                 self._sessions.popitem(last=False)
-        self._stamp += 1
-        self._count(slot, num_samples, 0)
-        return Ticket(replica, num_samples, cached=cached, life=self._lives[slot])
+        return self._ticket(load, num_samples, cached)
 
     def place_at(self, replica: str, num_samples: int = 1) -> Ticket:
         """Count a request at this replica, draining or not. Raises `KeyError`."""
-        slot = self._slots[replica]
-        self._stamp += 1
-        self._count(slot, num_samples, 0)
-        return Ticket(replica, num_samples, life=self._lives[slot])
+        return self._ticket(self._loads[replica], num_samples, 0)
 
     def started(self, ticket: Ticket, num_samples: int | None = None) -> None:
         """So many samples of a request (None: all) wait no more."""
         began = ticket.waiting if num_samples is None else min(num_samples, ticket.waiting)
         ticket.waiting -= began
         ticket.running += began
-        if began and (slot := self._slot_of(ticket)) is not None:
-            self._count(slot, -began, began)
+        ticket._load.count(-began, began)
 
     def finished(self, ticket: Ticket, num_samples: int | None = None) -> None:
         """So many samples of a request (None: all) have ended, or left."""
@@ -248,37 +222,14 @@ class Router:
         ran = min(ended, ticket.running)
         ticket.running -= ran
         ticket.waiting -= ended - ran
-        if ended and (slot := self._slot_of(ticket)) is not None:
-            self._count(slot, ran - ended, -ran)
+        ticket._load.count(ran - ended, -ran)
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _slot_of(self, ticket: Ticket) -> int | None:
-        slot = self._slots.get(ticket.replica)
-        return slot if slot is not None and self._lives[slot] == ticket.life else None
-
-    def _count(self, slot: int, waiting: int, running: int) -> None:
-        self._waiting[slot] += waiting
-        self._running[slot] += running
-        if self._open >> slot & 1:
-            score = self._waiting[slot] * WAITING + self._running[slot]
-            stamp = self._stamp if waiting > 0 else int(self._order[slot])
-            self._order[slot] = score << _STAMP_BITS | stamp & _STAMPS
-
-    def _close(self, replica: str) -> None:
-        slot = self._slots[replica]
-        self._open &= ~(1 << slot)
-        self._order[slot] = _NEVER
-
-    def _reopen(self, replica: str) -> None:
-        slot = self._slots[replica]
-        self._open |= 1 << slot
-        self._order[slot] = self.score(replica) << _STAMP_BITS
-
-    def _of_session(self, session: Hashable | None, open_: int) -> int | None:
-        replica = None if session is None else self._sessions.get(session)
-        slot = None if replica is None else self._slots.get(replica)
-        return slot if slot is not None and open_ >> slot & 1 else None
+    def _ticket(self, load: _Load, num_samples: int, cached: int) -> Ticket:
+        self._num_placed += 1
+        load.count(num_samples, 0, chosen=self._num_placed)
+        return Ticket(load.replica, num_samples, cached=cached, _load=load)
 
     def _keys(self, prompt: Sequence[int], salt: str | None, version: int) -> list[tuple[int, int]]:
         """(key, tokens that it stands for), from the first piece on."""
@@ -291,57 +242,48 @@ class Router:
             keys.append((key, end))
         return keys
 
-    def _found(self, keys: list[tuple[int, int]], open_: int) -> list[tuple[int, int]]:
-        """(tokens, who holds them), from short to long: the longest for each set of holders."""
-        found = list[tuple[int, int]]()
-        mask, holders = open_, self._holders
+    def _found(
+        self, keys: list[tuple[int, int]], able: Mapping[str, _Load]
+    ) -> list[tuple[int, set[_Load]]]:
+        """(tokens, replicas that hold them), from short to long: the longest for each set."""
+        found = list[tuple[int, set[_Load]]]()
         for key, end in keys:
-            mask &= holders.get(key, 0)
-            if not mask:
+            holders = self._holders.get(key)
+            if not holders:
                 break
-            if found and found[-1][1] == mask:
-                found[-1] = (end, mask)
+            if found:
+                holders = found[-1][1] & holders
+                if len(holders) == len(found[-1][1]):
+                    found.pop()
             else:
-                found.append((end, mask))
+                holders = {each for each in holders if each.replica in able}
+            if not holders:
+                break
+            found.append((end, holders))
         return found
 
-    def _cheapest(self, found: list[tuple[int, int]], open_: int) -> tuple[int, int]:
-        """The slot of the lowest cost, and how much of the prompt it holds."""
-        best = int(self._order.argmin()) if open_ == self._open else self._first(open_)
-        least = cost = int(self._order[best]) >> _STAMP_BITS
-        cached = 0
-        for end, mask in reversed(found):
-            worth = end // self._piece * self._worth
-            if least - worth >= cost and cached:  # a shorter prefix cannot be cheaper
-                break
-            slot = self._first(mask)
-            its = (int(self._order[slot]) >> _STAMP_BITS) - worth
+    def _cheapest(
+        self, found: list[tuple[int, set[_Load]]], able: Mapping[str, _Load]
+    ) -> tuple[_Load, int]:
+        """The replica of the lowest cost, and how much of the prompt it holds. Of replicas that
+        cost the same it is the one that holds most.
+        """
+        order = attrgetter("order")
+        best, cached = min(able.values(), key=order), 0
+        cost = best.score
+        for end, holders in reversed(found):
+            load = min(holders, key=order)
+            its = load.score - end // self._piece * self._worth
             if its < cost or (its == cost and not cached):
-                best, cost, cached = slot, its, end
+                best, cost, cached = load, its, end
         return best, cached
 
-    def _first(self, mask: int) -> int:
-        """The slot of the lowest order among these."""
-        if not mask & (mask - 1):
-            return mask.bit_length() - 1
-        order = self._order
-        if mask.bit_count() <= _FEW:
-            slots = list[int]()
-            while mask:
-                slots.append((mask & -mask).bit_length() - 1)
-                mask &= mask - 1
-            return min(slots, key=lambda slot: int(order[slot]))
-        size = len(order)
-        bits = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), np.uint8)
-        among = np.flatnonzero(np.unpackbits(bits, count=size, bitorder="little"))
-        return int(among[order[among].argmin()])
-
-    def _remember(self, keys: list[tuple[int, int]], bit: int) -> None:
+    def _remember(self, keys: list[tuple[int, int]], load: _Load) -> None:
         holders = self._holders
         for key, _ in reversed(keys):  # the first ones, which most prompts share, go last
-            holders[key] = holders.get(key, 0) | bit
+            holders.setdefault(key, set()).add(load)
             holders.move_to_end(key)
-        most = self._max_keys if self._max_keys is not None else KEYS * len(self._names)
+        most = self._max_keys if self._max_keys is not None else KEYS * len(self._loads)
         while len(holders) > most:
             holders.popitem(last=False)
 

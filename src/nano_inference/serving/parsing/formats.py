@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nano_inference.errors import ConfigError
 from nano_inference.serving.parsing.output import OutputParser, PlainParser
 from nano_inference.serving.parsing.reasoning import REASONING_FORMATS, ReasoningParser
-from nano_inference.serving.parsing.tool_calls import TOOL_FORMATS, ToolCallParser
+from nano_inference.serving.parsing.tool_parsers import TOOL_FORMATS, ToolCallParser
 
 TOOL_FORMAT_NAMES = ("none", *TOOL_FORMATS)
 REASONING_FORMAT_NAMES = ("none", *REASONING_FORMATS)

@@ -1,10 +1,9 @@
 """Reasoning that a model writes between markers before its answer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nano_inference.serving.parsing.output import OutputParser, Parsed
-from nano_inference.serving.parsing.scanning import SPACE, UntilMarker, begins
+from nano_inference.serving.parsing.scanning import Steps, TextReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class ReasoningFormat:
 REASONING_FORMATS = {"think": ReasoningFormat("<think>", "</think>")}
 
 
-class ReasoningParser:
+class ReasoningParser(TextReader):
     """Reasoning, then what another parser makes of the rest. White space around the markers belongs
     to them.
 
@@ -34,78 +33,50 @@ class ReasoningParser:
     """
 
     def __init__(self, format: ReasoningFormat, inside: bool, answer: OutputParser) -> None:
-        self._format = format
-        self._answer = answer
-        self._state: Callable[[ReasoningParser, str, int], int] = (
-            ReasoningParser._space if inside else ReasoningParser._start
-        )
-        self._marker = UntilMarker(format.end)
-        self._tail = ""  # may be the beginning of a marker
-        self._held: list[str] = []  # space before what may be the marker
+        super().__init__()
+        self._format, self._inside, self._answer = format, inside, answer
+        self._over = False  # the rest is the answer
+        self._space_before: list[str] = []
         self._reasoning: list[str] = []  # what the next `Parsed` will hold
 
     def push(self, text: str) -> Parsed:
         """Take the next text."""
-        text = self._tail + text
-        begin = 0
-        while begin < len(text) and self._state is not ReasoningParser._rest:
-            state, end = self._state, self._state(self, text, begin)
-            if end == begin and self._state is state:
-                break  # more text decides
-            begin = end
-        if self._state is not ReasoningParser._rest:
-            self._tail = text[begin:]
-            return self._parsed(Parsed())
-        self._tail = ""
-        rest = "".join([*self._held, text[begin:]])
-        self._held = []
-        return self._parsed(self._answer.push(rest) if rest else Parsed())
+        if self._over:
+            return self._answer.push(text)
+        self._go_on(text)
+        return self._parsed()
 
     def finish(self) -> Parsed:
         """The sample ended."""
-        if self._state is ReasoningParser._start:
-            answer = self._answer.push("".join([*self._held, self._tail]))
-            last = self._answer.finish()
-            return Parsed(
-                answer.content + last.content, tool_calls=answer.tool_calls + last.tool_calls
-            )
-        self._reasoning += [*self._marker.release(), self._tail]
-        return self._parsed(self._answer.finish())
+        if not self._over:
+            self._go_on(ended=True)
+        begun, last = self._parsed(), self._answer.finish()
+        return Parsed(
+            begun.content + last.content, begun.reasoning, begun.tool_calls + last.tool_calls
+        )
 
-    def _parsed(self, answer: Parsed) -> Parsed:
-        reasoning, self._reasoning = "".join(self._reasoning), []
+    def _parsed(self) -> Parsed:
+        rest = "".join([*self._space_before, self._text[self._at :]]) if self._over else ""
+        if rest:
+            self._space_before, self._text = [], ""
+        answer = self._answer.push(rest) if rest else Parsed()
+        reasoning = "".join(self._reasoning)
+        self._reasoning.clear()
         return replace(answer, reasoning=reasoning) if reasoning else answer
 
-    def _start(self, text: str, begin: int) -> int:
-        if space := SPACE.match(text, begin):
-            self._held.append(space[0])
-            return space.end()
-        if text.startswith(self._format.begin, begin):
-            self._held = []
-            self._state = ReasoningParser._space
-            return begin + len(self._format.begin)
-        if not begins(self._format.begin, text, begin):
-            self._state = ReasoningParser._rest
-        return begin
-
-    def _space(self, text: str, begin: int) -> int:
-        if space := SPACE.match(text, begin):
-            return space.end()
-        self._state = ReasoningParser._inside
-        return begin
-
-    def _inside(self, text: str, begin: int) -> int:
-        end = self._marker.feed(text, begin, self._reasoning)
-        if self._marker.found:
-            self._marker.release()
-            self._state = ReasoningParser._after
-        return end
-
-    def _after(self, text: str, begin: int) -> int:
-        if space := SPACE.match(text, begin):
-            return space.end()
-        self._state = ReasoningParser._rest
-        return begin
-
-    def _rest(self, text: str, begin: int) -> int:
-        return begin
+    def _read(self) -> Steps:
+        space = self._space_before
+        yield from self._space(space)
+        if self._inside or (yield from self._take(self._format.begin)):
+            space.clear()
+            yield from self._space(space)
+            space.clear()
+            found = yield from self._until(self._format.end, self._reasoning.append, space)
+            if not found:
+                self._reasoning += space
+            space.clear()
+            if found:
+                yield from self._space(space)
+            space.clear()
+        self._over = True
+        return True

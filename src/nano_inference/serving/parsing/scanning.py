@@ -1,85 +1,160 @@
-"""Incremental scanners: text up to a marker, and the extent of one JSON value. Each character is
-looked at a few times at most, however the text is cut.
+"""Reading text that comes in pieces: up to a marker, and to the end of one JSON value. Each
+character is looked at a few times at most, however the text is cut.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from functools import cache
 
 SPACE = re.compile(r"[ \t\r\n]+")
 
+Steps = Generator[None, None, bool]  # waits for more text at each `yield`
 
-class UntilMarker:
-    """Text up to a marker. White space directly before the marker belongs to the marker.
 
-    Attributes:
-        space: white space and a marker after it, in pieces, that are not passed on: more text
-            decides.
-        found: the marker has been seen. What follows is not this scanner's.
+class TextReader:
+    """Text in pieces, read by a generator (`_read`) that yields where only more text can tell how
+    it goes on.
     """
 
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
-        first = re.escape(marker[0])
-        self._run = re.compile(rf"(?:[^{first} \t\r\n]++|[ \t\r\n]++(?=[^{first} \t\r\n]))++")
-        self.space: list[str] = []
-        self.found = False
+    def __init__(self) -> None:
+        self._text, self._at = "", 0
+        self._ended = False
+        self._reading = self._read()
 
-    def feed(self, text: str, begin: int, out: list[str]) -> int:
-        """Take `text[begin:]` up to and including the marker, and add to `out` what stands before
-        it.
+    def _read(self) -> Steps:
+        """Read all of it."""
+        raise NotImplementedError
 
-        Returns:
-            Where it stopped. Before the end and with no marker found, the rest may be the marker's
-            beginning and has to be given again with more text behind it.
+    def _go_on(self, text: str = "", *, ended: bool = False) -> None:
+        """Read on with the next text; `ended`: there is no more."""
+        self._text, self._at, self._ended = self._text[self._at :] + text, 0, ended
+        next(self._reading, None)
+
+    def _more(self) -> Steps:
+        """Wait for a character. False: the text has ended."""
+        while self._at == len(self._text):
+            if self._ended:
+                return False
+            yield
+        return True
+
+    def _space(self, out: list[str]) -> Steps:
+        """Take white space. False: the text has ended after it."""
+        while (yield from self._more()):
+            space = SPACE.match(self._text, self._at)
+            if not space:
+                return True
+            out.append(space[0])
+            self._at = space.end()
+        return False
+
+    def _sees(self, marker: str) -> Steps:
+        """Whether the marker stands here."""
+        while len(self._text) - self._at < len(marker) and marker.startswith(
+            self._text[self._at :]
+        ):
+            if self._ended:
+                return False
+            yield
+        return self._text.startswith(marker, self._at)
+
+    def _take(self, marker: str) -> Steps:
+        """Take the marker, if it stands here."""
+        found = yield from self._sees(marker)
+        self._at += len(marker) if found else 0
+        return found
+
+    def _until(self, marker: str, say: Callable[[str], None], space: list[str]) -> Steps:
+        """Say the text up to the marker, and take the marker. False: the text has ended.
+
+        White space directly before the marker belongs to it: until more is known, it is in `space`,
+        as is what stood there before.
         """
-        while begin < len(text) and not self.found:
-            if run := self._run.match(text, begin):
-                out += self.release()
-                out.append(run[0])
-                begin = run.end()
-            elif space := SPACE.match(text, begin):
-                self.space.append(space[0])
-                begin = space.end()
-            elif text.startswith(self._marker, begin):
-                self.found = True
-                begin += len(self._marker)
-            elif begins(self._marker, text, begin):
-                break
+        run = _text_without(marker[0])
+        while (yield from self._more()):
+            if text := run.match(self._text, self._at):
+                end = text.end()
+            elif white := SPACE.match(self._text, self._at):
+                space.append(white[0])
+                self._at = white.end()
+                continue
+            elif (yield from self._take(marker)):
+                return True
             else:
-                out += self.release()
-                out.append(text[begin])
-                begin += 1
-        return begin
-
-    def release(self) -> list[str]:
-        """White space that was held back and turned out to be text."""
-        held, self.space = self.space, []
-        return held
+                end = self._at + 1
+            say("".join([*space, self._text[self._at : end]]))
+            space.clear()
+            self._at = end
+        return False
 
 
-def begins(marker: str, text: str, begin: int) -> bool:
-    """Whether `text[begin:]` is a proper prefix of the marker, so that more text may complete
-    it.
-    """
-    return len(text) - begin < len(marker) and marker.startswith(text[begin:])
+@cache
+def _text_without(character: str) -> re.Pattern[str]:
+    """Text without the character, and without white space at its end."""
+    first = re.escape(character)
+    return re.compile(rf"(?:[^{first} \t\r\n]++|[ \t\r\n]++(?=[^{first} \t\r\n]))++")
 
 
-# What may follow in a number; `accept` marks the states that may end one.
+# -- JSON ------------------------------------------------------------------------------------------
+
 _DIGITS = "0123456789"
-_NUMBER: Mapping[str, Mapping[str, str]] = {
+_FRACTION = {".": "point", "e": "e", "E": "e"}
+_VALUE = {
+    '"': "string",
+    "{": "object",
+    "[": "array",
+    "t": "t",
+    "f": "f",
+    "n": "n",
+    "-": "minus",
+    "0": "zero",
+    **dict.fromkeys("123456789", "whole"),
+}
+# state -> character -> next state. Of these, "object" and "array" open one, "close" closes it, and
+# "end" ends a value; "after }" and "after ]" are between values of what is open.
+_STATES: Mapping[str, Mapping[str, str]] = {
+    "value": _VALUE,
+    "object": {'"': "key", "}": "close"},
+    "array": _VALUE | {"]": "close"},
+    "next key": {'"': "key"},
+    "colon": {":": "value"},
+    "after }": {",": "next key", "}": "close"},
+    "after ]": {",": "value", "]": "close"},
     "minus": {"0": "zero"} | dict.fromkeys("123456789", "whole"),
-    "zero": {".": "point", "e": "e", "E": "e"},
-    "whole": {".": "point", "e": "e", "E": "e"} | dict.fromkeys(_DIGITS, "whole"),
+    "zero": _FRACTION,
+    "whole": _FRACTION | dict.fromkeys(_DIGITS, "whole"),
     "point": dict.fromkeys(_DIGITS, "fraction"),
     "fraction": {"e": "e", "E": "e"} | dict.fromkeys(_DIGITS, "fraction"),
     "e": {"+": "sign", "-": "sign"} | dict.fromkeys(_DIGITS, "exponent"),
     "sign": dict.fromkeys(_DIGITS, "exponent"),
     "exponent": dict.fromkeys(_DIGITS, "exponent"),
+    **{
+        word[:end]: {word[end]: "end" if word[end + 1 :] == "" else word[: end + 1]}
+        for word in ("true", "false", "null")
+        for end in range(1, len(word))
+    },
+    **{
+        kind + state: following
+        for kind, ended in (("string", "end"), ("key", "colon"))
+        for state, following in {
+            "": {'"': ended, "\\": f"{kind} escape"},
+            " escape": {"u": f"{kind} hex 3"} | dict.fromkeys('"\\/bfnrt', kind),
+            **{
+                f" hex {left}": dict.fromkeys(
+                    "0123456789abcdefABCDEF", f"{kind} hex {left - 1}" if left else kind
+                )
+                for left in range(4)
+            },
+        }.items()
+    },
 }
-_ACCEPTING = frozenset({"zero", "whole", "fraction", "exponent"})
-_LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
+_NUMBER_ENDS = frozenset({"zero", "whole", "fraction", "exponent"})
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_HEX = frozenset("0123456789abcdefABCDEF")
+# What is skipped in a state: text of a string, or white space within an object or array.
+_SKIPPED: Mapping[str, re.Pattern[str]] = {
+    **dict.fromkeys(("string", "key"), _PLAIN),
+    **dict.fromkeys(("value", "object", "array", "next key", "colon", "after }", "after ]"), SPACE),
+}
 
 
 class JsonScanner:
@@ -93,12 +168,8 @@ class JsonScanner:
     def __init__(self) -> None:
         self.complete = False
         self.failed = False
+        self._state = "value"
         self._open: list[str] = []  # the brackets that close what is open
-        self._state: Callable[[JsonScanner, str, int], int] = JsonScanner._value
-        self._in_key = False
-        self._number = ""
-        self._left = ""  # of a literal
-        self._hex_left = 0
 
     def feed(self, text: str, begin: int) -> int:
         """Take `text[begin:]` as far as it belongs to the value. Returns where it stopped.
@@ -106,114 +177,27 @@ class JsonScanner:
         A number ends with the character after it.
         """
         while begin < len(text) and not (self.complete or self.failed):
-            begin = self._state(self, text, begin)
-        return begin
-
-    def _fail(self, begin: int) -> int:
-        self.failed = True
-        return begin
-
-    def _value_ended(self) -> None:
-        self._state = JsonScanner._after
-        self.complete = not self._open
-
-    def _value(self, text: str, begin: int) -> int:
-        character = text[begin]
-        if character == '"':
-            self._in_key, self._state = False, JsonScanner._string
-        elif character == "{":
-            self._open.append("}")
-            self._state = JsonScanner._first_key
-        elif character == "[":
-            self._open.append("]")
-            self._state = JsonScanner._first_item
-        elif character in _LITERALS:
-            self._left, self._state = _LITERALS[character], JsonScanner._literal
-        elif number := {"-": "minus"}.get(character) or _NUMBER["minus"].get(character):
-            self._number, self._state = number, JsonScanner._in_number
-        else:
-            return self._space(text, begin)
-        return begin + 1
-
-    def _first_item(self, text: str, begin: int) -> int:
-        return self._close(begin) if text[begin] == "]" else self._value(text, begin)
-
-    def _first_key(self, text: str, begin: int) -> int:
-        return self._close(begin) if text[begin] == "}" else self._key(text, begin)
-
-    def _key(self, text: str, begin: int) -> int:
-        if text[begin] != '"':
-            return self._space(text, begin)
-        self._in_key, self._state = True, JsonScanner._string
-        return begin + 1
-
-    def _colon(self, text: str, begin: int) -> int:
-        if text[begin] != ":":
-            return self._space(text, begin)
-        self._state = JsonScanner._value
-        return begin + 1
-
-    def _after(self, text: str, begin: int) -> int:
-        if text[begin] == self._open[-1]:
-            return self._close(begin)
-        if text[begin] != ",":
-            return self._space(text, begin)
-        self._state = JsonScanner._key if self._open[-1] == "}" else JsonScanner._value
-        return begin + 1
-
-    def _close(self, begin: int) -> int:
-        self._open.pop()
-        self._value_ended()
-        return begin + 1
-
-    def _space(self, text: str, begin: int) -> int:
-        space = SPACE.match(text, begin)
-        return space.end() if space and self._open else self._fail(begin)
-
-    def _string(self, text: str, begin: int) -> int:
-        if plain := _PLAIN.match(text, begin):
-            return plain.end()
-        if text[begin] == "\\":
-            self._state = JsonScanner._escape
-        elif text[begin] == '"':
-            if self._in_key:
-                self._state = JsonScanner._colon
+            skipped = _SKIPPED.get(self._state)
+            run = skipped.match(text, begin) if skipped is not None else None
+            if run and (self._open or skipped is _PLAIN):
+                begin = run.end()
+                continue
+            following = _STATES[self._state].get(text[begin])
+            if following is not None:
+                begin += 1
+                self._enter(following)
+            elif self._state in _NUMBER_ENDS:
+                self._enter("end")
             else:
-                self._value_ended()
-        else:
-            return self._fail(begin)
-        return begin + 1
+                self.failed = True
+        return begin
 
-    def _escape(self, text: str, begin: int) -> int:
-        if text[begin] == "u":
-            self._hex_left, self._state = 4, JsonScanner._hex
-        elif text[begin] in '"\\/bfnrt':
-            self._state = JsonScanner._string
-        else:
-            return self._fail(begin)
-        return begin + 1
-
-    def _hex(self, text: str, begin: int) -> int:
-        if text[begin] not in _HEX:
-            return self._fail(begin)
-        self._hex_left -= 1
-        if not self._hex_left:
-            self._state = JsonScanner._string
-        return begin + 1
-
-    def _literal(self, text: str, begin: int) -> int:
-        if text[begin] != self._left[0]:
-            return self._fail(begin)
-        self._left = self._left[1:]
-        if not self._left:
-            self._value_ended()
-        return begin + 1
-
-    def _in_number(self, text: str, begin: int) -> int:
-        if following := _NUMBER[self._number].get(text[begin]):
-            self._number = following
-            return begin + 1
-        if self._number not in _ACCEPTING:
-            return self._fail(begin)
-        self._value_ended()
-        return begin  # the character after the number is not part of it
+    def _enter(self, state: str) -> None:
+        if state in ("object", "array"):
+            self._open.append("}" if state == "object" else "]")
+        elif state == "close":
+            self._open.pop()
+        if state in ("close", "end"):
+            self.complete = not self._open
+            state = f"after {self._open[-1]}" if self._open else state
+        self._state = state

@@ -1,1 +1,4 @@
-"""One file a protocol: how its requests are read and its answers are written."""
+"""How each protocol reads requests and writes answers.
+
+`requests` and `answers` hold what all protocols share, `*_schema` the models of requests.
+"""

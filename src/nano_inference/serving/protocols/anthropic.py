@@ -19,89 +19,58 @@ What is particular to this server:
   `is_error` is shown to the model after the word `Error:`.
 - `document` blocks of text are what the user says, after their title and context; PDFs and
   citations are refused.
-- `stop_reason` is `pause_turn` where the answer was cut off by whoever runs the engine (new
+- `stop_reason` is `pause_turn` where the answer was cut off by an operation of the engine (new
   weights, say).
 - Accepted without effect: `metadata`, `cache_control` (prefixes are cached anyway), `service_tier`,
   `output_config`'s `effort`, `context_management`, beta headers and the like.
 """
 
+import base64
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from pydantic_core import from_json
 
-from nano_inference.budget import Names
-from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.edge.exchange import read_request
-from nano_inference.serving.edge.replies import json_reply
+from nano_inference.serving.choices import Choice, ChoiceDelta
 from nano_inference.serving.errors import ApiError, anthropic_error, bad_request
-from nano_inference.serving.protocols import chats
-from nano_inference.serving.protocols.anthropic_blocks import BlockStream, Event, blocks_of
-from nano_inference.serving.protocols.anthropic_prompt import encode
+from nano_inference.serving.parsing import ToolCallDelta
+from nano_inference.serving.protocols.answers import encode_line
 from nano_inference.serving.protocols.anthropic_schema import (
-    COUNT,
     ERROR,
     MESSAGE,
     CountRequest,
     MessagesRequest,
+    encode,
 )
-from nano_inference.serving.protocols.fields import (
-    UNSUPPORTED,
+from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.openapi import operation
+from nano_inference.serving.protocols.requests import (
+    ApiProtocol,
     checked_prompt,
     checked_stop,
-    require_at_most,
-    require_model,
+    parser_of,
+    read_body,
     sampling_params,
 )
-from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import encode_line
-from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.reading import read_body
-from nano_inference.serving.server import Server
 from nano_inference.types import TrainingSample
 
-_UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    **UNSUPPORTED,
-    **chats.UNSUPPORTED,
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-}
-_Request = TypeVar("_Request", bound=CountRequest)
-
-
-class Messages:
-    """The protocol."""
-
-    openapi: Mapping[str, Any] = operation(
-        MessagesRequest,
-        MESSAGE,
-        summary="The next message of a chat, as Anthropic has it",
-        streams=True,
-        error=ERROR,
-    )
-
-    def prepare(self, body: bytes, served: Served, request_id: str) -> "MessageBuilder":
-        """Read a request. Raises `ApiError` and `InvalidRequest`."""
-        request = _read(body, MessagesRequest, served)
-        return MessageBuilder(request, encode(request, served), served, request_id)
+Event = dict[str, Any]
+Kind = Literal["thinking", "text"]
 
 
 def count_tokens(body: bytes, served: Served) -> dict[str, int]:
     """The answer of `/v1/messages/count_tokens`: tokens of the prompt, cached or not. Raises as
-    `Messages.prepare`.
+    `ApiProtocol.prepare`.
     """
-    request = _read(body, CountRequest, served)
-    return {"input_tokens": len(encode(request, served))}
+    return {"input_tokens": len(encode(read_body(body, CountRequest, served.config), served))}
 
 
-class MessageBuilder:
-    """One request. See `Builder`."""
+class MessageBuilder(Builder):
+    """One request."""
 
-    names: Names = {}  # noqa: RUF012 - as `Builder` has it
-
-    def __init__(
-        self, request: MessagesRequest, prompt: list[int], served: Served, request_id: str
-    ) -> None:
+    def __init__(self, request: MessagesRequest, served: Served, request_id: str) -> None:
+        prompt = encode(request, served)
         room = served.engine.max_model_len - len(prompt)
         if room < 1:
             raise bad_request(  # these words tell Claude Code to shorten the conversation
@@ -117,7 +86,6 @@ class MessageBuilder:
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
-            **({} if request.temperature is None else {"temperature": request.temperature}),
         )
         self.asks: Sequence[Ask] = [Ask(prompt, params)]
         self.stream = bool(request.stream)
@@ -125,7 +93,7 @@ class MessageBuilder:
         self._hide_cached = served.config.hide_cached_tokens
         choice, thinking = request.tool_choice, request.thinking
         tools = bool(request.tools) and not (choice is not None and choice.type == "none")
-        self.make_parser = chats.parser_of(prompt, served, tools=tools)
+        self.make_parser = parser_of(prompt, served, tools=tools)
         self._options = {
             "omit_thinking": thinking is not None and thinking.display == "omitted",
             "one_tool": choice is not None and bool(choice.disable_parallel_tool_use),
@@ -138,18 +106,18 @@ class MessageBuilder:
             "model": served.name,
         }
 
-    def start(self, usage: Usage) -> bytes:
+    def start(self, usage: RequestUsage) -> bytes:
         """`message_start`."""
         message = self._message | {"content": [], "stop_reason": None, "stop_sequence": None}
         return _events(
             [{"type": "message_start", "message": message | {"usage": self._usage(usage)}}]
         )
 
-    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
         """The events of blocks."""
         return _events(self._blocks.push(piece))
 
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
         """The last block's end, why it ended, and `message_stop`."""
         last = {
             "type": "message_delta",
@@ -162,7 +130,7 @@ class MessageBuilder:
         """An `error` event."""
         return b"event: error\ndata: %b\n\n" % encode_line(anthropic_error(problem))
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """The message."""
         choice = choices[0]
         content = {"content": blocks_of(choice, **self._options)}
@@ -183,7 +151,7 @@ class MessageBuilder:
             return "stop_sequence"
         return "tool_use" if calls else "end_turn"
 
-    def _usage(self, usage: Usage) -> dict[str, int]:
+    def _usage(self, usage: RequestUsage) -> dict[str, int]:
         """Clients add the cached tokens to `input_tokens`, so they are not among them."""
         cached = 0 if self._hide_cached else usage.cached_tokens
         return {
@@ -203,27 +171,168 @@ def _events(events: Iterable[Event]) -> bytes:
     )
 
 
-def _read(body: bytes, kind: type[_Request], served: Served) -> _Request:
-    """What both routes ask of a body. Raises `ApiError`."""
-    request = read_body(body, kind, served.config, _UNSUPPORTED)
-    require_model(request.model, served)
-    if not request.messages:
-        raise bad_request("messages is empty; give at least one.", "messages")
-    require_at_most(
-        len(request.messages), served.config.max_messages, "messages", "the number of messages"
-    )
-    return request
+_EMPTY: Mapping[Kind, Event] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
+_KINDS: tuple[Kind, Kind] = ("thinking", "text")
 
 
-def routes(server: Server) -> APIRouter:
-    """`POST /v1/messages/count_tokens`. The engine is not asked."""
-    router = APIRouter()
+def signature(thinking: str) -> str:
+    """What vouches for a thinking block: a digest of it. Nothing checks it; clients want one to be
+    there.
+    """
+    return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
-    async def count(request: Request) -> Response:
-        return json_reply(200, await read_request(request, server, count_tokens))
 
-    described = operation(CountRequest, COUNT, summary="How many tokens a prompt has", error=ERROR)
-    router.add_api_route(
-        "/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described
-    )
-    return router
+def tool_use_id(call_id: str) -> str:
+    """A tool call's id as Anthropic writes them."""
+    return "toolu_" + call_id.removeprefix("call_")
+
+
+def blocks_of(
+    choice: Choice, *, omit_thinking: bool = False, one_tool: bool = False
+) -> list[dict[str, Any]]:
+    """The content blocks of a choice that has ended. Arguments: see `BlockStream`."""
+    blocks: list[dict[str, Any]] = []
+    calls = choice.tool_calls[:1] if one_tool else choice.tool_calls
+    if choice.reasoning.strip():
+        shown = "" if omit_thinking else choice.reasoning
+        blocks.append(
+            {"type": "thinking", "thinking": shown, "signature": signature(choice.reasoning)}
+        )
+    if choice.content.strip() or (choice.content and not calls):
+        blocks.append({"type": "text", "text": choice.content})
+    for call in calls:
+        given = _object(call.arguments)
+        blocks.append(
+            {"type": "tool_use", "id": tool_use_id(call.id), "name": call.name, "input": given}
+        )
+    return blocks
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call; of one that was cut off, as far as they came, as SDKs read a
+    stream.
+    """
+    try:
+        value = from_json(text, allow_partial=True) if text else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class BlockStream:
+    """Turns pieces into the events of blocks that never overlap.
+
+    Args:
+        omit_thinking: show that there was thinking, but not what.
+        one_tool: leave out all calls but the first.
+    """
+
+    def __init__(self, *, omit_thinking: bool = False, one_tool: bool = False) -> None:
+        self._omit_thinking = omit_thinking
+        self._one_tool = one_tool
+        self._events: list[Event] = []
+        self._index = -1  # of the last block
+        self._open: Kind | Literal["tool_use"] | None = None
+        self._thought: list[str] = []  # in the open block
+        # white space, or what was said during a call
+        self._held: dict[Kind, str] = {"thinking": "", "text": ""}
+        self._said = False  # text or a call
+
+    def push(self, piece: ChoiceDelta) -> list[Event]:
+        """The events of a piece."""
+        if piece.reasoning:
+            self._say("thinking", piece.reasoning)
+        if piece.content:
+            self._say("text", piece.content)
+        for call in piece.tool_calls:
+            if not (self._one_tool and call.index):
+                self._call(call)
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """The events that are left."""
+        self._close()
+        if self._held["text"] and not self._said:
+            self._start("text", _EMPTY["text"])
+            self._delta({"type": "text_delta", "text": self._held["text"]})
+            self._close()
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _say(self, kind: Kind, text: str) -> None:
+        if self._open == "tool_use":  # a call may go on, so its block cannot be closed yet
+            self._held[kind] += text
+            return
+        if self._open != kind:
+            text = self._held[kind] + text
+            if text.isspace():
+                self._held[kind] = text
+                return
+            self._held[kind] = ""
+            self._close()
+            self._start(kind, _EMPTY[kind])
+        if kind == "text":
+            self._delta({"type": "text_delta", "text": text})
+            return
+        self._thought.append(text)
+        if not self._omit_thinking:
+            self._delta({"type": "thinking_delta", "thinking": text})
+
+    def _call(self, call: ToolCallDelta) -> None:
+        if call.id is not None:
+            self._close()
+            block = {
+                "type": "tool_use",
+                "id": tool_use_id(call.id),
+                "name": call.name or "",
+                "input": {},
+            }
+            self._start("tool_use", block)
+        if call.arguments:
+            self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def _start(self, kind: Kind | Literal["tool_use"], block: Event) -> None:
+        self._index += 1
+        self._open = kind
+        self._said = self._said or kind != "thinking"
+        self._events.append(
+            {"type": "content_block_start", "index": self._index, "content_block": block}
+        )
+
+    def _delta(self, delta: Event) -> None:
+        self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> None:
+        """End the open block; then say what was said during a call."""
+        while self._open is not None:
+            was, self._open = self._open, None
+            if was == "thinking":
+                self._delta(
+                    {"type": "signature_delta", "signature": signature("".join(self._thought))}
+                )
+                self._thought = []
+            self._events.append({"type": "content_block_stop", "index": self._index})
+            if was == "tool_use":
+                for kind in _KINDS:
+                    if held := self._held[kind]:
+                        self._held[kind] = ""
+                        self._say(kind, held)
+
+
+PROTOCOL = ApiProtocol(
+    MessagesRequest,
+    MessageBuilder,
+    operation(
+        MessagesRequest,
+        MESSAGE,
+        summary="The next message of a chat, as Anthropic has it",
+        streams=True,
+        error=ERROR,
+    ),
+)

@@ -1,24 +1,33 @@
-"""What `POST /v1/messages` takes, as pydantic models.
+"""What `POST /v1/messages` takes, as pydantic models, and the prompt that comes of it.
 
 Every content is a list of blocks here: a plain string is one text block. Tags in angle brackets are
 left out of what errors say of a place.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
     Tag,
-    ValidationInfo,
-    WithJsonSchema,
     field_validator,
 )
 
-from nano_inference.serving.protocols.fields import MOST, SamplingFields, Strings
+from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.protocols.interface import Served
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, nullable, thing
-from nano_inference.serving.protocols.reading import Strict
+from nano_inference.serving.protocols.requests import (
+    MOST,
+    SamplingFields,
+    Strict,
+    Strings,
+    encode_conversation,
+    require_at_most,
+    require_model,
+)
 
 
 class TextBlock(Strict):
@@ -45,7 +54,7 @@ class ThinkingBlock(Strict):
 
 
 class RedactedThinkingBlock(Strict):
-    """What it thought, as only who wrote it can read it."""
+    """Thoughts that only their provider can read."""
 
     type: Literal["redacted_thinking"]
 
@@ -65,8 +74,8 @@ class PartsSource(Strict):
     content: "Texts"
 
 
-class OtherSource(Strict):
-    """A document that is no text; whoever meets it refuses it."""
+class Other(Strict):
+    """A kind that is not supported; its reader refuses it."""
 
     type: str
 
@@ -77,24 +86,23 @@ class Citations(Strict):
     enabled: bool | None = None
 
 
-class OtherBlock(Strict):
-    """A block of a kind that is not served; whoever meets it refuses it."""
+def _by_type(*kinds: str) -> Discriminator:
+    """Tells models apart by what `type` says; any other type is `<other>`."""
 
-    type: str
+    def tag(value: object) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        return f"<{kind}>" if kind in kinds else "<other>"
+
+    return Discriminator(tag)
 
 
 def _as_blocks(content: object) -> object:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _text_tag(block: object) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return "<text>" if kind == "text" else "<other>"
-
-
 TextOrOther = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[OtherBlock, Tag("<other>")],
-    Discriminator(_text_tag),
+    Annotated[TextBlock, Tag("<text>")] | Annotated[Other, Tag("<other>")],
+    _by_type("text"),
 ]
 Texts = Annotated[list[TextOrOther], BeforeValidator(_as_blocks)]
 
@@ -108,11 +116,6 @@ class ToolResultBlock(Strict):
     is_error: bool | None = None
 
 
-def _source_tag(source: object) -> str:
-    kind = source.get("type") if isinstance(source, dict) else None
-    return f"<{kind}>" if kind in ("text", "content") else "<other>"
-
-
 class DocumentBlock(Strict):
     """A text that the user shows."""
 
@@ -120,20 +123,12 @@ class DocumentBlock(Strict):
     source: Annotated[
         Annotated[TextSource, Tag("<text>")]
         | Annotated[PartsSource, Tag("<content>")]
-        | Annotated[OtherSource, Tag("<other>")],
-        Discriminator(_source_tag),
+        | Annotated[Other, Tag("<other>")],
+        _by_type("text", "content"),
     ]
     title: str | None = None
     context: str | None = None
     citations: Citations | None = None
-
-
-_KINDS = ("text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking")
-
-
-def _tag(block: object) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return f"<{kind}>" if kind in _KINDS else "<other>"
 
 
 Block = Annotated[
@@ -143,19 +138,19 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
-    | Annotated[OtherBlock, Tag("<other>")],
-    Discriminator(_tag),
+    | Annotated[Other, Tag("<other>")],
+    _by_type("text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 
 
-class Message(Strict):
+class AnthropicMessage(Strict):
     """A turn, or a part of one."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_as_blocks)]
 
 
-class Tool(Strict):
+class AnthropicTool(Strict):
     """A tool of the client's. Tools of the provider's have another `type`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -200,30 +195,17 @@ class CountRequest(Strict):
     """The body of `POST /v1/messages/count_tokens`: all that the prompt is made of."""
 
     model: str
-    messages: list[Message]
+    messages: list[AnthropicMessage]
     system: Texts | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # an extension: more names for the template
-
-
-# What clients of other protocols ask for, or Anthropic's own, and what to do instead.
-_REFUSED = {
-    "stop": "use stop_sequences.",
-    "n": "a message is one answer; send several requests.",
-    "logprobs": "use /v1/chat/completions.",
-    "top_logprobs": "use /v1/chat/completions.",
-    "prompt_logprobs": "use /v1/chat/completions.",
-    "raw_logprobs": "use /v1/chat/completions.",
-    "sampling_mask": "use /v1/chat/completions.",
-    "return_token_ids": "use /v1/chat/completions.",
-    "response_format": "there is no structured output yet.",
-    "output_format": "there is no structured output yet.",
-    "mcp_servers": "let the client call them.",
-    "container": "there are no containers here.",
-}
-NOT_HERE = Annotated[Any, WithJsonSchema({"type": "null"})]
+    refused = SamplingFields.refused | {
+        "chat_template": (),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+    }
 
 
 class MessagesRequest(CountRequest, SamplingFields):
@@ -234,36 +216,26 @@ class MessagesRequest(CountRequest, SamplingFields):
     stop_sequences: Strings | None = None
     stream: bool | None = None
     output_config: OutputConfig | None = None
-
-    stop: NOT_HERE = None
-    n: NOT_HERE = None
-    logprobs: NOT_HERE = None
-    top_logprobs: NOT_HERE = None
-    prompt_logprobs: NOT_HERE = None
-    raw_logprobs: NOT_HERE = None
-    sampling_mask: NOT_HERE = None
-    return_token_ids: NOT_HERE = None
-    response_format: NOT_HERE = None
-    output_format: NOT_HERE = None
-    mcp_servers: NOT_HERE = None
-    container: NOT_HERE = None
-
-    # Without effect: prefixes are cached anyway, and the rest is between a client and Anthropic.
-    betas: Any = None
-    cache_control: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    speed: Any = None
-
-    @field_validator(*_REFUSED, mode="before")
-    @classmethod
-    def _refuse(cls, value: object, info: ValidationInfo) -> None:
-        """Null, false, zero and nothing are harmless, and so is one answer."""
-        if value and not (info.field_name == "n" and value == 1):
-            raise ValueError(f"not supported here; {_REFUSED[str(info.field_name)]}")
+    # Prefixes are cached anyway, and the rest is between a client and Anthropic.
+    ignored = (
+        *("betas", "cache_control", "context_management", "diagnostics"),
+        *("inference_geo", "metadata", "service_tier", "speed"),
+    )
+    # What clients of other protocols ask for, or Anthropic's own.
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "stop": "use stop_sequences.",
+        "n": "a message is one answer; send several requests.",
+        "logprobs": "use /v1/chat/completions.",
+        "top_logprobs": "use /v1/chat/completions.",
+        "prompt_logprobs": "use /v1/chat/completions.",
+        "raw_logprobs": "use /v1/chat/completions.",
+        "sampling_mask": "use /v1/chat/completions.",
+        "return_token_ids": "use /v1/chat/completions.",
+        "response_format": "there is no structured output yet.",
+        "output_format": "there is no structured output yet.",
+        "mcp_servers": "let the client call them.",
+        "container": "there are no containers here.",
+    }
 
 
 # What is answered, for `/openapi.json`.
@@ -290,3 +262,259 @@ ERROR = thing(
     error=thing("type", "message", type=STRING, message=STRING),
     request_id=STRING,
 )
+
+
+# Claude Code puts a line into the system text that differs with every request. It says nothing to a
+# model, and with it no prefix of the prompt would ever be found in the cache.
+_BILLING = "x-anthropic-billing-header:"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template takes.
+
+    Attributes:
+        messages: in the shape of OpenAI's, the arguments of tool calls as objects.
+        tools: likewise; None: there are none, or none may be called.
+        prefilled: the last message is the beginning of the answer.
+        template_kwargs: more names for the template.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    prefilled: bool
+    template_kwargs: dict[str, Any]
+
+
+def encode(request: CountRequest, served: Served) -> list[int]:
+    """The prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
+    require_model(request.model, served)
+    if not request.messages:
+        raise bad_request("messages is empty; give at least one.", "messages")
+    require_at_most(
+        len(request.messages), served.config.max_messages, "messages", "the number of messages"
+    )
+    given = conversation(request)
+    return encode_conversation(
+        given.messages,
+        served,
+        tools=given.tools,
+        template_kwargs=given.template_kwargs,
+        add_generation_prompt=not given.prefilled,
+        continue_final_message=given.prefilled,
+    )
+
+
+def conversation(request: CountRequest) -> Conversation:
+    """The conversation of a request.
+
+    Turns of the same role that follow each other are one turn, as at Anthropic's; texts of one turn
+    are joined by line feeds. Results of tools become messages of the role `tool`. A last message of
+    the assistant's is the beginning of the answer, unless it is empty.
+
+    Raises:
+        ApiError: it holds what is not served, or what no conversation can be.
+    """
+    messages = _system(request.system or [])
+    turns = _turns(request.messages)
+    known: dict[str, str] = {}  # id -> tool of the calls of the turn before
+    for place, (role, blocks) in enumerate(turns):
+        if role == "assistant":
+            messages.append(_assistant(blocks))
+            known = {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
+        elif role == "user":
+            messages += _user(blocks, known)
+        else:
+            messages.append(
+                {"role": "system", "content": _joined(_texts(blocks, "a system message"))}
+            )
+        if role == "assistant" and place == len(turns) - 1:
+            _check_prefill(blocks)
+    thinking = request.thinking is not None and request.thinking.type != "disabled"
+    return Conversation(
+        messages=messages,
+        tools=_tools(request),
+        prefilled=turns[-1][0] == "assistant",
+        template_kwargs={"enable_thinking": thinking, **(request.chat_template_kwargs or {})},
+    )
+
+
+def _turns(messages: Sequence[AnthropicMessage]) -> list[tuple[str, list[Block]]]:
+    turns: list[tuple[str, list[Block]]] = []
+    for message in messages:
+        if turns and turns[-1][0] == message.role:
+            turns[-1][1].extend(message.content)
+        else:
+            turns.append((message.role, list(message.content)))
+    if turns[-1][0] == "assistant" and len(turns) > 1 and not _says_anything(turns[-1][1]):
+        turns.pop()
+    return turns
+
+
+def _says_anything(blocks: Iterable[Block]) -> bool:
+    return any(not isinstance(block, TextBlock) or block.text for block in blocks)
+
+
+def _system(blocks: Sequence[TextOrOther]) -> list[dict[str, Any]]:
+    texts = [_without_billing(text) for text in _texts(blocks, "system")]
+    texts = [text for text in texts if text]
+    return [{"role": "system", "content": _joined(texts)}] if texts else []
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
+def _user(blocks: Sequence[Block], known: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Messages of the roles `tool` and `user`, in the order of the blocks."""
+    messages: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def say() -> None:
+        if said:
+            messages.append({"role": "user", "content": _joined(said)})
+            said.clear()
+
+    for block in blocks:
+        match block:
+            case TextBlock(text=text):
+                said.append(text)
+            case DocumentBlock():
+                said.append(_document(block))
+            case ToolResultBlock():
+                say()
+                messages.append(_result(block, known))
+            case _:
+                raise _unsupported(block.type, "a user message")
+    say()
+    return messages or [{"role": "user", "content": ""}]
+
+
+def _document(block: DocumentBlock) -> str:
+    """Title and context, then the text."""
+    if block.citations is not None and block.citations.enabled:
+        raise bad_request("citations of a document are not supported; leave them out.", "messages")
+    match block.source:
+        case TextSource(data=text):
+            pass
+        case PartsSource(content=parts):
+            text = _joined(_texts(parts, "a document"))
+        case source:
+            raise bad_request(
+                f"a document of source type {shown(source.type)} is not supported: this server is "
+                "for text.",
+                "messages",
+            )
+    return _joined([block.title or "", block.context or "", text])
+
+
+def _result(block: ToolResultBlock, known: Mapping[str, str]) -> dict[str, Any]:
+    if block.tool_use_id not in known:
+        raise bad_request(
+            f"tool_result answers tool_use_id {shown(block.tool_use_id)}, but the assistant's "
+            "turn before has no "
+            "tool_use block of that id.",
+            "messages",
+        )
+    text = _joined(_texts(block.content or [], "a tool_result"))
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "name": known[block.tool_use_id],
+        "content": f"Error: {text}" if block.is_error else text,
+    }
+
+
+def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ThinkingBlock(thinking=text):
+                thoughts.append(text)
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                raise _unsupported(block.type, "an assistant message")
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": _joined(texts) or (None if calls else ""),
+    }
+    if any(thoughts):
+        message["reasoning_content"] = _joined(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _check_prefill(blocks: Sequence[Block]) -> None:
+    last = blocks[-1] if blocks else None
+    if not isinstance(last, TextBlock):
+        raise bad_request(
+            "the last message is the assistant's and does not end in text, so the answer cannot "
+            "begin with it; end "
+            "with a user message, or with a tool_result for each tool_use.",
+            "messages",
+        )
+    if last.text != last.text.rstrip():
+        raise bad_request(
+            "messages: final assistant content cannot end with trailing whitespace.", "messages"
+        )
+
+
+def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
+    choice, tools = request.tool_choice, request.tools or []
+    functions = [_function(tool) for tool in tools]
+    if choice is not None and choice.type in ("any", "tool"):
+        raise bad_request(
+            f"tool_choice of type {choice.type!r} is not supported: no call can be forced before "
+            "structured output "
+            'exists; use {"type": "auto"}.',
+            "tool_choice",
+        )
+    if choice is not None and choice.type == "none":
+        return None
+    return functions or None
+
+
+def _function(tool: AnthropicTool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise bad_request(
+            f"tools of type {shown(tool.type)} are not supported; give tools with a name and an "
+            "input_schema.",
+            "tools",
+        )
+    if tool.input_schema is None:
+        raise bad_request(f"tool {shown(tool.name)} has no input_schema.", "tools")
+    described = {} if tool.description is None else {"description": tool.description}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, **described, "parameters": tool.input_schema},
+    }
+
+
+def _texts(blocks: Iterable[Block | TextOrOther], where: str) -> list[str]:
+    texts: list[str] = []
+    for block in blocks:
+        if not isinstance(block, TextBlock):
+            raise _unsupported(block.type, where)
+        texts.append(block.text)
+    return texts
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n".join(text for text in texts if text)
+
+
+def _unsupported(kind: str, where: str) -> Exception:
+    return bad_request(
+        f"a content block of type {shown(kind)} in {where} is not supported: this server is for "
+        "text.",
+        "messages",
+    )

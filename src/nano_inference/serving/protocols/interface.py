@@ -1,20 +1,22 @@
-"""What a protocol is: a `Builder` reads one request and writes its answer; a `Protocol` makes
-builders.
+"""What a protocol gives the server: a `Builder` of one request, its `Ask`s of the engine, and what
+these may cost.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from nano_inference.budget import Names
-from nano_inference.serving.choices import PLAIN, Choice, Piece, TextStyle
+from nano_inference.budget import Demand, Names, demand_of, require_affordable
+from nano_inference.errors import RequestTooLarge
+from nano_inference.serving.choices import PLAIN, Choice, ChoiceDelta, TextStyle
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError
+from nano_inference.serving.errors import ApiError, bad_request, openai_error
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, OutputParser
+from nano_inference.serving.protocols.answers import DONE, data_event
 from nano_inference.text.chat import warm_up
-from nano_inference.text.detokenize import Detokenizer
+from nano_inference.text.detokenizer import Detokenizer
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Limits, SamplingParams
@@ -35,7 +37,7 @@ class Ask:
         detokenize: False: its choices have no text but what the engine makes for stop strings.
         text: what the text shows.
         repeats_prompt: the answer tells of the prompt with each sample, not once.
-        max_entries: what it may cost; None: all that any request may. See `protocols/cost.py`.
+        max_entries: what it may cost; None: all that any request may. See `affordable`.
     """
 
     prompt: list[int]
@@ -117,7 +119,7 @@ class Served:
 
 
 @dataclass(slots=True)
-class Usage:
+class RequestUsage:
     """Tokens of a request so far: of its distinct prompts, how many of these were cached, and of
     its completions.
     """
@@ -127,8 +129,8 @@ class Usage:
     completion_tokens: int
 
 
-class Builder(Protocol):
-    """One request. Made by `Protocol_.prepare`, which has checked all that can be checked without
+class Builder:
+    """One request. Made by `ApiProtocol.prepare`, which has checked all that can be checked without
     the engine.
 
     Attributes:
@@ -138,47 +140,81 @@ class Builder(Protocol):
         make_parser: of each choice's text; None: it is all content.
     """
 
-    asks: Sequence[Ask]
-    stream: bool
-    names: Names
-    make_parser: Callable[[], OutputParser] | None
+    asks: Sequence[Ask] = ()
+    stream = False
+    names: ClassVar[Names] = {}
+    make_parser: Callable[[], OutputParser] | None = None
 
-    def start(self, usage: Usage) -> bytes:
+    def start(self, usage: RequestUsage) -> bytes:
         """What a stream begins with. The engine has taken the request, and its first tokens are
         there.
         """
-        ...
+        return b""
 
-    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
         """A piece of a choice as events; its last piece says why it ended."""
-        ...
+        raise NotImplementedError
 
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
         """What a stream ends with."""
-        ...
+        return DONE
 
     def failure(self, problem: ApiError) -> bytes:
-        """What a stream ends with that cannot go on."""
-        ...
+        """What a stream ends with that cannot go on: SDKs raise what this event says."""
+        return data_event(openai_error(problem))
 
     def response(
-        self, choices: Sequence[Choice], usage: Usage
+        self, choices: Sequence[Choice], usage: RequestUsage
     ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The answer as a whole."""
-        ...
+        raise NotImplementedError
 
 
-class Protocol_(Protocol):  # noqa: N801 - typing has the name
-    """How a protocol reads requests.
+CODE = "request_too_large"
 
-    Attributes:
-        openapi: what `/openapi.json` says of its route; see `protocols/openapi.py`.
+
+def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
+    """The asks of one request, each with its part of what they may have together
+    (`Ask.max_entries`).
+
+    Those of many prompts may be made one by one: none is made after the first that does not fit.
+
+    Args:
+        asks: of the request.
+        served: has the limit.
+        names: what the client calls the numbers of `Demand`.
+
+    Raises:
+        ApiError: 400; it says which number to lower, and to what.
     """
+    budget = served.engine.max_request_entries
+    taken, demands, left = list[Ask](), list[Demand](), budget
+    for ask in asks:
+        demand = demand_of(
+            len(ask.prompt), ask.params, ask.num_samples, repeats_prompt=ask.repeats_prompt
+        )
+        try:
+            require_affordable(demand, budget, names)
+        except RequestTooLarge as problem:
+            raise bad_request(str(problem), code=CODE) from None
+        left -= demand.entries()
+        if left < 0:
+            raise bad_request(
+                "the prompts of the request ask for more entries than "
+                f"max_request_entries={budget}; send the first "
+                f"{len(taken)} by themselves, or ask for less with each.",
+                code=CODE,
+            )
+        taken.append(ask)
+        demands.append(demand)
+    share = left // max(1, sum(demand.num_samples for demand in demands))
+    return [
+        _with_share(ask, demand, share) if ask.params.sampling_mask else ask
+        for ask, demand in zip(taken, demands, strict=True)
+    ]
 
-    openapi: Mapping[str, Any]
 
-    def prepare(self, body: bytes, served: Served, request_id: str) -> Builder:
-        """Read a request. Raises `ApiError`, `InvalidRequest` and the like; may take a while
-        (templates, tokenising), and runs in a thread where the body is large.
-        """
-        ...
+def _with_share(ask: Ask, demand: Demand, share: int) -> Ask:
+    """The engine repeats no prompt: what the answer needs for that is not for masks."""
+    needed = demand._replace(repeats_prompt=False).entries()
+    return replace(ask, max_entries=needed + share * demand.num_samples)

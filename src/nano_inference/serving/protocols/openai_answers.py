@@ -2,14 +2,23 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, TextStyle
-from nano_inference.serving.errors import ApiError, bad_request, openai_error
-from nano_inference.serving.parsing import OutputParser
-from nano_inference.serving.protocols.fields import (
+from nano_inference.serving.errors import bad_request
+from nano_inference.serving.protocols.answers import (
+    DONE,
+    LazyArray,
+    encode_line,
+    prompt_rows,
+    token_name,
+    version_spans,
+)
+from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamOptions
+from nano_inference.serving.protocols.requests import (
     checked_stop,
     num_logprobs,
     require_at_most,
@@ -17,12 +26,7 @@ from nano_inference.serving.protocols.fields import (
     sampling_params,
     version_number,
 )
-from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.lines import DONE, data_event, encode_line
-from nano_inference.serving.protocols.openai_requests import OpenAIFields, StreamOptions
-from nano_inference.serving.protocols.per_token import prompt_rows, token_name, version_spans
-from nano_inference.serving.protocols.pieces import Told
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import TrainingSample
 
 
 def fingerprint(served: Served) -> str:
@@ -46,7 +50,7 @@ def usage_wanted(options: StreamOptions | None, *, stream: bool) -> tuple[bool, 
     )
 
 
-def usage_told(usage: Usage, served: Served) -> dict[str, Any]:
+def usage_told(usage: RequestUsage, served: Served) -> dict[str, Any]:
     """Tokens, as clients see them."""
     told: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
@@ -71,7 +75,7 @@ def stop_reason(
 _CUT = "truncate_prompt_tokens"
 
 
-class OpenAIBuilder:
+class OpenAIBuilder(Builder):
     """What builders of both routes have in common.
 
     Args:
@@ -85,9 +89,7 @@ class OpenAIBuilder:
 
     # what stands around a new text in its choice, behind the index
     around_text: tuple[bytes, bytes]
-    make_parser: Callable[[], OutputParser] | None = None
-    asks: Sequence[Ask] = ()
-    names: Names = {"num_samples": "n", "prompt_top_logprobs": "prompt_logprobs"}  # noqa: RUF012 - as `Builder` has it
+    names: ClassVar[Names] = {"num_samples": "n", "prompt_top_logprobs": "prompt_logprobs"}
 
     def __init__(
         self,
@@ -132,38 +134,29 @@ class OpenAIBuilder:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def params(
-        self, max_tokens: int, top_logprobs: int, *, scored_prompt: int | None
-    ) -> SamplingParams:
-        """The engine's parameters. `scored_prompt`: how many of the most probable to tell of a
-        prompt token.
-        """
-        request = self.request
-        more: dict[str, Any] = {"top_logprobs": top_logprobs}
-        if scored_prompt is not None:
-            more |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
-        if request.temperature is not None:
-            more["temperature"] = request.temperature
-        defaults = self.served.sampling_defaults
-        return sampling_params(
-            request, self.served, max_tokens=max_tokens, defaults=defaults, stop=self.stop, **more
-        )
-
     def ask(
         self,
         prompt: list[int],
-        params: SamplingParams,
-        *,
-        stream: bool,
-        repeats_prompt: bool = False,
+        max_tokens: int,
+        top_logprobs: int,
+        scored_prompt: int | None,
+        **more: bool,
     ) -> Ask:
-        """One prompt for the engine."""
+        """One prompt for the engine. Arguments: see `sampling_params`; `more`: of `Ask`."""
         request = self.request
+        params = sampling_params(
+            request,
+            self.served,
+            max_tokens=max_tokens,
+            stop=self.stop,
+            top_logprobs=top_logprobs,
+            scored_prompt=scored_prompt,
+            defaults=self.served.sampling_defaults,
+        )
         return Ask(
             prompt,
             params,
             self.num_samples,
-            stream=stream,
             client_id=self.client_id,
             text=TextStyle(
                 request.skip_special_tokens is False, bool(request.include_stop_str_in_output)
@@ -172,7 +165,7 @@ class OpenAIBuilder:
             min_version=version_number(
                 request.min_weight_version, self.served, "min_weight_version"
             ),
-            repeats_prompt=repeats_prompt,
+            **({"stream": scored_prompt is None} | more),  # scores come with the whole sample
         )
 
     def cut(self, prompt: list[int], max_tokens: int | None) -> list[int]:
@@ -192,7 +185,7 @@ class OpenAIBuilder:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def usage_of(self, usage: Usage, choices: Sequence[Choice] = ()) -> dict[str, Any]:
+    def usage_of(self, usage: RequestUsage, choices: Sequence[Choice] = ()) -> dict[str, Any]:
         """Tokens, as clients see them."""
         told = usage_told(usage, self.served)
         if reasoning := self._reasoning_tokens(choices):
@@ -208,7 +201,7 @@ class OpenAIBuilder:
         )
 
     def event(
-        self, choice: Mapping[str, Any], usage: Usage, more: Mapping[str, Any] | None = None
+        self, choice: Mapping[str, Any], usage: RequestUsage, more: Mapping[str, Any] | None = None
     ) -> bytes:
         """One choice's news as an event; `more` stands beside the choices."""
         close = self.close
@@ -230,15 +223,11 @@ class OpenAIBuilder:
             )
         return around[0] + encode_line(text) + around[1]
 
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
         """The usage, if it is wanted, and the end's mark."""
         if not self.include_usage:
             return DONE
         return self._no_choice + encode_line(self.usage_of(usage, choices)) + b"}\n\n" + DONE
-
-    def failure(self, problem: ApiError) -> bytes:
-        """SDKs raise what this event says."""
-        return data_event(openai_error(problem))
 
     def ending(self, sample: TrainingSample) -> dict[str, Any]:
         """What else is told of a choice that has ended."""
@@ -274,7 +263,7 @@ class OpenAIBuilder:
             return token_name(token_id)
         return self.texts.text(token_id)
 
-    def prompt_logprobs(self, sample: TrainingSample) -> Told:
+    def prompt_logprobs(self, sample: TrainingSample) -> LazyArray:
         """One entry a prompt token."""
         return prompt_rows(sample, self._decoded, self.num_prompt_logprobs)
 

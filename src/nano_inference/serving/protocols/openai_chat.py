@@ -5,46 +5,31 @@ template writes these.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nano_inference.serving.choices import Choice, Piece, ToolCall
-from nano_inference.serving.errors import bad_request
+from nano_inference.serving.choices import Choice, ChoiceDelta, ToolCall
+from nano_inference.serving.errors import bad_request, shown
 from nano_inference.serving.parsing import ToolCallDelta
-from nano_inference.serving.protocols import chats
-from nano_inference.serving.protocols.fields import (
-    arguments_of,
-    checked_prompt,
-    num_logprobs,
-    require_at_most,
-    room,
-    text_of,
-)
-from nano_inference.serving.protocols.interface import Ask, Served, Usage
+from nano_inference.serving.protocols.answers import ROWS_AT_ONCE, LazyArray, at_least
+from nano_inference.serving.protocols.interface import RequestUsage, Served
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
-from nano_inference.serving.protocols.openai_requests import (
-    CHAT_UNSUPPORTED,
+from nano_inference.serving.protocols.openai_schema import (
+    CHAT,
     ChatRequest,
     ChatTemplateFields,
     Message,
 )
-from nano_inference.serving.protocols.openai_schemas import CHAT
 from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.per_token import ROWS_AT_ONCE, at_least
-from nano_inference.serving.protocols.pieces import Told
-from nano_inference.serving.protocols.reading import read_body, shown
+from nano_inference.serving.protocols.requests import (
+    ApiProtocol,
+    arguments_of,
+    checked_prompt,
+    encode_conversation,
+    num_logprobs,
+    parser_of,
+    require_at_most,
+    room,
+    text_of,
+)
 from nano_inference.types import TopLogprobs, TrainingSample
-
-
-class Chat:
-    """The protocol."""
-
-    openapi: Mapping[str, Any] = operation(
-        ChatRequest, CHAT, summary="The next message of a chat", streams=True
-    )
-
-    def prepare(self, body: bytes, served: Served, request_id: str) -> "ChatBuilder":
-        """Read a request."""
-        return ChatBuilder(
-            read_body(body, ChatRequest, served.config, CHAT_UNSUPPORTED), served, request_id
-        )
 
 
 def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: Served) -> list[int]:
@@ -57,7 +42,7 @@ def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: S
         if request.reasoning_effort == "none":
             kwargs.setdefault("enable_thinking", False)
     goes_on = bool(request.continue_final_message)
-    return chats.encode(
+    return encode_conversation(
         messages,
         served,
         tools=_tools(request),
@@ -196,11 +181,9 @@ class ChatBuilder(OpenAIBuilder):
             self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
         )
         max_tokens = room(self._prompt, asked, served, None, name)
-        scored = self.num_prompt_logprobs
-        params = self.params(max_tokens, top_logprobs, scored_prompt=scored)
-        self.asks: Sequence[Ask] = [self.ask(self._prompt, params, stream=scored is None)]
+        self.asks = [self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs)]
         tools = bool(request.tools) and request.tool_choice != "none"
-        self.make_parser = chats.parser_of(self._prompt, served, tools=tools)
+        self.make_parser = parser_of(self._prompt, served, tools=tools)
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)
         self._shows_reasoning = request.include_reasoning is not False
@@ -208,7 +191,7 @@ class ChatBuilder(OpenAIBuilder):
 
     # -- a stream ----------------------------------------------------------------------------------
 
-    def start(self, usage: Usage) -> bytes:
+    def start(self, usage: RequestUsage) -> bytes:
         """The role, of every choice."""
         more = {"prompt_token_ids": self._prompt if self.request.return_token_ids else None}
         return b"".join(
@@ -218,7 +201,7 @@ class ChatBuilder(OpenAIBuilder):
             for index in range(self.num_samples)
         )
 
-    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
         """New text, reasoning and parts of tool calls, and at last why it ended."""
         if self._plain and piece.finished is None and not piece.reasoning and not piece.tool_calls:
             if not piece.content:
@@ -243,7 +226,7 @@ class ChatBuilder(OpenAIBuilder):
             for place, each in enumerate(events)
         )
 
-    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def _deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         if piece.reasoning and self._shows_reasoning:
             deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
@@ -263,10 +246,10 @@ class ChatBuilder(OpenAIBuilder):
 
     # -- the answer as a whole ---------------------------------------------------------------------
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """The answer."""
         told: dict[str, Any] = self.head | {
-            "choices": Told(map(self._finished, choices)),
+            "choices": LazyArray(map(self._finished, choices)),
             "usage": self.usage_of(usage, choices),
         }
         first, scored = choices[0].finished, self.request.prompt_logprobs is not None
@@ -305,7 +288,7 @@ class ChatBuilder(OpenAIBuilder):
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _extras_of(self, piece: Piece) -> dict[str, Any]:
+    def _extras_of(self, piece: ChoiceDelta) -> dict[str, Any]:
         """What is told of single tokens."""
         told: dict[str, Any] = {}
         if self.request.logprobs:
@@ -316,7 +299,7 @@ class ChatBuilder(OpenAIBuilder):
             told["raw_logprobs"] = [at_least(each) for each in piece.raw_logprobs or ()]
         return told
 
-    def _logprobs(self, piece: Piece) -> Told:
+    def _logprobs(self, piece: ChoiceDelta) -> LazyArray:
         tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
         told = (
             self._token(token_id, logprob)
@@ -327,7 +310,7 @@ class ChatBuilder(OpenAIBuilder):
             }
             for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
         )
-        return Told(told, ROWS_AT_ONCE)
+        return LazyArray(told, ROWS_AT_ONCE)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)
@@ -359,3 +342,10 @@ def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+PROTOCOL = ApiProtocol(
+    ChatRequest,
+    ChatBuilder,
+    operation(ChatRequest, CHAT, summary="The next message of a chat", streams=True),
+)

@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.serving.choices import Choice, Piece
-from nano_inference.serving.errors import bad_request
-from nano_inference.serving.protocols.cost import affordable
-from nano_inference.serving.protocols.fields import (
+from nano_inference.serving.choices import Choice, ChoiceDelta
+from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.protocols.answers import LazyArray, at_least, flat, own_first
+from nano_inference.serving.protocols.interface import Ask, RequestUsage, Served, affordable
+from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
+from nano_inference.serving.protocols.openai_schema import (
+    COMPLETION,
+    CompletionRequest,
+)
+from nano_inference.serving.protocols.openapi import operation
+from nano_inference.serving.protocols.requests import (
+    ApiProtocol,
     checked_prompt,
     need_tokenizer,
     num_logprobs,
@@ -17,43 +25,19 @@ from nano_inference.serving.protocols.fields import (
     require_possible_length,
     room,
 )
-from nano_inference.serving.protocols.interface import Ask, Served, Usage
-from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
-from nano_inference.serving.protocols.openai_requests import (
-    COMPLETION_UNSUPPORTED,
-    CompletionRequest,
-)
-from nano_inference.serving.protocols.openai_schemas import COMPLETION
-from nano_inference.serving.protocols.openapi import operation
-from nano_inference.serving.protocols.per_token import at_least, flat, own_first
-from nano_inference.serving.protocols.pieces import Told
-from nano_inference.serving.protocols.reading import read_body, shown
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
 
 DEFAULT_MAX_TOKENS = 16
 
 
-class Completions:
-    """The protocol."""
-
-    openapi: Mapping[str, Any] = operation(
-        CompletionRequest, COMPLETION, summary="How a text goes on", streams=True
-    )
-
-    def prepare(self, body: bytes, served: Served, request_id: str) -> "CompletionBuilder":
-        """Read a request."""
-        return CompletionBuilder(
-            read_body(body, CompletionRequest, served.config, COMPLETION_UNSUPPORTED),
-            served,
-            request_id,
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _TextPrompt:
     token_ids: list[int]
     text: str | None  # None: it came as ids
+
+
+_Rows = dict[str, list[Any]]
 
 
 class CompletionBuilder(OpenAIBuilder):
@@ -92,7 +76,7 @@ class CompletionBuilder(OpenAIBuilder):
             scored = max(scored or 0, self.logprobs)
         self._prompts = self._read_prompts(request.prompt)
         asks = (self._ask(prompt, scored) for prompt in self._prompts)
-        self.asks: Sequence[Ask] = affordable(asks, served, self.names)
+        self.asks = affordable(asks, served, self.names)
         self._plain = not (
             self.logprobs is not None
             or request.flat_logprobs is not None
@@ -105,7 +89,7 @@ class CompletionBuilder(OpenAIBuilder):
 
     # -- the request -------------------------------------------------------------------------------
 
-    def _read_prompts(self, prompt: object) -> list[_Prompt]:
+    def _read_prompts(self, prompt: object) -> list[_TextPrompt]:
         given = self._prompt_list(prompt)
         require_at_most(
             len(given) * self.num_samples,
@@ -135,15 +119,15 @@ class CompletionBuilder(OpenAIBuilder):
             )
         return prompt
 
-    def _read_prompt(self, prompt: str | list[int]) -> _Prompt:
+    def _read_prompt(self, prompt: str | list[int]) -> _TextPrompt:
         if isinstance(prompt, list):
-            return _Prompt(checked_prompt(self._cut(prompt), self.served), None)
+            return _TextPrompt(checked_prompt(self._cut(prompt), self.served), None)
         tokenizer = need_tokenizer(self.served)
         require_possible_length(prompt, self.served, "prompt")
         add = self.request.add_special_tokens is not False
         whole = tokenizer.encode(prompt, add_special_tokens=add)
         token_ids = self._cut(whole)
-        return _Prompt(
+        return _TextPrompt(
             checked_prompt(token_ids, self.served), prompt if len(token_ids) == len(whole) else None
         )
 
@@ -152,24 +136,27 @@ class CompletionBuilder(OpenAIBuilder):
             token_ids, DEFAULT_MAX_TOKENS if self._max_tokens is None else self._max_tokens
         )
 
-    def _ask(self, prompt: _Prompt, scored: int | None) -> Ask:
+    def _ask(self, prompt: _TextPrompt, scored: int | None) -> Ask:
         asked = 1 if self._hides else self._max_tokens
         max_tokens = room(
             prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, self._max_tokens_name
         )
-        params = self.params(max_tokens, self.logprobs or 0, scored_prompt=scored)
-        # Scores of a prompt come with the whole sample, and stand before the completion's.
+        # Scores of a prompt stand before the completion's.
         repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
+        streams = scored is None and not self._hides
+        top_logprobs = self.logprobs or 0
         return self.ask(
             prompt.token_ids,
-            params,
-            stream=scored is None and not self._hides,
+            max_tokens,
+            top_logprobs,
+            scored,
+            stream=streams,
             repeats_prompt=repeats,
         )
 
     # -- a stream ----------------------------------------------------------------------------------
 
-    def start(self, usage: Usage) -> bytes:
+    def start(self, usage: RequestUsage) -> bytes:
         """The prompts, where they are to be repeated and not scored."""
         if not self.echo or self.logprobs is not None or self._hides:
             return b""
@@ -178,7 +165,7 @@ class CompletionBuilder(OpenAIBuilder):
             for index in range(len(self.asks) * self.num_samples)
         )
 
-    def chunk(self, piece: Piece, usage: Usage) -> bytes:
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
         """New text; an empty one only where something else is new."""
         if self._plain and piece.finished is None:
             if not piece.content:
@@ -192,17 +179,17 @@ class CompletionBuilder(OpenAIBuilder):
         self._correct(usage)
         return self.event(self._whole(piece, text), usage)
 
-    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
         """The usage, if it is wanted, and the end's mark."""
         self._correct(usage)
         return super().end(choices, usage)
 
     # -- the answer as a whole ---------------------------------------------------------------------
 
-    def response(self, choices: Sequence[Choice], usage: Usage) -> Mapping[str, Any]:
+    def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """The answer."""
         self._correct(usage)
-        told = Told(map(self._finished, choices))
+        told = LazyArray(map(self._finished, choices))
         return self.head | {
             "choices": told,
             "usage": self.usage_of(usage),
@@ -215,11 +202,11 @@ class CompletionBuilder(OpenAIBuilder):
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _correct(self, usage: Usage) -> None:
+    def _correct(self, usage: RequestUsage) -> None:
         if self._hides:
             usage.completion_tokens = 0
 
-    def _prompt_of(self, index: int) -> _Prompt:
+    def _prompt_of(self, index: int) -> _TextPrompt:
         return self._prompts[index // self.num_samples]
 
     def _echo_of(self, index: int) -> str:
@@ -247,7 +234,7 @@ class CompletionBuilder(OpenAIBuilder):
             "token_ids": None,
         }
 
-    def _whole(self, piece: Piece, text: str) -> dict[str, Any]:
+    def _whole(self, piece: ChoiceDelta, text: str) -> dict[str, Any]:
         """A choice with all that is asked for."""
         sample, request = piece.finished, self.request
         shows = 0 if self._hides else len(piece.token_ids)
@@ -271,26 +258,26 @@ class CompletionBuilder(OpenAIBuilder):
             told["routed_experts"] = None
         return told
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: ChoiceDelta) -> dict[str, Any] | None:
         """OpenAI's older format: four lists that line up."""
         if self.logprobs is None:
             return None
-        rows = _Rows()
+        rows: _Rows = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         offsets = self._offsets.get(piece.index)
         if offsets is None:
             offsets = self._offsets[piece.index] = self._begin(piece, rows)
         if not self._hides:
             tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
             self._add(rows, piece.token_ids, piece.logprobs, tops)
-            rows.text_offset += offsets.push(piece.token_ids)
-        return {
-            "tokens": rows.tokens,
-            "token_logprobs": rows.token_logprobs,
-            "top_logprobs": rows.top_logprobs,
-            "text_offset": rows.text_offset,
-        }
+            rows["text_offset"] += offsets.push(piece.token_ids)
+        return rows
 
-    def _begin(self, piece: Piece, rows: "_Rows") -> Offsets:
+    def _begin(self, piece: ChoiceDelta, rows: _Rows) -> Offsets:
         """Offsets from the choice's beginning on; with `echo` the prompt's tokens are there
         already.
         """
@@ -301,10 +288,10 @@ class CompletionBuilder(OpenAIBuilder):
         assert sample.prompt_logprobs is not None
         tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
         self._add(rows, sample.prompt_tokens, sample.prompt_logprobs, tops)
-        rows.token_logprobs[0] = rows.top_logprobs[0] = None
+        rows["token_logprobs"][0] = rows["top_logprobs"][0] = None
         text = self._prompt_of(piece.index).text
         offsets = Offsets(self.texts, shown=text, special_tokens=text is None)
-        rows.text_offset += offsets.push(sample.prompt_tokens)
+        rows["text_offset"] += offsets.push(sample.prompt_tokens)
         return self._new_offsets(len(self._echo_of(piece.index)))
 
     def _new_offsets(self, start: int) -> Offsets:
@@ -315,25 +302,24 @@ class CompletionBuilder(OpenAIBuilder):
 
     def _add(
         self,
-        rows: "_Rows",
+        rows: _Rows,
         ids: Sequence[int],
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs],
     ) -> None:
         for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):
             name = self.token_text(token_id)
-            rows.tokens.append(name)
-            rows.token_logprobs.append(at_least(logprob))
+            rows["tokens"].append(name)
+            rows["token_logprobs"].append(at_least(logprob))
             best = TopLogprobs(top.token_ids[: self.logprobs], top.logprobs[: self.logprobs])
             row: dict[str, float] = {}
             for each, score, _ in own_first(token_id, logprob, best):
                 row.setdefault(self.token_text(each), at_least(score))
-            rows.top_logprobs.append(row)
+            rows["top_logprobs"].append(row)
 
 
-class _Rows:
-    def __init__(self) -> None:
-        self.tokens: list[str] = []
-        self.token_logprobs: list[float | None] = []
-        self.top_logprobs: list[dict[str, float] | None] = []
-        self.text_offset: list[int] = []
+PROTOCOL = ApiProtocol(
+    CompletionRequest,
+    CompletionBuilder,
+    operation(CompletionRequest, COMPLETION, summary="How a text goes on", streams=True),
+)

@@ -22,7 +22,7 @@ from tests.serving.rl.weight_runs import TrainerProcess
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model."""
-    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0, max_position=8192)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,9 @@ def served(folder: Path, client_kind: type[EngineClient]) -> Iterator[tuple[Engi
     """A client, and what runs coroutines on its loop."""
     threads = torch.get_num_threads()
     in_process = client_kind is InProcessClient
-    client = InProcessClient(config_of(folder), 4096)
+    client: EngineClient = InProcessClient(config_of(folder), 4096)
     if not in_process:
-        client = ProcessClient(config_of(folder), 4096, restart=True)
+        client = ProcessClient(config_of(folder), 4096)
     with asyncio.Runner() as runner:
         runner.run(client.start())
         yield client, runner.run

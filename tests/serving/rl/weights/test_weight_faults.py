@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import pytest
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.errors import ApiError
+from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.process_client import ProcessClient
-from tests.serving.engines import Run, finished, params_of, until
+from tests.serving.engines import Run, config_of, finished, params_of, until
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.weight_runs import (
     UP,
@@ -246,9 +248,13 @@ def test_a_session_that_nobody_goes_on_with(
 
 
 def test_a_new_engine_knows_nothing_of_the_old_ones_update(
-    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
+    folder: Path, trainer: TrainerProcess, run: Run
 ) -> None:
+    client = FleetClient(lambda _: ProcessClient(config_of(folder), 4096), 1, 4096, restart=True)
+
     async def test() -> None:
+        await client.start()
+        control = Control(client, ServerConfig(rl=True, rl_timeout=20.0))
         await update(control, trainer, 1, version="best")
         assert await control.serving_version() == "best"
         await control.remember_checksums()
@@ -268,4 +274,7 @@ def test_a_new_engine_knows_nothing_of_the_old_ones_update(
         await update(control, trainer, 0, join=False)
         assert await finished(client.submit([1, 2], params_of(0), stream=False))
 
-    run(test())
+    try:
+        run(test())
+    finally:
+        run(client.close())

@@ -13,15 +13,15 @@ from safetensors.torch import save
 
 from nano_inference import InferenceEngine
 from nano_inference.engine.transports import Deadline
-from nano_inference.engine.transports.trainer_group import _watch
+from nano_inference.engine.transports.trainer_broadcasts import _watch
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
+from nano_inference.serving.engine_weights import EngineWeights
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.server import Server
-from nano_inference.serving.weight_link import WeightLink
 from tests.serving.engines import Run, config_of
 from tests.serving.rl.group_trainer import new_weights
 
@@ -48,6 +48,69 @@ async def update(control: Control, content: bytes) -> str:
     await control.begin_update()
     await control.receive_file(content)
     return await control.finish_update()
+
+
+def test_an_update_that_opens_itself_waits_for_none_and_takes_none_over(
+    control: Control, run: Run, folder: Path
+) -> None:
+    """Two arrive before either has its turn: the first serves, the second is told at once."""
+    own, other = (save({NORM: new_weights(folder, seed)[NORM]}) for seed in (1, 2))
+
+    async def test() -> None:
+        await update(control, own)
+        expected = await control.checksums()
+        before = await update(control, other)
+
+        async def send(content: bytes) -> str:
+            async with control.updating() as update:
+                await control.receive_file(content, opens=update)
+                return await control.finish_update()
+
+        await control._turn.acquire()
+        both = [asyncio.create_task(send(content)) for content in (own, other)]
+        await asyncio.sleep(0.05)
+        control._turn.release()
+        first, second = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(second, ApiError)
+        assert second.status == 409
+        assert first == await control.serving_version() != before
+        assert await control.checksums() == expected
+
+    run(test())
+
+
+def test_an_update_can_be_cancelled_while_its_first_part_comes(
+    client: InProcessClient,
+    control: Control,
+    run: Run,
+    part: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = client.call
+
+    async def cancelled(name: str, **arguments: Any) -> Any:
+        answer = await call(name, **arguments)
+        if name == "receive_file":
+            assert await control.cancel_update("the trainer has changed its mind.")
+        return answer
+
+    async def test() -> None:
+        before = await control.serving_version()
+
+        async def send() -> str:
+            async with control.updating() as update:
+                await control.receive_file(part, opens=update)
+                return await control.finish_update()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "call", cancelled)
+            with pytest.raises(ApiError):
+                await send()
+        assert not control.session_open
+        assert await control.serving_version() == before
+        assert await send() != before  # the next one is not kept out
+
+    run(test())
 
 
 def test_a_cancelling_that_is_lost_keeps_nobody_out(
@@ -90,7 +153,7 @@ def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
 
 def test_an_update_that_is_applied_as_its_deadline_passes(folder: Path, part: bytes) -> None:
     with InferenceEngine(config_of(folder)) as engine:
-        link = WeightLink(engine)
+        link = EngineWeights(engine)
         link.begin_update(1)
         link.receive_file(1, len(part), part, 5.0)
         assert link._session is not None
@@ -118,7 +181,7 @@ def test_a_file_that_is_written_over_before_the_update_is_applied(
     file = tmp_path / "model.safetensors"
     file.write_bytes(save(first))
     with InferenceEngine(config_of(folder)) as engine:
-        link = WeightLink(engine)
+        link = EngineWeights(engine)
         link.begin_update(1)
         link.receive_folder(1, str(tmp_path), 5.0)
         with file.open("r+b") as same:

@@ -154,7 +154,7 @@ def test_an_update_that_would_wait(
 ) -> None:
     async def test() -> None:
         before = int(await control.serving_version())
-        request = client.submit([1, 2], params_of(0, 500), stream=True)
+        request = client.submit([1, 2], params_of(0, 2000), stream=True)
         await request.next()
         await control.pause("keep")
         await control.begin_update()

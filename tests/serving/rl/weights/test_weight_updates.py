@@ -15,13 +15,14 @@ from safetensors.torch import save
 
 from nano_inference import InferenceEngine
 from nano_inference.engine.transports import trainer_broadcasts
-from nano_inference.engine.transports.wire import Piece
+from nano_inference.engine.transports.wire import TensorInfo
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control, TensorSpec
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.versions import VersionNames
+from tests.depth import at_depth
 from tests.serving.engines import Run, config_of, finished, params_of
 from tests.serving.rl.group_trainer import new_weights
 from tests.serving.rl.weight_runs import (
@@ -79,7 +80,9 @@ def partitions(draw: st.DrawFn, num_tensors: int = 21) -> list[tuple[list[int], 
 
 @given(buckets=partitions(), seed=st.integers(1, 1000))
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=at_depth(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
     control: Control,
@@ -146,9 +149,9 @@ def test_types_of_one_bucket_may_differ(
 
 def test_packed_tensors_need_not_be_aligned() -> None:
     run = [
-        Piece("a", torch.bfloat16, (3,)),
-        Piece("b", torch.float32, (2, 1)),
-        Piece("c", torch.float64, (1,)),
+        TensorInfo("a", torch.bfloat16, (3,)),
+        TensorInfo("b", torch.float32, (2, 1)),
+        TensorInfo("c", torch.float64, (1,)),
     ]
     sent = {
         "a": torch.tensor([1.0, 2.0, 3.0]).bfloat16(),
@@ -165,7 +168,9 @@ def test_packed_tensors_need_not_be_aligned() -> None:
 def test_a_run_ends_with_the_tensor_that_makes_it_too_long(
     lengths: list[int], max_bytes: int
 ) -> None:
-    pieces = [Piece(str(place), torch.float32, (length,)) for place, length in enumerate(lengths)]
+    pieces = [
+        TensorInfo(str(place), torch.float32, (length,)) for place, length in enumerate(lengths)
+    ]
     runs = trainer_broadcasts.packed(pieces, max_bytes)
     assert [piece for run in runs for piece in run] == pieces
     sizes = [[4 * piece.shape[0] for piece in run] for run in runs]
@@ -288,7 +293,7 @@ def test_a_group_ends_at_once_whoever_still_holds_the_error(
 
 
 def test_what_kind_of_engine_it_is(control: Control, run: Run) -> None:
-    told = run(control.info())
+    told = run(control.call("describe"))
     assert {name: told[name] for name in ("device", "dtype", "block_size", "num_tensors")} == {
         "device": "cpu",
         "dtype": "float32",

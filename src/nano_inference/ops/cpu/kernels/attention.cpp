@@ -37,7 +37,7 @@ Tile<T> locate(const Plan& plan, const Plan::Job& job, int64_t head, const Walk<
     return tile;
   }
   T *packed_keys = walk.gathered, *packed_values = walk.gathered + GROUPS * group_size;
-  const int64_t* table = plan.batch().tables + job.chunk * plan.batch().table_stride;
+  const int64_t* table = plan.batch().block_tables + job.chunk * plan.batch().table_stride;
   for (int64_t key = job.begin; key < job.end; key++) {
     int64_t block = key / shape.block_size, in_tile = key - job.start;
     int64_t at = layer.start(head, table[block]) + key % shape.block_size * shape.head_dim;

@@ -21,11 +21,11 @@ constexpr int64_t MAX_HEAD_DIM = 256;
 struct BatchRows {
   int64_t num_rows, num_chunks;
   const int64_t* positions;   // [num_rows] in the sequence, rising by one within a chunk
-  const int64_t* slots;       // [num_rows] block * block_size + offset
+  const int64_t* slot_mapping;  // [num_rows] block * block_size + offset
   const int64_t* row_chunks;  // [num_rows]
-  const int64_t* cu_seqlens;  // [num_chunks + 1] first row of each chunk, and num_rows
+  const int64_t* cu_seqlens_q;  // [num_chunks + 1] first row of each chunk, and num_rows
   const int64_t* seq_lens;    // [num_chunks] context after the step
-  const int64_t* tables;      // [num_chunks][table_stride] block ids
+  const int64_t* block_tables;  // [num_chunks][table_stride] block ids
   int64_t table_stride;
 };
 

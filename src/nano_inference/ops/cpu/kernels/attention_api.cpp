@@ -27,7 +27,7 @@ void each_slot(const Problem& problem, F use) {
   const AttentionShape& shape = problem.shape;
   for (int64_t row = 0; row < problem.batch.num_rows; row++)
     for (int64_t head = 0; head < shape.num_kv_heads; head++)
-      use(head, problem.batch.slots[row], (row * shape.num_kv_heads + head) * shape.head_dim);
+      use(head, problem.batch.slot_mapping[row], (row * shape.num_kv_heads + head) * shape.head_dim);
 }
 
 template <class T>

@@ -56,7 +56,7 @@ void AttentionPlan::build(const BatchRows& batch, const AttentionShape& shape, i
 void AttentionPlan::add_range(int64_t begin, int64_t end) {
   int64_t chunk = batch_.row_chunks[begin], row = begin;
   while (row < end) {
-    int64_t stop = std::min(end, batch_.cu_seqlens[chunk + 1]), num_rows = stop - row;
+    int64_t stop = std::min(end, batch_.cu_seqlens_q[chunk + 1]), num_rows = stop - row;
     int64_t first_member = int64_t(members_.size()), shared = 0;
     if (num_rows > most_rows_) {
       for (int64_t i = 0, pieces = ceil_div(num_rows, most_rows_); i < pieces; i++) {
@@ -73,7 +73,7 @@ void AttentionPlan::add_range(int64_t begin, int64_t end) {
     // a task of its own.
     int64_t rows = num_rows, link = shared_with_next(chunk - 1, stop - num_rows, end);
     for (int64_t members = 1; link > 0 && 2 * link >= shared; members++) {
-      int64_t next_stop = std::min(end, batch_.cu_seqlens[chunk + 1]);
+      int64_t next_stop = std::min(end, batch_.cu_seqlens_q[chunk + 1]);
       rows += next_stop - row;
       bool long_enough = std::min(link, members == 1 ? link : shared) * KEY_TILE >= SEGMENT;  // segments can be shared out
       if (rows * shape_.group() > MOST_LINES || (members >= most_members_ && !long_enough)) break;
@@ -89,9 +89,9 @@ void AttentionPlan::add_range(int64_t begin, int64_t end) {
 
 // Leading tiles that a chunk and the next one read from the same blocks, all of them before either's rows.
 int64_t AttentionPlan::shared_with_next(int64_t chunk, int64_t row, int64_t end) const {
-  int64_t next_row = batch_.cu_seqlens[chunk + 1];
-  if (has_windows() || next_row >= end || batch_.cu_seqlens[chunk + 2] == next_row) return 0;
-  const int64_t *table = batch_.tables + chunk * batch_.table_stride, *next = table + batch_.table_stride;
+  int64_t next_row = batch_.cu_seqlens_q[chunk + 1];
+  if (has_windows() || next_row >= end || batch_.cu_seqlens_q[chunk + 2] == next_row) return 0;
+  const int64_t *table = batch_.block_tables + chunk * batch_.table_stride, *next = table + batch_.table_stride;
   int64_t most = std::min(batch_.positions[row], batch_.positions[next_row]) / KEY_TILE;
   int64_t num_blocks = most * KEY_TILE / shape_.block_size, same = 0;
   while (same < num_blocks && table[same] == next[same]) same++;
@@ -150,7 +150,7 @@ void AttentionPlan::add_job(const Member& member, int64_t tile, int64_t first, i
   int64_t start = tile * KEY_TILE, size = shape_.block_size;
   Job job{int32_t(member.chunk), int32_t(first), int32_t(last), int32_t(begin), int32_t(end), int32_t(start), {}, {}};
   if (is_packed(size)) {
-    const int64_t* table = batch_.tables + member.chunk * batch_.table_stride;
+    const int64_t* table = batch_.block_tables + member.chunk * batch_.table_stride;
     for (int j = 0; j < GROUPS; j++) {
       // A group that no line sees may have no block: read another one's keys instead, their scores are masked.
       int64_t key = start + j * LANES;

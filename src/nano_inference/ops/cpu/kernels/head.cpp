@@ -271,7 +271,7 @@ class Head {
     double log_sum = all.log_sum, mass = 0;
     const KeptRow row = kept_row(input, sample.view, all);
     if (filtered && all.finite) {
-      s.ranking.filter(row, b.top_k[i], b.top_p[i], b.min_p[i]);
+      s.ranking.filter(row, b.filters, i);
       best = race_kept(sample, row, sample.raw >= 0 ? kept_row(input, sample.raw, raw).logits : nullptr, s);
       log_sum = log1(s.ranking.total());
     }

@@ -6,9 +6,9 @@
 #pragma once
 #include <cstdint>
 
-namespace nano::head {
+#include "filters.h"
 
-constexpr int VOCAB_BLOCK = 384;
+namespace nano::head {
 
 // Rows of logits: products of hidden rows with a packed weight, or `logits` where that is not null.
 struct HeadInput {
@@ -35,16 +35,18 @@ struct Entries {
   int64_t count;
 };
 
-// The tensors of `SamplingBatch`, and those of `Draw` to be filled.
+// The columns of `SamplingBatch` by their names, and those of `Draw` to be filled.
 struct DrawBatch {
   int64_t num_samples;
   const int64_t* rows;
   const double* temperature;
-  const int64_t* top_k;
-  const float *top_p, *min_p, *presence, *frequency, *repetition;
+  Filters filters;
+  const float *presence, *frequency, *repetition;
   const int64_t* noise_keys;  // [num_samples, 2]
-  Entries bias, allowed, banned, counts;
-  const uint8_t* restricted;
+  Entries bias, banned, counts;
+  const int64_t* mask_rows;    // [num_samples] of mask_words, -1 for none
+  const int32_t* mask_words;   // [num_masks, mask_width] bit i % 32 of word i / 32: token i may be drawn
+  int64_t num_masks, mask_width;
   int64_t wants_raw;  // for all samples; greedy ones have it anyway
   int64_t num_top;
   int64_t* token_ids;
@@ -52,6 +54,11 @@ struct DrawBatch {
   uint8_t* kept;  // [num_samples, vocab] or null
   int64_t* top_ids;
   float* top_logprobs;
+
+  // The words of a sample's mask, or null.
+  const int32_t* mask_of(int64_t sample) const {
+    return mask_rows[sample] < 0 ? nullptr : mask_words + mask_rows[sample] * mask_width;
+  }
 };
 
 // Targets to be scored under softmax(logits / temperature).

@@ -14,8 +14,10 @@ float inverse(double temperature) {
 }
 
 // In the order of `Edit::Type`.
-constexpr int KINDS = 4;
-std::array<const Entries*, KINDS> kinds_of(const DrawBatch& b) { return {&b.allowed, &b.bias, &b.counts, &b.banned}; }
+constexpr int KINDS = 3;
+std::array<const Entries*, KINDS> kinds_of(const DrawBatch& b) { return {&b.bias, &b.counts, &b.banned}; }
+
+constexpr int WORD = 32;  // tokens that a word of a mask tells of
 
 }  // namespace
 
@@ -53,8 +55,22 @@ HeadError Plan::entry_bounds(const HeadInput& input, const Entries& entries, int
   return HEAD_OK;
 }
 
+// Masks exist, and allow no token beyond the vocabulary.
+HeadError Plan::check_masks(const HeadInput& input, const DrawBatch& b) const {
+  for (int64_t i = 0; i < b.num_samples; i++)
+    if (b.mask_rows[i] >= b.num_masks) return HEAD_BAD_ROW;
+  const int64_t vocab = input.num_tokens();
+  for (int64_t m = 0; m < b.num_masks; m++)
+    for (int64_t w = vocab / WORD; w < b.mask_width; w++) {
+      const uint32_t word = uint32_t(b.mask_words[m * b.mask_width + w]);
+      if (word >> (w == vocab / WORD ? vocab % WORD : 0)) return HEAD_BAD_ID;
+    }
+  return HEAD_OK;
+}
+
 HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
   start(input, b.num_samples);
+  if (HeadError error = check_masks(input, b)) return error;
   const auto all = kinds_of(b);
   for (int kind = 0; kind < KINDS; kind++)
     if (HeadError error = entry_bounds(input, *all[kind], b.num_samples, starts_[kind])) return error;
@@ -68,12 +84,12 @@ HeadError Plan::make(const HeadInput& input, const DrawBatch& b) {
     float inv_t = greedy ? 1.f : inverse(b.temperature[i]);
     for (int kind = 0; kind < KINDS; kind++) count += number(Edit::Type(kind));
     Sample s;
-    s.choice = greedy ? Choice::greedy : is_filtered(b, i, input.num_tokens()) ? Choice::filter : Choice::draw;
+    s.choice = greedy ? Choice::greedy : is_filtered(b.filters, i, input.num_tokens()) ? Choice::filter : Choice::draw;
     s.raw = greedy || b.wants_raw ? view_of(row, 1) : -1;
     s.key = {uint32_t(b.noise_keys[2 * i]), uint32_t(b.noise_keys[2 * i + 1])};
     s.target = s.uncut = -1;
-    if (count > 0 || b.restricted[i]) {
-      const bool masked = b.restricted[i] || number(Edit::ban) > 0;
+    if (count > 0 || b.mask_of(i)) {
+      const bool masked = b.mask_of(i) || number(Edit::ban) > 0;
       s.view = edited_view(row, inv_t, masked);
       if (masked && !greedy)  // samples of a row share what has no edits
         s.uncut = number(Edit::bias) + number(Edit::penalty) ? edited_view(row, inv_t, false) : view_of(row, inv_t);
@@ -140,20 +156,19 @@ void Plan::sort_edits(const DrawBatch& b, int64_t index) {
 
 void Plan::edit(const DrawBatch& b, const View& view, int64_t block, const float* raw, int num_columns,
                 float* out) const {
-  int64_t i = edited_[size_t(view.edits)];
-  const bool restricted = view.masked && b.restricted[i];
-  if (restricted) {
-    std::fill(out, out + num_columns, -std::numeric_limits<float>::infinity());
-  } else {
-    std::copy(raw, raw + num_columns, out);
-  }
+  const int64_t i = edited_[size_t(view.edits)], first = first_ + block * VOCAB_BLOCK;
+  std::copy(raw, raw + num_columns, out);
+  if (const int32_t* words = view.masked ? b.mask_of(i) : nullptr)
+    for (int column = 0; column < num_columns; column++) {
+      const int64_t id = first + column;
+      const uint32_t word = id < b.mask_width * WORD ? uint32_t(words[id / WORD]) : 0;
+      if (!(word >> (id % WORD) & 1)) out[column] = -std::numeric_limits<float>::infinity();
+    }
   const int64_t* bounds = &bounds_[view.edits * (num_blocks + 1) + block];
   for (int64_t e = bounds[0]; e < bounds[1]; e++) {
     const Edit& edit = edits_[e];
     float& z = out[edit.column];
-    if (edit.type == Edit::allow) {
-      if (restricted) z = raw[edit.column] + edit.value;
-    } else if (edit.type == Edit::ban) {
+    if (edit.type == Edit::ban) {
       if (view.masked) z = -std::numeric_limits<float>::infinity();
     } else if (edit.type == Edit::bias) {
       z += edit.value;

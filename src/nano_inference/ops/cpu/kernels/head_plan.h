@@ -31,7 +31,7 @@ struct Sample {
 };
 
 struct Edit {
-  enum Type : int32_t { allow, bias, penalty, ban };
+  enum Type : int32_t { bias, penalty, ban };
   int32_t column;  // in the block
   Type type;
   float value;
@@ -43,7 +43,7 @@ class Plan {
   HeadError make(const HeadInput& input, const ScoreBatch& batch);
 
   int64_t num_edited() const { return int64_t(edited_.size()); }
-  // Put the entries of edited sample `index` in the order of blocks; of a block: allowed ids, bias, penalties, bans.
+  // Put the entries of edited sample `index` in the order of blocks; of a block: bias, penalties, bans.
   void sort_edits(const DrawBatch& batch, int64_t index);
   // One block of a view with edits. [num_columns]
   void edit(const DrawBatch& batch, const View& view, int64_t block, const float* raw, int num_columns, float* out) const;
@@ -59,17 +59,14 @@ class Plan {
   int64_t view_of(int64_t row, float inv_t);
   int64_t edited_view(int64_t row, float inv_t, bool masked);
   HeadError entry_bounds(const HeadInput& input, const Entries& entries, int64_t num_samples, std::vector<int64_t>& out);
+  HeadError check_masks(const HeadInput& input, const DrawBatch& batch) const;
   void keep_rows(const DrawBatch& batch);
 
   std::vector<int64_t> edited_;               // samples
-  std::vector<int64_t> starts_[4];            // of each type of edit: [num_samples + 1]
+  std::vector<int64_t> starts_[3];            // of each type of edit: [num_samples + 1]
   std::vector<int64_t> first_edit_, bounds_;  // of each edited sample; of each block of it: [num_edited, num_blocks + 1]
   std::vector<Edit> edits_;
   int64_t first_ = 0, vocab_ = 0;  // of the part
 };
-
-inline bool is_filtered(const DrawBatch& b, int64_t i, int64_t vocab) {
-  return (b.top_k[i] > 0 && b.top_k[i] < vocab) || b.top_p[i] < 1 || b.min_p[i] > 0;
-}
 
 }  // namespace nano::head

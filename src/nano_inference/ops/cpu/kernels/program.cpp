@@ -69,19 +69,19 @@ class Program {
     if (spec_.num_windows || spec_.num_layers) {
       for (int64_t i = 0; i < b.num_rows; i++) {
         if (b.positions[i] < 0 || b.positions[i] >= spec_.num_positions) return BAD_POSITION;
-        if (b.slots[i] < 0 || b.slots[i] >= slots) return BAD_SLOT;
+        if (b.slot_mapping[i] < 0 || b.slot_mapping[i] >= slots) return BAD_SLOT;
       }
     }
     if (spec_.num_windows) {
-      if (b.num_chunks < 1 || b.cu_seqlens[0] != 0 || b.cu_seqlens[b.num_chunks] != b.num_rows) return BAD_LENGTHS;
+      if (b.num_chunks < 1 || b.cu_seqlens_q[0] != 0 || b.cu_seqlens_q[b.num_chunks] != b.num_rows) return BAD_LENGTHS;
       for (int64_t c = 0; c < b.num_chunks; c++) {
-        const int64_t begin = b.cu_seqlens[c], end = b.cu_seqlens[c + 1], context = b.seq_lens[c];
+        const int64_t begin = b.cu_seqlens_q[c], end = b.cu_seqlens_q[c + 1], context = b.seq_lens[c];
         if (end <= begin || end > b.num_rows) return BAD_LENGTHS;
         if (context < end - begin || context > b.table_stride * spec_.block_size) return BAD_LENGTHS;
         for (int64_t i = begin; i < end; i++)
           if (b.positions[i] != context - end + i || b.row_chunks[i] != c) return BAD_LENGTHS;
         for (int64_t i = 0; i * spec_.block_size < context; i++) {
-          const int64_t block = b.tables[c * b.table_stride + i];
+          const int64_t block = b.block_tables[c * b.table_stride + i];
           if (block < 0 || block >= spec_.num_blocks) return BAD_TABLE;
         }
       }
@@ -102,7 +102,7 @@ class Program {
       return;
     }
     // Cut where sequences begin, each cut next to its share of the rows.
-    const int64_t* starts = step_->rows.cu_seqlens;
+    const int64_t* starts = step_->rows.cu_seqlens_q;
     const int64_t chunks = spec_.num_windows ? step_->rows.num_chunks : 0;
     bool even = chunks > 0;
     for (int64_t t = 1; t <= threads && even; t++) {
@@ -161,7 +161,7 @@ class Program {
     bool has_own = false;
     for (size_t i = size_t(step_->first); i < size_t(step_->last); i++) {
       const Op& op = ops_[i];
-      if (op.kind == Kind::NORM && op.read_once && op.in < 0 && n <= FEW_ROWS) {
+      if (op.kind == Kind::NORM && op.read_once && op.input < 0 && n <= FEW_ROWS) {
         own.resize(size_t(n * op.columns));
         for (int64_t row = 0; row < n; row++)
           rms_norm<T>(nullptr, 1.f, at<float>(op.residual, row), op.norm, op.columns, own.data() + row * op.columns);
@@ -189,9 +189,9 @@ class Program {
   template <class T>
   Linear<T> linear_of(const Op& op) const {
     const bool gates = op.finish == Finish::SILU || op.finish == Finish::GELU;
-    const int64_t ldo = gates ? stride<T>(op.out) : stride<float>(op.out);
-    return {at<const T>(op.in, 0) + op.first_column, stride<T>(op.in), {static_cast<const T*>(op.weight), op.rows, op.columns},
-            static_cast<const T*>(op.bias), op.finish, op.scale, at<void>(op.out, 0), ldo, false, op.segments};
+    const int64_t ldo = gates ? stride<T>(op.output) : stride<float>(op.output);
+    return {at<const T>(op.input, 0) + op.first_column, stride<T>(op.input), {static_cast<const T*>(op.weight), op.rows, op.columns},
+            static_cast<const T*>(op.bias), op.finish, op.scale, at<void>(op.output, 0), ldo, false, op.segments};
   }
 
   template <class T>
@@ -221,8 +221,8 @@ class Program {
     static thread_local AttentionScratch scratch;
     const int64_t count = plan.num_items();
     auto one = [&](int64_t item, int64_t next) {
-      run_item<T>(plan, item, next, at<const T>(op.in, 0), stride<T>(op.in), layer, at<T>(op.out, 0),
-                  stride<T>(op.out), scratch);
+      run_item<T>(plan, item, next, at<const T>(op.input, 0), stride<T>(op.input), layer, at<T>(op.output, 0),
+                  stride<T>(op.output), scratch);
     };
     if (sharing_ == Sharing::SEQUENCES) {
       const int64_t end = plan.first_item(team.thread + 1);
@@ -244,18 +244,18 @@ class Program {
   template <class T>
   void by_rows(const Op& op, int64_t row, int64_t end_row) const {
     for (int64_t i = row; i < end_row; i++) {
-      const float* in = op.in >= 0 ? at<const float>(op.in, i) : nullptr;
+      const float* in = op.input >= 0 ? at<const float>(op.input, i) : nullptr;
       switch (op.kind) {
         case Kind::EMBED:
           embed<T>({static_cast<const T*>(op.weight), op.rows, op.columns}, step_->input_ids[i] - op.first_token, op.scale,
-                   at<float>(op.out, i));
+                   at<float>(op.output, i));
           break;
         case Kind::NORM:
-          if (op.wide) rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<float>(op.out, i));
-          else rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<T>(op.out, i));
+          if (op.wide) rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<float>(op.output, i));
+          else rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<T>(op.output, i));
           break;
         case Kind::ROPE_AND_STORE: rope_and_store<T>(op, i); break;
-        case Kind::GATE: gate<T>(in, op.rows, op.wide, at<T>(op.out, i)); break;
+        case Kind::GATE: gate<T>(in, op.rows, op.wide, at<T>(op.output, i)); break;
         default: break;
       }
     }
@@ -273,7 +273,7 @@ class Program {
   void rope_and_store(const Op& op, int64_t row) const {
     const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim;
     if (op.norm.data) {
-      float* query = at<float>(op.in, row);
+      float* query = at<float>(op.input, row);
       norm_heads<T>(query, heads * size / op.norm.size, op.norm);
       norm_heads<T>(query + heads * size, kv_heads * size / op.key_norm.size, op.key_norm);
     }
@@ -284,16 +284,16 @@ class Program {
   template <class T>
   void rope_heads(const Op& op, int64_t row, int64_t from, int64_t to) const {
     const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim, group = heads / kv_heads;
-    float *query = at<float>(op.in, row), *key = query + heads * size, *value = key + kv_heads * size;
+    float *query = at<float>(op.input, row), *key = query + heads * size, *value = key + kv_heads * size;
     const int64_t position = step_->rows.positions[row];
     const float *cos = op.cos + position * (size / 2), *sin = op.sin + position * (size / 2);
-    T* out = at<T>(op.out, row);
+    T* out = at<T>(op.output, row);
     for (int64_t h = from * group; h < to * group; h++) rope<T>(query + h * size, cos, sin, size, out + h * size);
     alignas(64) T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
     for (int64_t h = from; h < to; h++) {
       rope<T>(key + h * size, cos, sin, size, k);
       round_row<T>(value + h * size, size, v);
-      store_kv<T>(layer_of<T>(op.layer), spec_.block_size, size, h, step_->rows.slots[row], k, v);
+      store_kv<T>(layer_of<T>(op.layer), spec_.block_size, size, h, step_->rows.slot_mapping[row], k, v);
     }
   }
 

@@ -11,11 +11,11 @@ namespace nano {
 
 enum class Kind : int32_t { EMBED = 0, LINEAR = 1, NORM = 2, ROPE_AND_STORE = 3, ATTENTION = 4, GATE = 5 };
 
-// One operation. Mirrored by ctypes in ops/cpu/library.py: keep both in step.
+// One operation.
 struct Op {
   Kind kind;
   Finish finish;        // LINEAR
-  int32_t in, out;      // buffers, -1 for none
+  int32_t input, output;  // buffers, -1 for none
   int32_t residual;     // buffer: NORM
   int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION
   int32_t wide;         // NORM: out is float32. GATE: it is GELU

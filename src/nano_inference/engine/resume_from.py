@@ -1,0 +1,230 @@
+"""`resume_from`: go on where a sample stopped, of this engine or of another one with the same
+numerics.
+"""
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Listed
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nano_inference.engine.delivery import Sink
+from nano_inference.engine.intake import Intake
+from nano_inference.engine.loop import Add
+from nano_inference.engine.requests import checked_ids
+from nano_inference.errors import InvalidRequest
+from nano_inference.options import is_whole
+from nano_inference.scheduling.sequence import (
+    REFERENCE,
+    CheckedRequest,
+    GrowingMask,
+    SampleGroup,
+    Sequence,
+)
+from nano_inference.text.detokenizer import OutputText
+from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
+
+if TYPE_CHECKING:
+    from nano_inference.engine.engine import InferenceEngine
+
+
+def resumed(
+    intake: Intake,
+    sample: TrainingSample,
+    append: Iterable[int] = (),
+    max_new_tokens: int | None = None,
+    *,
+    stream: bool = False,
+    request_id: int | None = None,
+    group: SampleGroup | None = None,
+    max_staleness: int | None = None,
+) -> Sequence:
+    """A sequence that goes on where a sample stopped. Raises `InvalidRequest` or `RequestTooLarge`.
+
+    Args:
+        intake: of the engine.
+        sample: see `InferenceEngine.resume_from`.
+        append: as there.
+        max_new_tokens: as there.
+        stream: as in `Intake.sequence`.
+        request_id: as there.
+        group: of which only some samples are wanted.
+        max_staleness: as in `InferenceEngine.add_request`.
+    """
+    checks = intake.checks
+    appended = checked_ids(append, checks.spec.vocab_size)
+    params = _params_to_go_on(intake.numerics, sample, len(appended), max_new_tokens)
+    prompt_len, drawn = len(sample.prompt_tokens), len(sample.completion_tokens)
+    most_mask_ids = checks.require(prompt_len, params, 1)
+    new = (range(drawn, drawn + len(appended)),) if appended else ()
+    request = CheckedRequest(
+        request_id=intake.new_request_id() if request_id is None else request_id,
+        num_prompt_tokens=prompt_len,
+        params=params,
+        stop_ids=checks.stop_ids(params),
+        seed=sample.seed,
+        max_staleness=max_staleness,
+        group=group,
+        scored=range(prompt_len - 1) if params.prompt_logprobs else range(0),
+        num_best=params.prompt_top_logprobs,
+        streaming=stream,
+        past_contexts=sample.kv_versions,
+        appended=_appended_before(sample) + new,
+    )
+    starts = [(span.version, span.start) for span in sample.weight_versions]
+    seq = Sequence(
+        intake.live.new_id(),
+        request,
+        [*sample.prompt_tokens, *sample.completion_tokens, *appended],
+        sample_index=sample.sample_index,
+        cached_tokens=sample.cached_tokens,
+        version_starts=starts or ([(sample.weight_version, 0)] if appended else []),
+        # Of a prompt that was not computed to its end they may be another version's.
+        scores=list((sample.prompt_logprobs or ())[1:]) if drawn else [],
+        score_best=list((sample.prompt_top_logprobs or ())[1:]) if drawn else [],
+        mask=GrowingMask(most_mask_ids),
+    )
+    _fill(seq, sample, len(appended))
+    if sample.text is not None or params.stop:
+        text = OutputText(checks.need_tokenizer("the text of a sample"), params.stop)
+        for token_id in seq.token_ids[prompt_len:]:
+            text.append(token_id, may_stop=False)
+        text.take()  # a caller that streams has it
+        seq.output_text = text
+    return seq
+
+
+def resume_many(
+    engine: "InferenceEngine",
+    samples: Listed[TrainingSample],
+    sink: Sink,
+    *,
+    stream: bool,
+    request_id: int,
+    num_wanted: int | None = None,
+    max_staleness: int | None = None,
+    version: int | None = None,
+) -> None:
+    """Go on with partial samples of one request, token for token as if they had been sampled here.
+
+    Args:
+        engine: by its numerics; others would draw other bits.
+        samples: what is known of them, all of one request; of which some may have no token yet.
+        sink: as in `InferenceEngine.submit`; it takes what is new.
+        stream: as there.
+        request_id: a new one.
+        num_wanted: how many of these are wanted, as in `add_request`.
+        max_staleness: as in `add_request`.
+        version: go on with these weights, where they still serve a sequence
+            (`kv_policy="finish_old"`), and then wait for the step that runs; else with those that
+            serve.
+
+    Raises `InvalidRequest` for what cannot be gone on with, with nothing changed.
+    """
+    shared, loop = engine.shared, engine.loop
+    shared.require_alive()
+    group = SampleGroup(num_wanted) if num_wanted is not None else None
+    has_reference = REFERENCE in loop.sequences.versions
+    sequences = list[Sequence]()
+    for sample in samples:
+        seq = resumed(
+            engine.intake,
+            sample,
+            stream=stream,
+            request_id=request_id,
+            group=group,
+            max_staleness=max_staleness,
+        )
+        if seq.num_completion_tokens and (
+            _may_have_ended(seq, has_reference) or _has_stopped(seq, engine)
+        ):
+            raise InvalidRequest("the sample may have ended; nobody knows.")
+        sequences.append(seq)
+    if version is None:
+        shared.delivery.open(request_id, len(sequences), sink)
+        for seq in sequences:
+            shared.post(Add(seq))
+        return
+    with shared.lock:
+        shared.handle()
+        weight_set = engine.weight_set_of(version)
+        shared.delivery.open(request_id, len(sequences), sink)
+        for seq in reversed(sequences):
+            seq.weight_set = weight_set
+            shared.enqueue_first(seq)
+
+
+def _may_have_ended(seq: Sequence, has_reference: bool) -> bool:
+    """Whether its last token may have been its last: one that waited for its reference logprobs
+    looks like this.
+    """
+    ended = (
+        seq.token_ids[-1] in seq.request.stop_ids
+        and seq.num_completion_tokens > seq.request.params.min_tokens
+    )
+    return ended or (has_reference and bool(seq.request.params.stop))
+
+
+def _has_stopped(seq: Sequence, engine: "InferenceEngine") -> bool:
+    """Whether its text holds a stop string already: tokens come before the word that they were the
+    last ones.
+    """
+    if not seq.request.params.stop:
+        return False
+    text, tokens = (
+        OutputText(engine.tokenizer, seq.request.params.stop),
+        seq.token_ids[seq.request.num_prompt_tokens :],
+    )
+    return any(
+        text.append(token_id, count > seq.request.params.min_tokens)
+        for count, token_id in enumerate(tokens, start=1)
+    )
+
+
+def _params_to_go_on(
+    numerics: str, sample: TrainingSample, num_appended: int, max_new_tokens: int | None
+) -> SamplingParams:
+    params = sample.sampling_params
+    if params is None:
+        raise InvalidRequest("the sample has no sampling_params, so nobody knows how to go on.")
+    if sample.numerics != numerics:
+        raise InvalidRequest(
+            f"the sample was made by {sample.numerics!r} and this engine computes with "
+            f"{numerics!r}; other "
+            "bits would follow. Add its tokens as a prompt instead."
+        )
+    known = len(sample.completion_tokens) + num_appended
+    if sample.finish_reason == "stop" and not num_appended:
+        raise InvalidRequest(
+            "the sample ended by itself (finish_reason 'stop'); append tokens to go on with it."
+        )
+    if max_new_tokens is not None:
+        if not is_whole(max_new_tokens, 1):
+            raise InvalidRequest(f"max_new_tokens={max_new_tokens!r} must be a positive integer.")
+        return replace(params, max_tokens=known + max_new_tokens)
+    if known >= params.max_tokens:
+        raise InvalidRequest(
+            f"the sample has {known} of max_tokens={params.max_tokens} completion tokens; say "
+            "max_new_tokens."
+        )
+    return params
+
+
+def _appended_before(sample: TrainingSample) -> tuple[range, ...]:
+    """The runs of a sample's tokens that were not sampled."""
+    runs = itertools.groupby(range(len(sample.loss_mask)), key=sample.loss_mask.__getitem__)
+    groups = [(sampled, list(places)) for sampled, places in runs]
+    return tuple(range(places[0], places[-1] + 1) for sampled, places in groups if not sampled)
+
+
+def _fill(seq: Sequence, sample: TrainingSample, num_appended: int) -> None:
+    """What a sample has a number of for every token; an appended token has nothing to say."""
+    zeros = [0.0] * num_appended
+    seq.output_logprobs = [*sample.logprobs, *zeros]
+    seq.output_log_kept_mass = [*(sample.log_kept_mass or ()), *zeros]
+    if sample.raw_logprobs is not None:
+        seq.output_raw_logprobs = [*sample.raw_logprobs, *zeros]
+    if sample.sampling_mask is not None:
+        seq.mask = GrowingMask(seq.mask.most, sample.sampling_mask.rows() + [()] * num_appended)
+    if sample.top_logprobs is not None:
+        seq.output_top = [*sample.top_logprobs, *[TopLogprobs((), ())] * num_appended]

@@ -1,0 +1,108 @@
+"""A KV cache whose prefixes are found by a chain of block hashes (the design of vLLM's prefix
+cache).
+"""
+
+from collections.abc import Iterable, Sequence
+
+from nano_inference.kv_cache.block_hash import NO_PREFIX, PrefixKeys
+from nano_inference.kv_cache.block_pool import Block, BlockPool
+from nano_inference.kv_cache.manager import KVCacheManager
+
+
+class HashIndex:
+    """Full blocks by the hash of everything up to their end. Implements `PrefixIndex`."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+
+    def match(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> list[int]:
+        """Blocks that hold the head of a sequence. The token ids of every hit are compared."""
+        block_ids: list[int] = []
+        for index in range(min(len(prefix.hashes), num_blocks)):
+            block_id = self._pool.names.get(prefix.hashes[index])
+            if block_id is None or not self._holds(
+                self._pool.blocks[block_id], token_ids, prefix, index
+            ):
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def publish(
+        self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
+    ) -> None:
+        """Name these full blocks. Where the contents are already matchable elsewhere, that stays,
+        unless stripped.
+        """
+        for index in blocks:
+            block, name = self._pool.blocks[table[index]], prefix.hashes[index]
+            other = self._pool.names.get(name)
+            if other is not None and self._pool.blocks[other].stripped and not block.stripped:
+                self.forget(self._pool.blocks[other])
+            if block.hash == NO_PREFIX and name not in self._pool.names:
+                start = index * self._block_size
+                block.parent = prefix.parent(index)
+                block.token_ids = tuple(token_ids[start : start + self._block_size])
+                self._pool.give_name(block, name, prefix.namespace)
+
+    def contents(self, block_ids: Sequence[int]) -> list[int]:
+        """Token ids of named blocks."""
+        return [
+            token_id for block_id in block_ids for token_id in self._pool.blocks[block_id].token_ids
+        ]
+
+    def forget(self, block: Block) -> None:
+        """Drop a block."""
+        self._pool.forget(block)
+
+    def drop_version(self, weight_set: str, version: int) -> None:
+        """Drop the blocks of a dead weight version."""
+        for block in self._named():
+            space = block.namespace
+            if space is not None and (space.weight_set, space.version) == (weight_set, version):
+                self.forget(block)
+
+    def flush(self) -> None:
+        """Drop every block."""
+        for block in self._named():
+            self.forget(block)
+
+    def check(self, tables: Sequence[Sequence[int]]) -> None:
+        """Assert that names and index agree, whatever the tables are."""
+        for block in self._pool.blocks:
+            named = block.hash != NO_PREFIX
+            assert not named or self._pool.names.get(block.hash) == block.block_id, (
+                "a name without an index entry"
+            )
+            assert not named or len(block.token_ids) == self._block_size, (
+                "a named block that is not full"
+            )
+        for name, block_id in self._pool.names.items():
+            assert self._pool.blocks[block_id].hash == name, "an index entry without a name"
+
+    def _named(self) -> Iterable[Block]:
+        return [self._pool.blocks[block_id] for block_id in self._pool.names.values()]
+
+    def _holds(
+        self, block: Block, token_ids: Sequence[int], prefix: PrefixKeys, index: int
+    ) -> bool:
+        start = index * self._block_size
+        return (
+            block.token_ids == tuple(token_ids[start : start + self._block_size])
+            and block.parent == prefix.parent(index)
+            and block.namespace == prefix.namespace
+        )
+
+
+class PagedKVCache(KVCacheManager):
+    """A KV cache with a hash table over full blocks.
+
+    Blocks without a name are reused first, then the longest unused.
+    """
+
+    new_index = HashIndex
+
+    @property
+    def hash_to_block(self) -> dict[int, int]:
+        """Of every full block that can be matched: its hash, and its id."""
+        return self._pool.names

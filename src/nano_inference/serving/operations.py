@@ -1,0 +1,211 @@
+"""The engine operations: all that the API process asks of an engine beside requests, a row each.
+
+`EngineClient.call` says one by its name, `EngineCore` runs it, a fleet does it on its replicas, and
+Ray and the trainers' routes ask for it through those. A new operation is a row here and a function
+in the engine process.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
+
+MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has passed
+
+# Who keeps the deadline. caller: it stops waiting, and the engine goes on. engine: it is told the
+# seconds, gives up in time and undoes what it began.
+Deadline = Literal["caller", "engine"]
+# What a fleet does. first: asks all, returns the answer of the first. same: all must give the same
+# answer. any: whether one says yes. joined: one answer is made of all. all: each does it. undone:
+# where one fails, the others undo it (`Operation.undo`). members: by those replicas that take part
+# in the open weight update; what fails on one ends the update on all. own: by a method of
+# `FleetOperations`. replica: never of a fleet, but of one replica by another.
+FleetPolicy = Literal[
+    "first", "same", "any", "joined", "all", "undone", "members", "own", "replica"
+]
+
+
+class Checks(TypedDict, total=False):
+    """What a weight update is checked for; see `EngineWeights.begin_update`."""
+
+    complete: bool
+    check_finite: bool
+
+
+class Received(msgspec.Struct, frozen=True):
+    """What an engine answers when weights have come.
+
+    Attributes:
+        newest: number of the newest weight version that there is.
+        version: that the weights say they are; None: they say nothing.
+        paused: whether the engine computes nothing until `resume` or `wake`.
+    """
+
+    newest: int
+    version: int | None = None
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One row.
+
+    Attributes:
+        name: by which it is called.
+        function: of the engine process, as a path from its `EngineCore`.
+        fleet: what a fleet does with it.
+        arguments: name -> type; a value of another type is refused. Which of them may be left out
+            the function says.
+        returns: type of the answer, where it is more than numbers, strings, lists and dicts.
+        deadline: who keeps it; the engine is told it as `seconds`.
+        undo: the operation that undoes it.
+    """
+
+    name: str
+    function: str
+    fleet: FleetPolicy
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    returns: Any = Any
+    deadline: Deadline = "caller"
+    undo: str = ""
+
+    def timed(self, seconds: float, arguments: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """How long the caller waits, and what the engine is told, for a deadline of `seconds`."""
+        if self.deadline == "caller":
+            return seconds, arguments
+        return seconds + MARGIN, {"seconds": seconds} | arguments
+
+
+_SESSION = {"session": int}
+_IN_TIME = {"seconds": float}
+_RECEIVE = _SESSION | _IN_TIME | {"begin": Checks | None}
+_NAMES = {"names": bytes}
+_TENSORS = Sequence[tuple[str, str, Sequence[int]]]  # name, dtype, shape
+
+_ROWS = (
+    # -- questions
+    Operation("stats", "engine.stats", "joined", returns=EngineStats),
+    Operation("describe", "weights.describe", "joined"),
+    Operation("get_weight_version", "engine.get_weight_version", "same"),
+    Operation("weights_checksum", "engine.weights_checksum", "joined"),
+    Operation("weight_rows", "weights.weight_rows", "first", {"tensor": str, "count": int}),
+    # -- pauses and memory
+    Operation(
+        "pause",
+        "pause",
+        "own",
+        {"mode": PauseMode} | _IN_TIME,
+        deadline="engine",
+    ),
+    Operation("resume", "engine.shared.end_pause", "own"),
+    Operation("is_paused", "engine.is_paused", "any"),
+    Operation("flush_cache", "engine.flush_cache", "all"),
+    Operation("sleep", "engine.sleep", "undone", {"memory": Sequence[Memory]}, undo="wake"),
+    Operation("wake", "engine.wake", "undone", {"memory": Sequence[Memory] | None}, undo="sleep"),
+    Operation("sleeping", "engine.sleeping", "first", returns=tuple[Memory, ...]),
+    # what was said before it has happened when it returns
+    Operation("take_in", "engine.shared.handle", "all"),
+    # -- process groups with a trainer
+    Operation(
+        "join_group",
+        "weights.join_group",
+        "undone",
+        {
+            "group": str,
+            "named": bool,
+            "host": str,
+            "port": int,
+            "rank": int,
+            "world_size": int,
+            "backend": str | None,
+        }
+        | _IN_TIME,
+        deadline="engine",
+        undo="leave_group",
+    ),
+    Operation("leave_group", "weights.leave_group", "own", {"group": str}),
+    Operation("has_group", "weights.has_group", "own", {"group": str}),
+    # -- weight updates
+    Operation(
+        "begin_update",
+        "weights.begin_update",
+        "undone",
+        _SESSION | {"known": int | None, "complete": bool, "check_finite": bool},
+        undo="cancel_update",
+    ),
+    Operation(
+        "receive_broadcast",
+        "weights.receive_broadcast",
+        "members",
+        _RECEIVE | {"group": str, "tensors": _TENSORS, "packed_bytes": int | None},
+        returns=Received,
+        deadline="engine",
+    ),
+    Operation(
+        "receive_stream",
+        "weights.receive_stream",
+        "members",
+        _RECEIVE | {"group": str},
+        returns=Received,
+        deadline="engine",
+    ),
+    Operation(
+        "receive_file",
+        "weights.receive_file",
+        "members",
+        _RECEIVE | {"size": int, "content": memoryview},
+        returns=Received,
+        deadline="engine",
+    ),
+    Operation(
+        "receive_folder",
+        "weights.receive_folder",
+        "members",
+        _RECEIVE | {"path": str},
+        returns=Received,
+        deadline="engine",
+    ),
+    # on Ray, whose object store brings the bytes (`RayClient`)
+    Operation("receive_bucket", "", "members", _SESSION | {"bucket": Any}),
+    Operation(
+        "prepare_update",
+        "weights.prepare_update",
+        "replica",
+        _SESSION | {"version": int, "kv_policy": KvPolicy} | _IN_TIME,
+        deadline="engine",
+    ),
+    Operation(
+        "finish_update",
+        "weights.finish_update",
+        "own",
+        _SESSION | {"version": int, "kv_policy": KvPolicy} | _IN_TIME,
+        deadline="engine",
+    ),
+    Operation("cancel_update", "weights.cancel_update", "own", _SESSION | {"reason": str}),
+    Operation("save_weights", "weights.save_weights", "replica", {"path": str, "version": int}),
+    # -- blocks that move between replicas
+    Operation("count_blocks", "block_link.count_blocks", "replica", _NAMES),
+    Operation(
+        "export_blocks",
+        "block_link.export_blocks",
+        "replica",
+        _NAMES | {"first": int, "max_bytes": int},
+    ),
+    Operation("import_blocks", "block_link.import_blocks", "replica", {"data": bytes}),
+    Operation("report_blocks", "block_link.report_blocks", "replica", {"lost": bool}),
+    Operation("describe_blocks", "block_link.describe_blocks", "replica"),
+)
+OPERATIONS: Mapping[str, Operation] = {each.name: each for each in _ROWS}
+
+
+def operation_named(name: str) -> Operation:
+    """The row of this name. Raises `InvalidRequest`."""
+    if name not in OPERATIONS:
+        raise InvalidRequest(
+            f"{name!r} is not an engine operation; these are {', '.join(OPERATIONS)}."
+        )
+    return OPERATIONS[name]

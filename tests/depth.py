@@ -1,0 +1,39 @@
+"""How deep tests look.
+
+`make test` is for people: where pytest collects all of `tests`, the tier `quick` leaves out the
+tests of `thorough.txt`, and property tests try a quarter of their examples. `rest` runs what that
+left: the thorough tests, and tests with examples with all of them. `all` runs everything, with all
+examples. What is asked for by file, by name or by `-k` runs whole, as in `all`, unless a tier is
+asked for too.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+TIERS = ("quick", "rest", "all")
+LIST = Path(__file__).parent / "thorough.txt"  # written by scripts/tiers.py
+tier = "quick"  # set by conftest.py before tests are imported
+
+
+def at_depth(examples: int) -> int:
+    """For hypothesis's `max_examples`."""
+    return min(examples, max(5, examples // 4)) if tier == "quick" else examples
+
+
+def thorough() -> set[str]:
+    """Names of tests as pytest writes them, with or without a case in brackets."""
+    return {line for line in LIST.read_text().splitlines() if line and not line.startswith("#")}
+
+
+def runs(name: str, has_examples: bool, names: Collection[str]) -> bool:
+    """Whether this tier has the test.
+
+    Args:
+        name: as pytest writes it.
+        has_examples: how many it tries depends on the tier.
+        names: those of the thorough tests.
+    """
+    is_thorough = name in names or name.partition("[")[0] in names
+    if tier == "rest":
+        return is_thorough or has_examples
+    return tier == "all" or not is_thorough
