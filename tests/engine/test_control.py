@@ -2,6 +2,7 @@
 tokens.
 """
 
+import asyncio
 import threading
 import time
 from dataclasses import replace
@@ -18,9 +19,11 @@ from nano_inference import (
     VersionSpan,
     WeightUpdateError,
 )
-from tests.engine.weight_cases import NEW, PROMPT, Build, drain
+from tests.engine.weight_cases import NEW, PROMPT, Build, drain, until
+from tests.standing import stand_still
 
 LENGTH = 12
+PATIENCE = 30.0  # seconds; a hang fails instead of hanging
 
 
 def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
@@ -103,7 +106,7 @@ def test_generate_waits_for_another_threads_resume(build: Build) -> None:
     time.sleep(0.2)
     assert not found
     engine.resume()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert same(found[0], expected)
 
 
@@ -141,7 +144,7 @@ def test_a_shutdown_ends_a_wait(build: Build) -> None:
     thread.start()
     time.sleep(0.1)
     engine.shutdown()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert "shut down" in str(problems[0])
 
@@ -152,21 +155,25 @@ def test_an_unknown_mode_is_an_error(build: Build) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_the_async_engine_pauses(build: Build, mode: Any) -> None:
-    import asyncio
-
+def test_the_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
     engine = build()
     expected = engine.generate(PROMPT, drawn(40))[0]
+    first, go_on = engine.loop.num_steps, stand_still(monkeypatch, engine.loop)
 
     async def main() -> TrainingSample:
         async with AsyncInferenceEngine(engine) as a:
             task = asyncio.create_task(a.generate(PROMPT, drawn(40)))
-            await asyncio.sleep(0.02)
-            await a.pause(mode)
-            await asyncio.sleep(0.05)
+            await until(lambda: engine.loop.num_steps == first + 3)
+            pausing = asyncio.create_task(a.pause(mode))
+            if mode == "wait":
+                await until(lambda: not engine.loop.admitting)
+                go_on.set()
+            await pausing
+            go_on.set()
+            assert engine.loop.num_steps - first == (3 if mode == "keep" else 40)
             assert not engine.loop.in_flight
             await a.resume()
-            return (await asyncio.wait_for(task, 20))[0]
+            return (await asyncio.wait_for(task, PATIENCE))[0]
 
     assert same(asyncio.run(main()), expected)
 
@@ -307,8 +314,6 @@ def test_what_cannot_go_on_is_refused(build: Build) -> None:
 
 
 def test_the_async_engine_goes_on(build: Build) -> None:
-    import asyncio
-
     engine = build()
     expected = engine.generate(PROMPT, drawn(20))[0]
     short = engine.generate(PROMPT, drawn(8))[0]

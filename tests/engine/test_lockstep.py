@@ -19,6 +19,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine import lockstep as lockstep_module
 from nano_inference.engine.lockstep import Lockstep, StoreBell, ThreadBell
+from nano_inference.engine.loop import EngineLoop
 from nano_inference.errors import (
     ConfigError,
     EngineDead,
@@ -31,6 +32,7 @@ from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.rl import differences, replay
 from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_model
 from tests.parallel.thread_group import ThreadGroup
+from tests.standing import slowed
 
 FAMILY: dict[str, Any] = {"num_hidden_layers": 2, "sliding_window": None}
 CONFIG = llama_config() | FAMILIES["mixtral"] | FAMILY
@@ -51,6 +53,11 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
         "backend": "reference",
     }
     return EngineConfig(model_path=str(folder), **(common | options))
+
+
+@pytest.fixture(autouse=True)
+def _long_requests_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineLoop, "step", slowed(EngineLoop.step))
 
 
 class Engines:
@@ -271,7 +278,7 @@ def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
 
 
 def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
-    long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     with lockstep(folder) as engines:
         for engine in engines.each:
             engine.add_request(PROMPTS[1], long)
@@ -371,8 +378,12 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
     """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for
     ever.
     """
-    monkeypatch.setattr(lockstep_module, "SLEEP_SECONDS", 0.3)
-    monkeypatch.setattr(lockstep_module, "WAKE_SECONDS", 0.3)
+
+    def limit(seconds: float) -> None:
+        monkeypatch.setattr(lockstep_module, "SLEEP_SECONDS", seconds)
+        monkeypatch.setattr(lockstep_module, "WAKE_SECONDS", seconds)
+
+    limit(0.3)
     with lockstep(folder) as engines:
         one, other = engines.each
         other.add_request(PROMPTS[1], replace(PARAMS, max_tokens=150))
@@ -384,11 +395,14 @@ def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.M
         assert [*bits(engines.samples[0]), *bits(engines.samples[1][:1])] == alone(
             folder, [PROMPTS[1], PROMPTS[0]]
         )
+        limit(20.0)
         assert on_all(engines, sleep_with_weights) == ["", ""]
         one.add_request(PROMPTS[0], PARAMS)
+        limit(0.3)
         with pytest.raises(NanoInferenceError, match="other engines in lockstep sleep on"):
             one.wake()
         assert (one.sleeping(), one.is_paused()) == ((), True)
+        limit(20.0)
         assert "not all" not in sleep_with_weights(one)  # again: the other one sleeps on
         on_all(engines, lambda engine: engine.wake())
         engines.wait_until(lambda: len(engines.samples[0]) == 2)

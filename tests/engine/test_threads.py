@@ -32,7 +32,9 @@ from tests.engine.weight_cases import (
     bits,
     drain,
     drawn,
+    until,
 )
+from tests.standing import stand_still
 
 PATIENCE = 20.0  # seconds; a hang fails instead of hanging
 
@@ -45,26 +47,31 @@ def engine(build: Build) -> InferenceEngine:
 # -- the lock --------------------------------------------------------------------------------------
 
 
+def wait_until_waited_for(lock: FairLock) -> None:
+    """Return when another thread stands in line for the lock."""
+    deadline = time.monotonic() + PATIENCE
+    while not lock._turn.locked():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_lock_that_is_taken_in_a_loop_goes_to_those_who_wait() -> None:
     """A plain lock is taken again before the waiting thread has woken up: hundreds of times."""
-    lock, stop, rounds = FairLock(), threading.Event(), [0]
+    lock, turns = FairLock(), list[str]()
 
-    def step_on() -> None:
-        while not stop.is_set():
-            with lock:
-                rounds[0] += 1
-                time.sleep(0.001)
+    def wait() -> None:
+        with lock:
+            turns.append("the one that waits")
 
-    stepping = threading.Thread(target=step_on)
-    stepping.start()
-    try:
-        for _ in range(20):
-            before = rounds[0]
-            with lock:
-                assert rounds[0] - before <= 3
-    finally:
-        stop.set()
-        stepping.join(10)
+    for _ in range(20):
+        waiting = threading.Thread(target=wait)
+        with lock:
+            waiting.start()
+            wait_until_waited_for(lock)
+        with lock:
+            turns.append("the one that had it")
+        waiting.join(PATIENCE)
+    assert turns == ["the one that waits", "the one that had it"] * 20
 
 
 def test_a_lock_is_taken_again_by_its_owner_alone() -> None:
@@ -74,7 +81,7 @@ def test_a_lock_is_taken_again_by_its_owner_alone() -> None:
         lock.release()
         other = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False)))
         other.start()
-        other.join(10)
+        other.join(PATIENCE)
     assert found == [False]
     with pytest.raises(RuntimeError, match="not this thread's"):
         lock.release()
@@ -82,26 +89,26 @@ def test_a_lock_is_taken_again_by_its_owner_alone() -> None:
     lock.release()
 
 
-def test_a_pause_comes_after_a_step_and_not_after_hundreds(engine: InferenceEngine) -> None:
-    for _ in range(20):
-        engine.add_request(PROMPT, drawn(400))
-    stop = threading.Event()
+def test_a_pause_comes_after_a_step_and_not_after_hundreds(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request(PROMPT, drawn(40))
+    step, paused_after = engine.loop.step, list[int]()
+    pausing = threading.Thread(
+        target=lambda: (engine.pause(), paused_after.append(engine.loop.num_steps))
+    )
 
-    def step_on() -> None:
-        while not stop.is_set():
-            engine.step()
+    def step_and_meet() -> list[TrainingSample]:
+        if pausing.ident is None:
+            pausing.start()
+            wait_until_waited_for(engine.shared.lock)
+        return step()
 
-    stepping = threading.Thread(target=step_on)
-    stepping.start()
-    try:
-        for _ in range(5):
-            before = engine.loop.num_steps
-            engine.pause()
-            assert engine.loop.num_steps - before <= 5
-            engine.resume()
-    finally:
-        stop.set()
-        stepping.join(10)
+    monkeypatch.setattr(engine.loop, "step", step_and_meet)
+    for _ in range(30):
+        engine.step()
+    pausing.join(PATIENCE)
+    assert paused_after == [1]
 
 
 # -- in the middle of another thread's step --------------------------------------------------------
@@ -180,24 +187,28 @@ def test_no_update_is_waited_for_when_the_engine_has_ended(
         with pytest.raises(
             WeightUpdateError, match="shut down" if how == "shutdown" else "a step failed"
         ):
-            update.result(1)
+            update.result(PATIENCE)
     with pytest.raises(WeightUpdateError):
         engine.weight_sync.begin()
     engine.shutdown()
     assert not engine.model.params, "one that failed lets go of its memory too"
 
 
-def test_a_shutdown_ends_what_awaits_a_paused_engine(engine: InferenceEngine) -> None:
+def test_a_shutdown_ends_what_awaits_a_paused_engine(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_still(monkeypatch, engine.loop)
+
     async def main() -> None:
         a = AsyncInferenceEngine(engine)
         task = asyncio.create_task(a.generate(PROMPT, drawn(100)))
-        await asyncio.sleep(0.02)
+        await until(lambda: engine.loop.num_steps == 3)
         await a.pause()
         assert not task.done()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)  # the thread that steps waits for work by now
         engine.shutdown()
         with pytest.raises(EngineDead):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, PATIENCE)
         a.stop()
 
     asyncio.run(main())

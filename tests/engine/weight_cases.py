@@ -2,6 +2,8 @@
 an engine.
 """
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,6 +47,14 @@ def drain(engine: InferenceEngine) -> list[TrainingSample]:
         engine.loop.check()
     assert not engine.has_pending(), "it never ends"
     return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
+
+
+async def until(condition: Callable[[], bool], patience: float = 30.0) -> None:
+    """Wait for what other threads do; a hang fails instead of hanging."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.001)
 
 
 def current(engine: InferenceEngine) -> Weights:

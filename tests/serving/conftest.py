@@ -5,7 +5,7 @@ Other servers: `running_server(ScriptedClient(...))`.
 """
 
 import asyncio
-import time
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,32 +14,35 @@ import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.loop import EngineLoop
+from nano_inference.serving import process_client
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.main import running_server
 from nano_inference.serving.process_client import ProcessClient
-from nano_inference.types import TrainingSample
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import Run, config_of
+from tests.standing import slowed
 
 SMOLLM2 = EngineConfig(
     "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1
 )
 
 
-@pytest.fixture
-def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines in this process take at least some milliseconds a step: a request of a tiny model
-    lasts until what a test does to it has come, however fast the machine is.
-    """
-    step = EngineLoop.step
-
-    def slow(loop: EngineLoop) -> list[TrainingSample]:
-        time.sleep(0.004)
-        return step(loop)
-
-    monkeypatch.setattr(EngineLoop, "step", slow)
+@pytest.fixture(scope="module")
+def slow_steps() -> Iterator[None]:
+    """In engines of this module's, here and in processes, long requests last: see `standing.slowed`."""
+    start, root = process_client.start_child, str(Path(__file__).parents[2])
+    paths = filter(None, (root, os.environ.get("PYTHONPATH")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineLoop, "step", slowed(EngineLoop.step))
+        patch.setattr(
+            process_client,
+            "start_child",
+            lambda _, begin: start("tests.serving.slow_engine", begin),
+        )
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +64,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(
     scope="module", params=[InProcessClient, ProcessClient], ids=["in process", "process"]
 )
-def served(request: pytest.FixtureRequest, model: Path) -> Iterator[tuple[EngineClient, Run]]:
+def served(
+    request: pytest.FixtureRequest, model: Path, slow_steps: None
+) -> Iterator[tuple[EngineClient, Run]]:
     """A client, and what runs coroutines on its loop."""
     threads = torch.get_num_threads()
     client: EngineClient = request.param(config_of(model), 4096)

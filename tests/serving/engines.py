@@ -15,7 +15,7 @@ from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]  # what runs a coroutine on a client's loop
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
-LONG = 14_000  # tokens of a prompt whose one step takes seconds
+LONG = 40_000  # tokens of a prompt whose one step takes many seconds
 
 
 def config_of(model: Path) -> EngineConfig:

@@ -42,6 +42,8 @@ from tests.serving.engines import (
 
 KINDS = [InProcessClient, ProcessClient]
 
+pytestmark = pytest.mark.usefixtures("slow_steps")
+
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Iterator[Callable[..., list[TrainingSample]]]:
@@ -111,6 +113,7 @@ def test_what_is_no_prompt_is_refused_and_nobody_waits(
 
 def test_an_aborted_request_gives_its_memory_back(client: EngineClient, run: Run) -> None:
     async def test() -> None:
+        before = (await client.call("stats")).num_steps
         stream = client.submit([1, 2, 3], params_of(0, 450), 2, stream=True)
         await stream.next()
         stream.close()
@@ -118,7 +121,7 @@ def test_an_aborted_request_gives_its_memory_back(client: EngineClient, run: Run
             await stream.next()
         await idle(client)
         stats = await client.call("stats")
-        assert stats.num_steps < 400
+        assert stats.num_steps - before < 400
 
     run(test())
 
@@ -229,7 +232,7 @@ def test_heartbeats_bring_statistics(client: EngineClient, run: Run) -> None:
         before = (await client.call("stats")).completion_tokens
         await finished(client.submit([1, 2], params_of(0), stream=True))
         await until(
-            lambda: client.stats is not None and client.stats.completion_tokens == before + 12, 5.0
+            lambda: client.stats is not None and client.stats.completion_tokens == before + 12
         )
         assert not client.stalled(0.0)
 

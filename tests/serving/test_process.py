@@ -44,10 +44,12 @@ from tests.serving.engines import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("slow_steps")
+
 
 @pytest.fixture(scope="module")
 def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step over `LONG` tokens of it takes seconds."""
+    """A step over `LONG` tokens of it takes many seconds."""
     folder = tmp_path_factory.mktemp("slow")
     return tiny_llama(folder, max_position=2 * LONG, hidden=256, inner=256, num_heads=8)
 
@@ -113,7 +115,8 @@ def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path)
             call = asyncio.create_task(client.call("stats"))
             await asyncio.sleep(0)
             os.kill(pid, signal.SIGKILL)
-            assert await until(lambda: client.why_dead is not None) < 1.0
+            took = await until(lambda: client.why_dead is not None)
+            assert took < client_module.BUSY_SILENCE / 2, "it did not wait for heartbeats"
             assert "SIGKILL" in str(client.why_dead)
             for stream in streams:
                 with pytest.raises(EngineReplaced, match="SIGKILL") as lost:
@@ -162,7 +165,7 @@ def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) 
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
         starting = asyncio.create_task(client.start())
-        await asyncio.sleep(0.1)
+        await until(lambda: client._process is not None)
         child = child_of(client)
         with pytest.raises(EngineDead, match="not ready"):
             client.submit([1], params_of(0), stream=True)
@@ -196,8 +199,9 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
             await until(lambda: replica.num_starts == 3)
             assert client.restarting
             await until(lambda: "ModelLoadError" in replica.why)
+        starts = replica.num_starts
         await asyncio.sleep(0.1)
-        assert replica.num_starts == 3
+        assert replica.num_starts == starts
         assert child_of(client)._process is None
 
     play(test())
@@ -240,10 +244,13 @@ from tests.serving.engines import LONG, params_of, slow_config_of
 async def main():
     client = ProcessClient(slow_config_of(Path(sys.argv[1])), 4096)
     starting = asyncio.create_task(client.start())
+    while client._process is None:
+        await asyncio.sleep(0.01)
     if int(sys.argv[2]):
         await starting
         client.submit([3] * int(sys.argv[2]), params_of(0, 100), stream=True)
-    await asyncio.sleep(0.3)  # the step has begun
+        while client._num_steps < 1:  # a heartbeat says that the step has begun
+            await asyncio.sleep(0.01)
     print(client.pid, client.folder, flush=True)
     await asyncio.sleep(100)
 
@@ -264,7 +271,7 @@ def test_the_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> 
         parent.kill()
         began = time.monotonic()
         while is_alive(int(pid)) or Path(folder).exists():
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 15.0, "it waits for the step"
             time.sleep(0.01)
 
 
@@ -272,7 +279,7 @@ FORK = """
 def fork():
     import os, time
     if os.fork() == 0:
-        time.sleep(20)
+        time.sleep(100)
         os._exit(0)
 """
 FORKED = FORK + PARENT.replace("print(", "fork() or print(")
@@ -290,7 +297,7 @@ def test_the_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path
         parent.kill()
         began = time.monotonic()
         while is_alive(int(pid)) or Path(folder).exists():
-            assert time.monotonic() - began < 4.0
+            assert time.monotonic() - began < PATIENCE, "it waits for the fork"
             time.sleep(0.01)
         assert len(forks) == 1
         forks[0].kill()
@@ -304,18 +311,14 @@ def test_amid_a_step_of_seconds_everything_else_is_answered(slow_model: Path) ->
         async with running(slow_config_of(slow_model)) as client:
             long = client.submit([3] * (LONG - 100), SamplingParams(max_tokens=1), stream=True)
             waiting = asyncio.ensure_future(long.next())
-            took = await until(busy_with_a_long_step(client), 10.0)  # a heartbeat
-            assert not waiting.done()
-            began = time.monotonic()
+            await until(busy_with_a_long_step(client))  # a heartbeat
             stats = await client.call("stats")
-            assert time.monotonic() - began < 0.5
             assert stats.num_running == 1
-            assert not waiting.done(), "the step was too short to show anything"
-            assert took < 1.5
             assert client.why_dead is None
             assert not client.stalled(60.0)
-            await until(lambda: client.stalled(0.5) or waiting.done())
-            await waiting
+            await until(lambda: client.stalled(0.5))
+            assert not waiting.done(), "the answers came behind the step"
+            waiting.cancel()
 
     play(test())
 
@@ -324,10 +327,8 @@ def test_closing_amid_a_step_ends_it(slow_model: Path) -> None:
     async def test() -> None:
         async with running(slow_config_of(slow_model)) as client:
             stream = client.submit([3] * (LONG - 100), SamplingParams(max_tokens=1), stream=True)
-            await until(busy_with_a_long_step(client), 10.0)
-            began = time.monotonic()
+            await until(busy_with_a_long_step(client))
             await client.close()
-            assert time.monotonic() - began < 10.0
             with pytest.raises(EngineDead, match="stopping"):
                 await stream.next()
             await client.close()  # once more is nothing
@@ -346,7 +347,7 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(
             stream = client.submit([1, 2], params_of(0), stream=True)
             await asyncio.sleep(0.3)
             assert client.stalled(0.2)
-            assert not client.stalled(5.0)
+            assert not client.stalled(60.0)
             with pytest.raises(TimeoutError):
                 await client.call("stats", timeout=0.1)
             os.kill(pid, signal.SIGCONT)
@@ -354,8 +355,8 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(
             await until(lambda: not client.stalled(0.0))
             await client.call("pause")
             paused = client.submit([1, 2], params_of(0), stream=True)
-            await asyncio.sleep(2.5)
-            assert not client.stalled(1.5)  # it has nothing to do, and says so
+            told = client._progress
+            await until(lambda: client._progress > told)  # it has nothing to do, and says so
             paused.close()
             os.kill(pid, signal.SIGSTOP)  # and now it does not listen when it is told to end
             monkeypatch.setattr(process_client, "STOP_PATIENCE", 0.5)
@@ -376,7 +377,7 @@ def test_an_idle_engine_that_hangs_is_seen_too(
             await until(lambda: client._heard is not None)
             pid = child_of(client).pid
             os.kill(pid, signal.SIGSTOP)
-            await until(lambda: client.stalled(0.2), 5.0)
+            await until(lambda: client.stalled(0.2))
             assert client.why_dead is None
             os.kill(pid, signal.SIGCONT)
             client._heard = None  # the next one may be seconds away

@@ -20,10 +20,12 @@ from nano_inference import (
     TrainingSample,
     WeightUpdateError,
 )
+from nano_inference.engine.loop import EngineLoop
 from nano_inference.rl.verl.buckets import Parcel, opened, parcels
 from nano_inference.rl.verl.mapping import RequestDefaults
 from nano_inference.rl.verl.server import Mode, RolloutServer
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
+from tests.standing import slowed
 
 PATIENCE = 60.0  # seconds; a hang fails instead of hanging
 PROMPT = [5, 6, 7, 8, 9]
@@ -47,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[InferenceEngine]:
+def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InferenceEngine]:
+    monkeypatch.setattr(EngineLoop, "step", slowed(EngineLoop.step))
     threads = torch.get_num_threads()
     config = EngineConfig(
         str(folder), num_threads=1, kv_cache_memory=2**23, block_size=4, max_model_len=512, seed=0

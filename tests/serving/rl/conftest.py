@@ -25,6 +25,10 @@ def engine_config(folder: Path) -> EngineConfig:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _long_requests_last(slow_steps: None) -> None: ...
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers, 300 tokens and a context of 512, with a byte-level tokenizer

@@ -256,7 +256,6 @@ def test_without_max_new_tokens_it_takes_what_the_context_leaves(rl_server: str)
     assert told["meta_info"]["completion_tokens"] == 12
 
 
-@pytest.mark.usefixtures("slow_steps")
 def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: str) -> None:
     sampling = {"max_new_tokens": 400, "sampling_seed": 5, "ignore_eos": True}
     whole = generate(rl_server, [5, 6, 7], sampling)["output_ids"]

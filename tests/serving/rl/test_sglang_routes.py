@@ -53,7 +53,6 @@ def test_health_is_a_token(url: str) -> None:
     assert httpx.get(f"{url}/health_generate").json() == {"status": "paused"}
 
 
-@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> None:
     with rollout(url) as asked:

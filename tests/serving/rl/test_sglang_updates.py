@@ -113,7 +113,6 @@ def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
     assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
 
 
-@pytest.mark.usefixtures("slow_steps")
 def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
     """And decoding goes on meanwhile: the sample has tokens of all of them."""
     first, second = trainer.buckets(2)
@@ -231,7 +230,7 @@ def test_a_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
         trainer.process.kill()
         began = time.monotonic()
         failing.result(30)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 15
         assert asked.result(30)["meta_info"]["finish_reason"]["type"] == "length"
     assert (version(url), checksums(url)) == (before, served)
     with trainer_of(url, trainer.folder) as again:

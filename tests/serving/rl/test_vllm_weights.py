@@ -184,7 +184,7 @@ def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Traine
     computed: list[int] = []
     for clear_cache in ("false", "true"):
         before = look(url, "/stats")["engine"]["tokens_computed"]
-        with running(url, body(list(range(3, 203)), 150)) as it:
+        with running(url, body(list(range(3, 203)), 300)) as it:
             ask(url, f"/pause?mode=keep&clear_cache={clear_cache}")
             ask(url, START)
             trainer.update(4)
@@ -193,7 +193,7 @@ def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Traine
             assert it.end()["finish_reason"] == "length"
         computed.append(look(url, "/stats")["engine"]["tokens_computed"] - before)
         ask(url, "/reset_prefix_cache")
-    assert computed[0] < 200 + 150 + 10
+    assert computed[0] < 200 + 300 + 10
     assert computed[1] > computed[0] + 200
 
 
@@ -272,7 +272,7 @@ def test_a_trainer_that_dies_is_followed_by_another(
     with running(url, body([7, 8, 9], 50)) as it:
         began = time.monotonic()
         reply = ask(url, UPDATE, changed(tiny_folder), 409 if when == "before it sends" else 504)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 15
         assert it.end()["finish_reason"] == "length"
     assert reply["success"] is False
     ask(url, FINISH, None, 409)
@@ -295,7 +295,7 @@ def test_a_group_that_never_forms_has_a_deadline(tiny_folder: Path) -> None:
         }
         began = time.monotonic()
         ask(url, INIT, {"init_info": info}, 504)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         ask(url, START, None, 409)
         ask(url, GENERATE, body([5], 2))
 

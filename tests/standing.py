@@ -1,0 +1,45 @@
+"""Engines that stand still amid their requests, or go slowly, so that what a test does to a request
+comes in time, however fast or slow the machine is.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+    from nano_inference.engine.loop import EngineLoop
+
+LONG = 300  # tokens that a long request may have at least
+SECONDS = 0.003  # that a step takes at least while one runs
+
+
+def stand_still(
+    monkeypatch: "pytest.MonkeyPatch", loop: "EngineLoop", num_steps: int = 3
+) -> threading.Event:
+    """Let a loop compute so many steps from now on, and then only take in messages, until the event
+    that is returned is set.
+    """
+    step, last, go_on = loop.step, loop.num_steps + num_steps, threading.Event()
+
+    def stand() -> Any:
+        if loop.num_steps < last or loop.paused or go_on.is_set():
+            return step()
+        time.sleep(0.001)
+        return loop.handle()
+
+    monkeypatch.setattr(loop, "step", stand)
+    return go_on
+
+
+def slowed(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`EngineLoop.step`, slower while a long request runs: that lasts for a second at least."""
+
+    def slow(loop: Any) -> Any:
+        if any(seq.request.params.max_tokens >= LONG for seq in loop.sequences.running):
+            time.sleep(SECONDS)
+        return step(loop)
+
+    return slow
