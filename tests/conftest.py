@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import Phase, is_hypothesis_test, settings
+from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 from tests import depth
 from tests.interpreter import adapt
@@ -18,6 +18,9 @@ from tests.interpreter import adapt
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# No example has a deadline, and none is drawn too slowly: that depends on the machine.
+settings.register_profile("whole", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("whole")  # the next ones add to it
 settings.register_profile("quick", max_examples=depth.at_depth(100))
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
 
