@@ -224,7 +224,7 @@ def prompt_rows(
     probable ones.
 
     The first row is None: nothing stands before it. A token that is not among these has the rank
-    None.
+    behind the last of them, a lower bound by which clients sort; without any it has None.
     """
     assert sample.prompt_logprobs is not None
     tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
@@ -243,7 +243,8 @@ def prompt_rows(
 def _prompt_row(
     token_id: int, logprob: float, top: TopLogprobs, text: Callable[[int], str | None]
 ) -> dict[str, dict[str, Any]]:
+    behind = len(top.token_ids) + 1 if top.token_ids else None
     return {
-        str(each): {"logprob": at_least(score), "rank": rank, "decoded_token": text(each)}
+        str(each): {"logprob": at_least(score), "rank": rank or behind, "decoded_token": text(each)}
         for each, score, rank in own_first(token_id, logprob, top)
     }
