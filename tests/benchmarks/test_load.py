@@ -154,7 +154,6 @@ def test_a_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> Non
         assert all(
             wait >= planned - 0.002 for wait, planned in zip(waits, (0.03, 0.01, 0.02), strict=True)
         ), waits
-        assert sum(waits) < 0.06 + 0.5
         assert each.tokens == 3
     assert done.row()["tokens_per_event"] == 1.0
 
@@ -247,11 +246,11 @@ def test_the_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
     with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE) as process:
         meter = CpuMeter({"server": process.pid})
         before, spent = meter.read(), 0.0
-        for _ in range(200):
+        for _ in range(600):
             spent = meter.read()["server"] - before["server"]
             if spent >= 0.3:
                 break
-            time.sleep(0.02)
+            time.sleep(0.1)
         assert 0.28 <= spent < 1.0
         assert meter.read()["client"] - before["client"] < 0.3
     assert server_parts(os.getpid())["api"] == os.getpid()

@@ -142,7 +142,7 @@ def test_a_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
     assert set(psutil.Process().children()) <= before
 
 
-QUICK, SLOW, LONG = 0.004, 0.016, 0.4
+QUICK, SLOW, LONG = 0.004, 0.15, 0.7
 
 
 async def shared(
@@ -156,6 +156,7 @@ async def shared(
         if line.lower().startswith(b"content-length")
     )
     body = json.loads(await reader.readexactly(length))
+    state["open"] += 1
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
     event = b'data: {"choices": [{"text": "x", "finish_reason": null}]}\n\n'
     try:
@@ -174,10 +175,11 @@ async def shared(
         # uvloop says the second of a connection that is closed already
         state["dropped"] += 1
     writer.close()
+    state["open"] -= 1
 
 
 def arrive(most: int) -> tuple[arrival.Arrival, dict[str, Any]]:
-    state = {"slow": False, "dropped": 0, "most": most}
+    state = {"slow": False, "dropped": 0, "most": most, "open": 0}
 
     async def main() -> arrival.Arrival:
         async with await asyncio.start_server(
@@ -187,7 +189,9 @@ def arrive(most: int) -> tuple[arrival.Arrival, dict[str, Any]]:
             try:
                 return await arrival.arrive(load.Target(url), 2000)
             finally:
-                await asyncio.sleep(0.1)
+                async with asyncio.timeout(30):
+                    while state["open"]:
+                        await asyncio.sleep(0.01)
                 listening.close()
 
     return load.run(main()), state

@@ -59,7 +59,7 @@ def test_waiting_has_an_end() -> None:
     start = time.monotonic()
     with pytest.raises(DeviceHangs, match=r"hangs: it has not finished a step in 0\.05 seconds"):
         wait_for(LateEvent(float("inf")), 0.05)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_whose_fault_a_failure_is() -> None:
@@ -318,7 +318,7 @@ def test_a_device_that_hangs_ends_the_engine(
     queue(engine).deadline = 0.05
     monkeypatch.setattr(CheckingQueue, "download", lambda *_: LateEvent(float("inf")))
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     assert len(results) == 2
     for problem in results:
@@ -328,7 +328,7 @@ def test_a_device_that_hangs_ends_the_engine(
         engine.add_request([1], params())
     began = time.monotonic()
     engine.shutdown()
-    assert time.monotonic() - began < 5, "nobody waits for it again"
+    assert time.monotonic() - began < 15, "nobody waits for it again"
 
 
 FAILURES = [

@@ -50,11 +50,11 @@ class EndsAsTheWaitDoes:
 
 
 def test_a_collective_that_ends_as_the_wait_for_it_does() -> None:
-    ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(5.0))
+    ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes()], "'a'", Deadline(30.0))
     with pytest.raises(
         WeightTransferError, match="'a' did not travel, the other side is gone: connection reset"
     ):
-        ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes("connection reset")], "'a'", Deadline(5.0))
+        ProcessGroup(None, CPU).wait([EndsAsTheWaitDoes("connection reset")], "'a'", Deadline(30.0))
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_a_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[
     port = int(store.stdout.readline())
 
     def fail_to_join() -> int:
-        with pytest.raises(WeightTransferError, match=r"found no group within 0\.2 s"):
-            join_trainer(("127.0.0.1", port), 1, 2, Deadline(0.2))
+        with pytest.raises(WeightTransferError, match=r"found no group within 0\.7 s"):
+            join_trainer(("127.0.0.1", port), 1, 2, Deadline(0.7))
         return len(list(Path("/proc/self/fd").iterdir()))
 
     fail_to_join()
@@ -98,7 +98,7 @@ def test_a_trainer_that_is_stopped_before_its_group_forms(store: "subprocess.Pop
         print(file=store.stdin, flush=True)
         try:
             with pytest.raises(WeightTransferError, match="within 2 s"):
-                joining.result(10)
-            assert time.monotonic() - began < 5
+                joining.result(30)
+            assert time.monotonic() - began < 30
         finally:
             store.kill()  # a thread of torch's may still wait for it

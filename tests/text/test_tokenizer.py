@@ -141,7 +141,7 @@ def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
         before = turns
         tokenizer.backend.encode_batch_fast(["warm up"])
         tokenizer.encode("👨‍👩‍👧‍👦" * 40_000)
-        assert turns - before > 500
+        assert turns - before > 50  # without others' turns it is one or two
     finally:
         ended.set()
         beside.join()

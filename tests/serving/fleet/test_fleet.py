@@ -359,11 +359,11 @@ def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
 
 def test_a_replica_that_hangs_is_killed_and_its_requests_go_on() -> None:
     async def test() -> None:
-        async with fleet(stall_timeout=0.3) as made:
+        async with fleet(stall_timeout=1.0) as made:
             made.engines[0].go.clear()
             streams = [made.client.submit([each], PARAMS, stream=True) for each in range(4)]
             assert [len(told(await all_of(stream))[0]) for stream in streams] == [20] * 4
-            assert made.client.failover.longest >= 0.3
+            assert made.client.failover.longest >= 1.0
             assert [status.state for status in made.client.supervisor.statuses()] == [
                 "dead",
                 "serving",

@@ -153,7 +153,7 @@ def test_a_trainer_that_never_comes(tiny_folder: Path) -> None:
         assert "has not formed within 1 seconds" in reply.json()["message"]
         assert httpx.get(url + "/weight_info").json() == {"weight_version": "0"}
         started = time.monotonic()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 14
 
 
 NO_TENSORS: list[object] = [

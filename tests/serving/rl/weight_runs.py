@@ -135,7 +135,7 @@ async def update(
 
 @asynccontextmanager
 async def refused(
-    control: Control, status: int, told: str, *, within: float = 5.0, still_open: bool = False
+    control: Control, status: int, told: str, *, within: float = 15.0, still_open: bool = False
 ) -> AsyncIterator[None]:
     """What happens inside is refused in time, in a sentence, and changes nothing that serves."""
     before, began = (await control.serving_version(), await control.checksums()), time.monotonic()

@@ -113,15 +113,13 @@ def test_a_group_that_never_forms(
     async def test() -> None:
         options: dict[str, Any] = {"named": named, "timeout": 0.7}
         async with requests_meanwhile(client):
-            async with refused(
-                control, 504, "no trainer at tcp://127.0.0.1:.* within 0.7 s", within=3.0
-            ):
+            async with refused(control, 504, "no trainer at tcp://127.0.0.1:.* within 0.7 s"):
                 await control.join_group(
                     "group", "127.0.0.1", free_port(), rank=1, world_size=2, **options
                 )
             port = free_port()
             trainer.say("join", name="group", port=port, named=named, world_size=3, seconds=2.0)
-            async with refused(control, 504, "within 0.7 s", within=3.0):
+            async with refused(control, 504, "within 0.7 s"):
                 await control.join_group(
                     "group", "127.0.0.1", port, rank=1, world_size=3, **options
                 )
@@ -142,11 +140,11 @@ def test_a_group_that_never_forms(
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 address = listening.getsockname()
                 again = asyncio.create_task(
-                    control.join_group("group", *address, rank=1, world_size=2, timeout=2.0)
+                    control.join_group("group", *address, rank=1, world_size=2, timeout=20.0)
                 )
                 # its trainer never came
                 with pytest.raises(ApiError, match="was left while it was joined") as left:
-                    await asyncio.wait_for(joining, 5)
+                    await asyncio.wait_for(joining, 15)
                 assert left.value.status == 409
                 async with refused(control, 409, "there is a group 'group'"):
                     await control.join_group("group", "127.0.0.1", port, rank=1, world_size=2)
@@ -179,7 +177,7 @@ def test_a_trainer_that_fails_in_the_middle_of_a_bucket(
             if how != "silent":
                 number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
                 failing.say("send", group="group", seed=1, then_signal=[5, number])
-            async with refused(control, 504, told, within=4.0):
+            async with refused(control, 504, told):
                 await control.receive_broadcast("group", tensors, timeout=1.5)
             failing.interrupt(signal.SIGKILL)
         await update(control, trainer, 1)
@@ -208,7 +206,7 @@ def test_a_call_that_is_given_up(
             assert await trainer.answer() == "done"
             began = time.monotonic()
             while await client.call("has_group", group="group"):  # nobody goes on to wait in it
-                assert time.monotonic() - began < 5.0
+                assert time.monotonic() - began < 15.0
                 await asyncio.sleep(0.02)
             await trainer.leave()
             assert await control.checksums() == before
@@ -233,11 +231,11 @@ def test_a_session_that_nobody_goes_on_with(
     client: ProcessClient, trainer: TrainerProcess, run: Run
 ) -> None:
     async def test() -> None:
-        control = Control(client, ServerConfig(rl=True, rl_timeout=0.5))
+        control = Control(client, ServerConfig(rl=True, rl_timeout=2.0))
         await control.begin_update()
         await control.receive_file(safetensors_of(trainer.folder, [UP]))
         assert control.session_open
-        await until(lambda: not control.session_open, 5.0)
+        await until(lambda: not control.session_open)
         async with refused(control, 409, "no weight update is open"):
             await control.finish_update()
         patient = Control(client, ServerConfig(rl=True))

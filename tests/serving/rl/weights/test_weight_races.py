@@ -209,7 +209,7 @@ def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes
 
 def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: Run) -> None:
     async def test() -> None:
-        server = Server(ServerConfig(rl=True, rl_timeout=2.0), client)
+        server = Server(ServerConfig(rl=True, rl_timeout=20.0), client)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             joining = asyncio.create_task(
@@ -218,7 +218,7 @@ def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: R
             await asyncio.sleep(0.2)
             server.end_all()
             with pytest.raises(ApiError, match="shutting down") as caught:
-                await asyncio.wait_for(joining, 5)
+                await asyncio.wait_for(joining, 15)
         assert caught.value.status == 503
 
     run(test())

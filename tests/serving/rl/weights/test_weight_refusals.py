@@ -83,11 +83,11 @@ def test_a_trainer_that_sends_something_else_than_it_told(
             )
             async with refused(control, 400, told):
                 await control.receive_broadcast(
-                    "group", tensors, packed_bytes=packed_bytes, timeout=3.0
+                    "group", tensors, packed_bytes=packed_bytes, timeout=15.0
                 )
             began = time.monotonic()
             await trainer.answer()
-            assert time.monotonic() - began < 5.0, "it does not wait for somebody who has gone"
+            assert time.monotonic() - began < 10.0, "it does not wait for somebody who has gone"
             await trainer.leave()
         assert client.num_restarts == 0, "gloo ends a process that gets more than it has room for"
         await update(control, trainer, 0)
@@ -172,7 +172,7 @@ def test_an_update_that_would_wait(
         await asyncio.sleep(0.1)
         await client.call("sleep", memory=["weights"])
         with pytest.raises(ApiError, match="asleep"):
-            await asyncio.wait_for(finishing, 5.0)
+            await asyncio.wait_for(finishing, 15.0)
         await control.wake()
         request.close()
         version = await update(control, trainer, 1, kv_policy="wait")

@@ -281,7 +281,7 @@ def test_a_group_ends_at_once_whoever_still_holds_the_error(
             await control.receive_broadcast("short", [TensorSpec(NORM, "float32", (64,))])
         began = time.monotonic()
         assert (await trainer.answer()).startswith("failed")
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 15.0
         await trainer.leave("short")
 
     gc.collect()
