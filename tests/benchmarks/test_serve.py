@@ -142,7 +142,7 @@ def test_a_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
     assert set(psutil.Process().children()) <= before
 
 
-QUICK, SLOW, LONG = 0.004, 0.15, 0.7
+QUICK, SLOW, LONG = 0.004, 0.06, 0.9
 
 
 async def shared(
