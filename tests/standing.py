@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from nano_inference.engine.loop import EngineLoop
 
-LONG = 300  # tokens that a long request may have at least
+LONG = 300  # tokens of a long request
 SECONDS = 0.003  # that a step takes at least while one runs
 
 
@@ -34,11 +34,11 @@ def stand_still(
     return go_on
 
 
-def slowed(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`EngineLoop.step`, slower while a long request runs: that lasts for a second at least."""
+def slowed(step: Callable[[Any], Any], long: int = LONG) -> Callable[[Any], Any]:
+    """`EngineLoop.step`, slower while a request of so many tokens runs: that lasts for a second."""
 
     def slow(loop: Any) -> Any:
-        if any(seq.request.params.max_tokens >= LONG for seq in loop.sequences.running):
+        if any(seq.request.params.max_tokens >= long for seq in loop.sequences.running):
             time.sleep(SECONDS)
         return step(loop)
 

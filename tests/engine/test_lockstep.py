@@ -57,7 +57,7 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 
 @pytest.fixture(autouse=True)
 def _long_requests_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineLoop, "step", slowed(EngineLoop.step))
+    monkeypatch.setattr(EngineLoop, "step", slowed(EngineLoop.step, 150))
 
 
 class Engines:
@@ -278,7 +278,7 @@ def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
 
 
 def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
-    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with lockstep(folder) as engines:
         for engine in engines.each:
             engine.add_request(PROMPTS[1], long)
