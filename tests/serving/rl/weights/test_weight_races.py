@@ -209,7 +209,7 @@ def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes
 
 def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: Run) -> None:
     async def test() -> None:
-        server = Server(ServerConfig(rl=True, rl_timeout=20.0), client)
+        server = Server(ServerConfig(rl=True, rl_timeout=5.0), client)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             joining = asyncio.create_task(
