@@ -13,9 +13,8 @@ from nano_inference.serving import paths
 from nano_inference.serving.edge.layers import in_layers
 from nano_inference.serving.edge.replies import error_reply_to, no_route
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, shown
-from nano_inference.serving.exchange import generation_route
 from nano_inference.serving.protocols.requests import ApiProtocol
-from nano_inference.serving.server import Server
+from nano_inference.serving.server import Server, generation_route
 
 TRAINERS = paths.CONTROL | paths.GENERATION
 Routes = Callable[[Server], APIRouter]

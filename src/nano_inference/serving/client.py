@@ -14,12 +14,12 @@ import msgspec
 
 from nano_inference import errors
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
-from nano_inference.serving.common_parts import AskedParts
 from nano_inference.serving.errors import ApiError, EngineReplaced
 from nano_inference.serving.log_lines import Rarely
 from nano_inference.serving.messages import (
     NOT_UNDERSTOOD,
     Abort,
+    AskedParts,
     Call,
     CannotStart,
     Dead,

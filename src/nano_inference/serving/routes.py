@@ -15,11 +15,10 @@ from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.edge.metrics import CONTENT_TYPE, leaked_blocks
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
-from nano_inference.serving.exchange import read_request
 from nano_inference.serving.fleet.failover import BUCKETS
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.protocols import anthropic, anthropic_schema
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import chat_prompt
 from nano_inference.serving.protocols.openai_schema import (
     MODEL,
@@ -38,7 +37,7 @@ from nano_inference.serving.protocols.requests import (
     require_model,
     require_possible_length,
 )
-from nano_inference.serving.server import Server
+from nano_inference.serving.server import Server, read_request
 from nano_inference.types import EngineStats
 
 STATS_PATIENCE = 5.0  # seconds; the engine answers also amid a step

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from nano_inference.errors import ConfigError
 from nano_inference.serving import paths
-from nano_inference.serving.addresses import host_name, is_address
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import Keys
+from nano_inference.serving.edge.layers import Keys, host_name, is_address
 from nano_inference.serving.edge.logs import log_start
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import PROTOCOLS, RL_PROTOCOLS, RL_ROUTES, running_server

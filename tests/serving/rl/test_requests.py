@@ -21,8 +21,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control, Loads
 from nano_inference.serving.errors import ApiError
-from nano_inference.serving.handler import Generation, answer
-from nano_inference.serving.protocols.interface import Ask
+from nano_inference.serving.protocols.generation import Ask, Generation, answer
 from nano_inference.serving.server import Server
 from nano_inference.types import GROUP_COMPLETE, Delta, SamplingParams
 from tests.serving.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of

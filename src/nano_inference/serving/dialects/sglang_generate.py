@@ -40,7 +40,7 @@ from nano_inference.serving.protocols.answers import (
     flat,
     version_spans,
 )
-from nano_inference.serving.protocols.interface import (
+from nano_inference.serving.protocols.generation import (
     Ask,
     Builder,
     RequestUsage,

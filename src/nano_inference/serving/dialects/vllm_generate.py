@@ -27,7 +27,7 @@ from nano_inference.serving.protocols.answers import (
     prompt_rows,
     version_spans,
 )
-from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openai_answers import stop_reason, usage_told, usage_wanted
 from nano_inference.serving.protocols.openai_schema import StreamOptions, VersionName, Wanted
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing

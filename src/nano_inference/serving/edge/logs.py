@@ -2,22 +2,14 @@
 
 import json
 import logging
-from typing import Any
 
 from nano_inference.models.generation_defaults import as_text
-from nano_inference.serving.addresses import is_loopback
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.replies import RequestRecord
-from nano_inference.serving.handler import Generation
+from nano_inference.serving.config import ServerConfig, is_loopback
 from nano_inference.serving.log_lines import send_to_stderr
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import Generation, Served
 
-access = logging.getLogger("nano_inference.access")
 log = logging.getLogger("nano_inference.serving")
 prompts = logging.getLogger("nano_inference.prompts")
-
-_WATCHED = ("/health", "/ping", "/load", "/metrics")
-_LONGEST = 256  # characters of what a client sent
 
 
 def set_up_logs(config: ServerConfig) -> None:
@@ -28,46 +20,6 @@ def set_up_logs(config: ServerConfig) -> None:
         send_to_stderr(logging.getLogger(name), config.log_format)
     logging.getLogger("nano_inference").setLevel(config.log_level.upper())
     logging.getLogger("uvicorn").setLevel("WARNING")
-
-
-def log_access(record: RequestRecord) -> None:
-    """A request has been answered. What watches the server all the time is only told to those who
-    want to know all.
-    """
-    level = logging.DEBUG if record.path in _WATCHED and record.status == 200 else logging.INFO
-    if not access.isEnabledFor(level):
-        return
-    fields: dict[str, Any] = {
-        "request_id": record.request_id,
-        "method": record.method[:16],
-        "path": record.path[:_LONGEST],
-        "status": record.status,
-        "seconds": round(record.seconds, 4),
-    }
-    if record.model is not None:
-        fields |= {
-            "model": record.model,
-            "n": record.num_samples,
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "completion_tokens": record.completion_tokens,
-        }
-    if record.first_token is not None:
-        fields["first_token"] = round(record.first_token, 4)
-    if record.problem is not None:
-        fields["problem"] = record.problem[:_LONGEST]
-    words = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
-    access.log(level, "%s", words, extra={"fields": fields})
-
-
-def _quoted(value: object) -> str:
-    """So that a value cannot look like two fields."""
-    text = str(value)
-    return (
-        json.dumps(text)
-        if not text or any(each in ' "=' for each in text) or not text.isprintable()
-        else text
-    )
 
 
 def log_texts(generation: Generation, request_id: str) -> None:

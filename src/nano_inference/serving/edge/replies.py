@@ -3,6 +3,8 @@ server-sent events.
 """
 
 import asyncio
+import json
+import logging
 import re
 import secrets
 import time
@@ -19,6 +21,10 @@ from starlette.types import Receive, Scope, Send
 from nano_inference.serving.errors import NO_RETRY, ApiError, error_body, shown
 from nano_inference.serving.protocols.answers import json_pieces
 
+access = logging.getLogger("nano_inference.access")
+
+_WATCHED = ("/health", "/ping", "/load", "/metrics")
+_LONGEST = 256  # characters of what a client sent
 # printable ASCII, no spaces: safe in headers, logs and JSON
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -59,6 +65,46 @@ class RequestRecord:
     seconds: float = 0.0
     problem: str | None = None
     started: float = field(default_factory=time.perf_counter)
+
+
+def log_access(record: RequestRecord) -> None:
+    """A request has been answered. What watches the server all the time is only told to those who
+    want to know all.
+    """
+    level = logging.DEBUG if record.path in _WATCHED and record.status == 200 else logging.INFO
+    if not access.isEnabledFor(level):
+        return
+    fields: dict[str, Any] = {
+        "request_id": record.request_id,
+        "method": record.method[:16],
+        "path": record.path[:_LONGEST],
+        "status": record.status,
+        "seconds": round(record.seconds, 4),
+    }
+    if record.model is not None:
+        fields |= {
+            "model": record.model,
+            "n": record.num_samples,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "completion_tokens": record.completion_tokens,
+        }
+    if record.first_token is not None:
+        fields["first_token"] = round(record.first_token, 4)
+    if record.problem is not None:
+        fields["problem"] = record.problem[:_LONGEST]
+    words = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
+    access.log(level, "%s", words, extra={"fields": fields})
+
+
+def _quoted(value: object) -> str:
+    """So that a value cannot look like two fields."""
+    text = str(value)
+    return (
+        json.dumps(text)
+        if not text or any(each in ' "=' for each in text) or not text.isprintable()
+        else text
+    )
 
 
 def request_id_of(header: bytes | None) -> str:

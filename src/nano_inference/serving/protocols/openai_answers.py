@@ -16,7 +16,7 @@ from nano_inference.serving.protocols.answers import (
     token_name,
     version_spans,
 )
-from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamOptions
 from nano_inference.serving.protocols.requests import (
     checked_stop,

@@ -9,7 +9,7 @@ from nano_inference.serving.choices import Choice, ChoiceDelta, ToolCall
 from nano_inference.serving.errors import bad_request, shown
 from nano_inference.serving.parsing import ToolCallDelta
 from nano_inference.serving.protocols.answers import ROWS_AT_ONCE, LazyArray, at_least
-from nano_inference.serving.protocols.interface import RequestUsage, Served
+from nano_inference.serving.protocols.generation import RequestUsage, Served
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_schema import (
     CHAT,
