@@ -39,7 +39,6 @@ from nano_inference.serving.protocols import anthropic, openai_chat, openai_comp
 from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.serving.routes import (
     fleet_routes,
-    message_routes,
     model_routes,
     server_routes,
 )
@@ -51,7 +50,7 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/chat/completions": openai_chat.PROTOCOL,
     "/v1/messages": anthropic.PROTOCOL,
 }
-ROUTES: Sequence[Routes] = (server_routes, model_routes, message_routes, fleet_routes)
+ROUTES: Sequence[Routes] = (server_routes, model_routes, fleet_routes)
 # With `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {
     "/generate": sglang_generate.PROTOCOL,

@@ -267,14 +267,10 @@ def served_of(client: EngineClient) -> Any:
 def test_an_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams end as they should, whole answers are 200."""
 
-    def routes(server: Server) -> APIRouter:
-        router = APIRouter()
-
+    def routes(router: APIRouter, server: Server) -> None:
         @router.post("/test/abort")
         async def abort(name: str | None = None) -> int:  # pyright: ignore[reportUnusedFunction]
             return await server.control.abort(None if name is None else [name])
-
-        return router
 
     monkeypatch.setattr(main, "ROUTES", (*main.ROUTES, routes))
     threads = torch.get_num_threads()

@@ -31,9 +31,9 @@ _GLANCE, _REST = 0.05, 0.5
 _PAUSES = (1.0, 30.0)
 
 
-def routes(server: Server) -> APIRouter:
+def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router, turn = APIRouter(), asyncio.Lock()
+    turn = asyncio.Lock()
     if _joins_group(server.config):
         server.beside.append(lambda: _stay_joined(server))
 
@@ -59,8 +59,6 @@ def routes(server: Server) -> APIRouter:
                     await server.control.leave_group(GROUP)
                 raise
         return json_reply(200, {"status": "ok"})
-
-    return router
 
 
 async def _update(server: Server, fields: Fields) -> None:

@@ -24,9 +24,8 @@ _STEP = re.compile(r"step_([0-9]{1,18})")
 _MOST_RANKS = 2**20
 
 
-def routes(server: Server) -> APIRouter:
+def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
 
     @router.post("/init_broadcaster", summary="Join the trainer's group")
     async def init_broadcaster(request: Request) -> Response:
@@ -46,8 +45,6 @@ def routes(server: Server) -> APIRouter:
         raise ApiError(
             501, "LoRA adapters are not supported; send weights into which the adapter is merged."
         )
-
-    return router
 
 
 async def _join(server: Server, fields: Fields) -> None:

@@ -344,9 +344,8 @@ def _content(fields: Fields) -> bytes:
         ) from None
 
 
-def routes(server: Server) -> APIRouter:
+def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
     control, weights = server.control, Weights(server.control)
     gets: Mapping[str, Answer] = {
         "/model_info": lambda _: _model_info(server),
@@ -392,8 +391,6 @@ def routes(server: Server) -> APIRouter:
         except BaseException as problem:
             await weights.fail(problem)
             raise
-
-    return router
 
 
 async def _done(message: Awaitable[str], **more: object) -> dict[str, object]:

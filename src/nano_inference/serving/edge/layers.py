@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 from hashlib import sha256
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -227,13 +228,11 @@ class Outermost:
                     (b"x-request-id", ids),
                     (b"request-id", ids),
                 ]
-                if scope["http_version"] == "1.0" and all(
-                    name != b"connection" for name, _ in headers
-                ):
-                    # uvicorn hangs up, but not each of them says so
-                    headers.append((b"connection", b"close"))
                 message["headers"] = headers
             await send(message)
+
+        if scope["http_version"] == "1.0":
+            send = _without_chunks(send, scope["state"].get("connection"))
 
         try:
             await self._app(scope, receive, send_with_ids)
@@ -247,6 +246,28 @@ class Outermost:
         finally:
             record.seconds = time.perf_counter() - record.started
             self._done(record)
+
+
+def _without_chunks(send: Send, connection: Any) -> Send:
+    """For HTTP/1.0, which proxies speak too, and which knows no chunks: an answer without a length
+    ends with its connection.
+    """
+    is_unsized = False
+
+    async def send_unsized(message: Message) -> None:
+        nonlocal is_unsized
+        if message["type"] == "http.response.start":
+            names = [name for name, _ in message["headers"]]
+            if b"connection" not in names:  # uvicorn hangs up, but does not always say so
+                message["headers"].append((b"connection", b"close"))
+            is_unsized = connection is not None and b"content-length" not in names
+            if is_unsized:
+                connection.begin_without_length()
+        elif is_unsized and not message.get("more_body", False):
+            connection.end_without_length(message.get("body", b""))
+        await send(message)
+
+    return send_unsized
 
 
 def _strip(scope: Scope, root: str) -> None:

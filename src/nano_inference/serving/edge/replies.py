@@ -195,17 +195,12 @@ class PiecedReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         connection = scope["state"].get("connection")
-        unsized = connection if scope.get("http_version") == "1.0" else None  # it knows no chunks
-        if unsized is not None:
-            unsized.begin_without_length()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         batch: bytes | None = b"".join(self._made)
         self._made.clear()
         while batch is not None and (connection is None or connection.is_open):
             await send({"type": "http.response.body", "body": batch, "more_body": True})
             batch = await _next(self._rest, True)
-        if unsized is not None:
-            unsized.end_without_length(b"")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -270,10 +265,6 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         self._send = send
-        # HTTP/1.0 knows no chunks; proxies speak it too.
-        self._unsized = (
-            scope["state"].get("connection") if scope.get("http_version") == "1.0" else None
-        )
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._timer = self._loop.call_later(self._keep_alive, self._tick)
@@ -287,8 +278,6 @@ class EventStream(Response):
                     return
                 last = b"" if problem is None else self._failure(problem)
                 await self._begin()
-                if self._unsized is not None:
-                    self._unsized.end_without_length(last)
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._timer.cancel()
@@ -307,8 +296,6 @@ class EventStream(Response):
     async def _begin(self) -> None:
         if not self._begun:
             self._begun = True
-            if self._unsized is not None:
-                self._unsized.begin_without_length()
             await self._send(
                 {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
             )
