@@ -4,6 +4,7 @@
 
 import atexit
 import itertools
+import logging
 import math
 import shutil
 import tempfile
@@ -31,9 +32,9 @@ from nano_inference.serving.dialects import (
     vllm_generate,
     vllm_routes,
 )
-from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.log_lines import send_to_stderr
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import anthropic, openai_chat, openai_completions
 from nano_inference.serving.protocols.requests import ApiProtocol
@@ -79,6 +80,16 @@ def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
     server = Server(config, _client(engine, config))
     _runner(server).run()
     raise_if_lost(server)
+
+
+def set_up_logs(config: ServerConfig) -> None:
+    """Send what this package and uvicorn log to stderr. For the command; a library leaves logging
+    as it is.
+    """
+    for name in ("nano_inference", "uvicorn"):
+        send_to_stderr(logging.getLogger(name), config.log_format)
+    logging.getLogger("nano_inference").setLevel(config.log_level.upper())
+    logging.getLogger("uvicorn").setLevel("WARNING")
 
 
 def raise_if_lost(server: Server) -> None:

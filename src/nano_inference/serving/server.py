@@ -3,6 +3,7 @@
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -16,12 +17,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
+from nano_inference.models.generation_defaults import as_text
 from nano_inference.serving import paths
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.edge.admission import Admission, Bodies, Lifecycle
-from nano_inference.serving.edge.logs import log_ready, log_texts
 from nano_inference.serving.edge.metrics import Metrics
 from nano_inference.serving.edge.replies import (
     EventStream,
@@ -45,6 +46,7 @@ from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("nano_inference.serving")
+_prompts = logging.getLogger("nano_inference.prompts")
 
 
 # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
@@ -195,6 +197,31 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
     )
 
 
+def log_ready(config: ServerConfig, served: Served) -> None:
+    """The engine is ready."""
+    info = served.engine
+    log.info(
+        "serving %s (%s)%s: max_model_len=%d, max_batch_size=%d, max_queued_samples=%d, "
+        "request_timeout=%g s.",
+        served.name,
+        info.numerics,
+        ", which has no tokenizer: token ids alone, by /v1/completions"
+        if served.tokenizer is None
+        else "",
+        info.max_model_len,
+        info.max_batch_size,
+        config.max_queued_samples,
+        config.request_timeout,
+    )
+    if served.sampling_defaults:
+        log.info(
+            "what requests leave out is as generation_config.json recommends: %s; "
+            "--generation-config none turns that "
+            "off.",
+            as_text(served.sampling_defaults),
+        )
+
+
 LARGE = 32 * 1024  # bytes of a body that is read in a thread, so that others do not wait
 
 Made = TypeVar("Made")
@@ -232,7 +259,12 @@ def generation_route(
 def wanted_version(builder: Builder) -> int:
     """The newest version of the weights that any of a request waits for; 0: it waits for none."""
     return max(
-        (max(ask.min_version or 0, ask.exact_version or 0) for ask in builder.asks), default=0
+        (
+            ask.limits.get(name) or 0
+            for ask in builder.asks
+            for name in ("min_version", "exact_version")
+        ),
+        default=0,
     )
 
 
@@ -377,3 +409,15 @@ class Exchange:
         self._server.metrics.ended(record, self._generation, seconds)
         if self._server.config.log_prompts:
             log_texts(self._generation, record.request_id)
+
+
+def log_texts(generation: Generation, request_id: str) -> None:
+    """What was asked and what was said; only where `log_prompts` is set."""
+    tokenizer = generation.served.tokenizer
+    asks = [
+        ask.prompt if tokenizer is None else tokenizer.decode(ask.prompt)
+        for ask in generation.builder.asks
+    ]
+    said = [choice.reasoning + choice.content for choice in generation.choices]
+    fields = {"request_id": request_id, "prompts": asks, "completions": said}
+    _prompts.info("%s", json.dumps(fields), extra={"fields": fields})

@@ -13,9 +13,9 @@ from nano_inference.errors import ConfigError
 from nano_inference.serving import paths
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.layers import Keys, host_name, is_address
-from nano_inference.serving.edge.logs import log_start
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import PROTOCOLS, RL_PROTOCOLS, RL_ROUTES, running_server
+from nano_inference.serving.runner import log_start
 from nano_inference.serving.server import Server
 from tests.serving.scripted import ScriptedClient
 

@@ -232,7 +232,8 @@ def test_requests_for_versions(
         )
         await control.pause("keep")
         late = Generation(
-            builder_of(Ask([1, 2], params_of(0), exact_version=serving)), served_of(client)
+            builder_of(Ask([1, 2], params_of(0), limits={"exact_version": serving})),
+            served_of(client),
         )
         late.submit(client, "late")
         assert await control.loads() == Loads(0, 3)

@@ -252,19 +252,19 @@ def _without_chunks(send: Send, connection: Any) -> Send:
     """For HTTP/1.0, which proxies speak too, and which knows no chunks: an answer without a length
     ends with its connection.
     """
-    is_unsized = False
+    unsized: Any = None
 
     async def send_unsized(message: Message) -> None:
-        nonlocal is_unsized
+        nonlocal unsized
         if message["type"] == "http.response.start":
             names = [name for name, _ in message["headers"]]
             if b"connection" not in names:  # uvicorn hangs up, but does not always say so
                 message["headers"].append((b"connection", b"close"))
-            is_unsized = connection is not None and b"content-length" not in names
-            if is_unsized:
-                connection.begin_without_length()
-        elif is_unsized and not message.get("more_body", False):
-            connection.end_without_length(message.get("body", b""))
+            unsized = None if b"content-length" in names else connection
+            if unsized is not None:
+                unsized.begin_without_length()
+        elif unsized is not None and not message.get("more_body", False):
+            unsized.end_without_length(message.get("body", b""))
         await send(message)
 
     return send_unsized

@@ -16,10 +16,9 @@ from nano_inference.serving.client import STOPPING, EngineClient
 from nano_inference.serving.errors import ApiError, retry_after
 from nano_inference.serving.fleet.failover import MOST_MOVES, Failover, FleetRequest
 from nano_inference.serving.fleet.operations import FleetOperations
-from nano_inference.serving.fleet.prefill import LEAST, Prefill
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
 from nano_inference.serving.fleet.supervisor import ReplicaStatus, Supervisor
-from nano_inference.serving.fleet.transfers import PrefixSharing, Transfers
+from nano_inference.serving.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
 from nano_inference.serving.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.serving.operations import Operation
 from nano_inference.types import Delta

@@ -35,13 +35,12 @@ class Ask:
         client_id: by which `Control.abort` finds it; None: the id of the HTTP request
             (`x-request-id`).
         unique: refused, 400, while another request has its `client_id`.
-        num_wanted, min_version, max_staleness, exact_version: as in `InferenceEngine.add_request`;
-            versions are the engine's integers. An `exact_version` that is gone is answered with
-            409.
+        limits: what it asks of its group, of weight versions (the engine's integers) and of the
+            cost (see `affordable`), as in `InferenceEngine.add_request`. An `exact_version` that is
+            gone is answered with 409.
         detokenize: False: its choices have no text but what the engine makes for stop strings.
         text: what the text shows.
         repeats_prompt: the answer tells of the prompt with each sample, not once.
-        max_entries: what it may cost; None: all that any request may. See `affordable`.
     """
 
     prompt: list[int]
@@ -52,23 +51,8 @@ class Ask:
     unique: bool = False
     detokenize: bool = True
     text: TextStyle = PLAIN
-    num_wanted: int | None = None
-    min_version: int | None = None
-    max_staleness: int | None = None
-    exact_version: int | None = None
+    limits: Limits = field(default_factory=Limits)
     repeats_prompt: bool = False
-    max_entries: int | None = None
-
-    @property
-    def limits(self) -> Limits:
-        """What it asks of its group, of weight versions and of the cost."""
-        return Limits(
-            num_wanted=self.num_wanted,
-            min_version=self.min_version,
-            max_staleness=self.max_staleness,
-            exact_version=self.exact_version,
-            max_entries=self.max_entries,
-        )
 
 
 @dataclass(frozen=True)
@@ -179,7 +163,7 @@ CODE = "request_too_large"
 
 def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
     """The asks of one request, each with its part of what they may have together
-    (`Ask.max_entries`).
+    (`Limits.max_entries`).
 
     Those of many prompts may be made one by one: none is made after the first that does not fit.
 
@@ -221,7 +205,8 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
 def _with_share(ask: Ask, demand: Demand, share: int) -> Ask:
     """The engine repeats no prompt: what the answer needs for that is not for masks."""
     needed = demand._replace(repeats_prompt=False).entries()
-    return replace(ask, max_entries=needed + share * demand.num_samples)
+    limits: Limits = {**ask.limits, "max_entries": needed + share * demand.num_samples}
+    return replace(ask, limits=limits)
 
 
 log = logging.getLogger("nano_inference.serving")
