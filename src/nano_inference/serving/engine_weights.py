@@ -29,7 +29,7 @@ from nano_inference.engine.transports.trainer_broadcasts import (
 from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.engine.weights.update_modes import require_policy
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
-from nano_inference.serving.operations import Checks, Received
+from nano_inference.serving.operations import Received
 from nano_inference.types import KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
@@ -218,12 +218,8 @@ class EngineWeights:
         tensors: Sequence[tuple[str, str, Sequence[int]]],
         seconds: float,
         packed_bytes: int | None = None,
-        begin: Checks | None = None,
     ) -> Received:
-        """See `Control.receive_broadcast`. A tensor is (name, dtype, shape). With `begin` this and
-        the other receiving calls open the update first.
-        """
-        self._begin(session, begin)
+        """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
         with self._group(group) as joined:
             current = self._require(session)
 
@@ -237,11 +233,8 @@ class EngineWeights:
 
             return self._receive(current, transport, seconds)
 
-    def receive_stream(
-        self, session: int, group: str, seconds: float, begin: Checks | None = None
-    ) -> Received:
+    def receive_stream(self, session: int, group: str, seconds: float) -> Received:
         """See `Control.receive_stream`."""
-        self._begin(session, begin)
         with self._group(group) as joined:
             current = self._require(session)
             return self._receive(current, lambda: joined.stream(self._memory), seconds)
@@ -252,10 +245,8 @@ class EngineWeights:
         size: int,
         content: memoryview,
         seconds: float,
-        begin: Checks | None = None,
     ) -> Received:
         """Take one part of a safetensors file of `size` bytes; the parts come in order."""
-        self._begin(session, begin)
         current = self._require(session)
         with self._step(current):
             if current.file is None:
@@ -278,11 +269,8 @@ class EngineWeights:
         with self._step(current):
             self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
 
-    def receive_folder(
-        self, session: int, path: str, seconds: float, begin: Checks | None = None
-    ) -> Received:
+    def receive_folder(self, session: int, path: str, seconds: float) -> Received:
         """See `Control.receive_folder`."""
-        self._begin(session, begin)
         current = self._require(session)
         return self._receive(current, lambda: WeightFiles(Path(path)), seconds)
 
@@ -378,10 +366,6 @@ class EngineWeights:
         }
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _begin(self, session: int, begin: Checks | None) -> None:
-        if begin is not None:
-            self.begin_update(session, **begin)
 
     def _require(self, session: int) -> _Session:
         with self._lock:

@@ -80,7 +80,7 @@ class Operation:
 
 _SESSION = {"session": int}
 _IN_TIME = {"seconds": float}
-_RECEIVE = _SESSION | _IN_TIME | {"begin": Checks | None}
+_RECEIVE = _SESSION | _IN_TIME
 _NAMES = {"names": bytes}
 _TENSORS = Sequence[tuple[str, str, Sequence[int]]]  # name, dtype, shape
 

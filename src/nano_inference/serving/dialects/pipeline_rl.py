@@ -64,8 +64,8 @@ def routes(router: APIRouter, server: Server) -> None:
 async def _update(server: Server, fields: Fields) -> None:
     version, tensors, checks = fields.version("version"), tensors_of(fields), checks_of(fields)
     await _joined(server)
-    async with server.control.updating(version=version, **checks) as update:
-        await server.control.receive_broadcast(GROUP, tensors, opens=update)
+    async with server.control.updating(version=version, **checks):
+        await server.control.receive_broadcast(GROUP, tensors)
         await server.control.finish_update(kv_policy="keep")
 
 

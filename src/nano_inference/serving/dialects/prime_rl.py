@@ -105,12 +105,12 @@ async def _update(server: Server, fields: Fields) -> None:
     if not has_broadcaster and step is not None:
         await _require_stable(step, timeout or server.config.rl_timeout)
     version = None if step is None else _STEP.sub(r"\1", step.name)
-    async with control.updating(version=version, **checks) as update:
+    async with control.updating(version=version, **checks):
         if has_broadcaster:
-            await control.receive_stream(GROUP, opens=update)
+            await control.receive_stream(GROUP)
         else:
             assert folder is not None
-            await control.receive_folder(folder, timeout=timeout, opens=update)
+            await control.receive_folder(folder, timeout=timeout)
         await control.finish_update()
 
 

@@ -144,12 +144,12 @@ class Weights:
             WHOLE if _load_format(fields, ("flattened_bucket",)) == "flattened_bucket" else None
         )
 
-        async def receive(opens: OpenUpdate | None) -> Received:
-            return await self._control.receive_broadcast(
-                group, tensors, packed_bytes=packed_bytes, timeout=timeout, opens=opens
-            )
-
-        return await self._take(fields, receive)
+        return await self._take(
+            fields,
+            lambda: self._control.receive_broadcast(
+                group, tensors, packed_bytes=packed_bytes, timeout=timeout
+            ),
+        )
 
     async def update_from_tensor(self, request: Request, server: Server) -> str:
         """`/update_weights_from_tensor`."""
@@ -164,9 +164,7 @@ class Weights:
         else:
             fields = await fields_of(request, server)
             content = _content(fields)
-        return await self._take(
-            fields, lambda opens: self._control.receive_file(content, opens=opens)
-        )
+        return await self._take(fields, lambda: self._control.receive_file(content))
 
     async def update_from_disk(self, fields: Fields) -> str:
         """`/update_weights_from_disk`. It is a whole update: slime deletes the folder while the
@@ -177,20 +175,19 @@ class Weights:
         if fields.value("manifest") is not None:
             raise ApiError(501, "manifest is not supported; leave it out.", "manifest")
 
-        async def receive(opens: OpenUpdate | None) -> Received:
-            return await self._control.receive_folder(path, timeout=timeout, opens=opens)
-
-        return await self._take(fields, receive, whole=True)
+        return await self._take(
+            fields, lambda: self._control.receive_folder(path, timeout=timeout), whole=True
+        )
 
     async def _take(
         self,
         fields: Fields,
-        receive: Callable[[OpenUpdate | None], Awaitable[Received]],
+        receive: Callable[[], Awaitable[Received]],
         *,
         whole: bool = False,
     ) -> str:
-        """Take a request's weights, with `receive`, which opens the update that it is given.
-        `whole`: they are all of the update, unless `begin` was called. What fails ends the update.
+        """Take a request's weights, with `receive`, into the open update or a new one. `whole`:
+        they are all of the update, unless `begin` was called. What fails ends the update.
         """
         control = self._control
         fields.word("selector", ("target", "all"), "all")  # there is no draft model
@@ -199,12 +196,13 @@ class Weights:
         if fields.flag("abort_all_requests", default=False):
             await control.abort(None)
         async with self._turn:
-            gathered = self._gathered
-            update = gathered or control.new_update(dialect=DIALECT, **checks)
             try:
+                update = self._gathered or await control.begin_update(
+                    dialect=DIALECT, is_explicit=False, **checks
+                )
                 _require_same_checks(update.checks, checks)
                 update.version = update.version if version is None else version
-                received = await receive(update if gathered is None else None)
+                received = await receive()
             except BaseException as problem:
                 await self.fail(problem)
                 raise

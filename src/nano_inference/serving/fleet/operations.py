@@ -279,10 +279,6 @@ class FleetOperations:
         """Those receive that are in the session and in the group; the others are brought to the new
         version later.
         """
-        if (checks := arguments.get("begin")) is not None:
-            opening = {"session": arguments["session"], "known": None, **checks}
-            await self._begin_update("begin_update", seconds, opening)
-            arguments = {each: value for each, value in arguments.items() if each != "begin"}
         serving = self._still(self._session)
         group = self._groups.get(arguments.get("group", ""), serving)
         members = {each: client for each, client in serving.items() if group.get(each) is client}
