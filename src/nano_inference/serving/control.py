@@ -490,7 +490,7 @@ class Control:
         async with self._next(timeout) as (update, seconds):
             if content is not None:
                 require_safetensors(content)
-            received, session = Received(0), 0 if update is None else update.number
+            received, session = Received(), 0 if update is None else update.number
             for arguments in calls:
                 received: Received = await self.call(name, seconds, session=session, **arguments)
             if update is not None and update.version is None and received.version is not None:

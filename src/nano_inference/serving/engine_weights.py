@@ -402,7 +402,7 @@ class EngineWeights:
             )
 
     def _received(self, version: int | None) -> Received:
-        return Received(self._manager.newest, version, self._engine.is_paused())
+        return Received(version, self._engine.is_paused())
 
     @contextmanager
     def _step(self, current: _Session) -> Iterator[None]:

@@ -38,12 +38,10 @@ class Received(msgspec.Struct, frozen=True):
     """What an engine answers when weights have come.
 
     Attributes:
-        newest: number of the newest weight version that there is.
         version: that the weights say they are; None: they say nothing.
         paused: whether the engine computes nothing until `resume` or `wake`.
     """
 
-    newest: int
     version: int | None = None
     paused: bool = False
 

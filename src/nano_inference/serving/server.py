@@ -335,11 +335,7 @@ class Exchange:
         self._record = record
         self._generation = Generation(builder, served)
         record.model = served.name
-        try:
-            self._generation.submit(server.client, record.request_id, record.session)
-        except BaseException:
-            self._generation.close()
-            raise
+        self._generation.submit(server.client, record.request_id, record.session)
         connection: Any = scope["state"].get("connection")
         for stream in self._generation.streams:
             stream.on_overflow = None if connection is None else connection.abort
