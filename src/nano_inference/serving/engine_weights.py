@@ -221,9 +221,8 @@ class EngineWeights:
     ) -> Received:
         """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
         with self._group(group) as joined:
-            current = self._require(session)
 
-            def transport() -> WeightTransport:
+            def transport(current: _Session) -> WeightTransport:
                 infos = wire.described(tensors, self._manager.shapes, current.names)
                 if not infos:
                     raise WeightUpdateError("there is nothing to receive: no tensor is named.")
@@ -231,13 +230,12 @@ class EngineWeights:
                     joined, infos, packed_bytes=packed_bytes, memory=self._memory
                 )
 
-            return self._receive(current, transport, seconds)
+            return self._receive(session, transport, seconds)
 
     def receive_stream(self, session: int, group: str, seconds: float) -> Received:
         """See `Control.receive_stream`."""
         with self._group(group) as joined:
-            current = self._require(session)
-            return self._receive(current, lambda: joined.stream(self._memory), seconds)
+            return self._receive(session, lambda _: joined.stream(self._memory), seconds)
 
     def receive_file(
         self,
@@ -247,8 +245,7 @@ class EngineWeights:
         seconds: float,
     ) -> Received:
         """Take one part of a safetensors file of `size` bytes; the parts come in order."""
-        current = self._require(session)
-        with self._step(current):
+        with self._step(session) as current:
             if current.file is None:
                 current.file = SafetensorsBytes(
                     size, self._manager.shapes, current.names, self._memory
@@ -265,14 +262,12 @@ class EngineWeights:
         """Take a bucket that is on this machine. `read` checks it against the names and shapes that
         it is given, raises `WeightUpdateError`, and returns tensors that this update may keep.
         """
-        current = self._require(session)
-        with self._step(current):
+        with self._step(session) as current:
             self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
 
     def receive_folder(self, session: int, path: str, seconds: float) -> Received:
         """See `Control.receive_folder`."""
-        current = self._require(session)
-        return self._receive(current, lambda: WeightFiles(Path(path)), seconds)
+        return self._receive(session, lambda _: WeightFiles(Path(path)), seconds)
 
     def prepare_update(
         self, session: int, version: int, kv_policy: KvPolicy, seconds: float
@@ -281,9 +276,8 @@ class EngineWeights:
         several engines that are all prepared take the new version at the same time. What fails here
         closes the session.
         """
-        current = self._require(session)
         deadline = Deadline(seconds)
-        with self._step(current):
+        with self._step(session) as current:
             require_policy(self._engine.shared.loop, kv_policy)
             self._manager.check(version=version, of=current.update)
             while kv_policy == "finish_old" and self._would_wait(kv_policy):
@@ -295,9 +289,8 @@ class EngineWeights:
 
     def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
         """Let the update serve; returns its version when it does."""
-        current = self._require(session)
         deadline = Deadline(seconds)
-        with self._step(current):
+        with self._step(session) as current:
             require_policy(self._engine.shared.loop, kv_policy)
             self._require_possible(kv_policy)
             current.update.kv_policy = kv_policy
@@ -393,27 +386,28 @@ class EngineWeights:
             raise
 
     def _receive(
-        self, current: _Session, transport: Callable[[], WeightTransport], seconds: float
+        self, session: int, transport: Callable[[_Session], WeightTransport], seconds: float
     ) -> Received:
         deadline = Deadline(seconds)
-        with self._step(current):
+        with self._step(session) as current:
             return self._received(
-                receive_into(self._manager, transport(), current.update, deadline)
+                receive_into(self._manager, transport(current), current.update, deadline)
             )
 
     def _received(self, version: int | None) -> Received:
         return Received(version, self._engine.is_paused())
 
     @contextmanager
-    def _step(self, current: _Session) -> Iterator[None]:
+    def _step(self, session: int) -> Iterator[_Session]:
         """A call of a session, alone in it. What fails closes the session."""
+        current = self._require(session)
         if not current.busy.acquire(blocking=False):
             raise WeightUpdateConflict(
                 "another call of this weight update is under way; wait for its answer."
             )
         try:
             self._require_awake()
-            yield
+            yield current
         except Exception as problem:
             error = problem
             if not isinstance(error, WeightUpdateError):
