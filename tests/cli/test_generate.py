@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.cli.prompts import read_prompts
+from nano_inference.cli.generate import read_prompts
 from nano_inference.cli.terminal import Interruptible
 from nano_inference.config import EngineConfig
 from nano_inference.data import read_jsonl

@@ -17,7 +17,7 @@ from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
 from nano_inference.serving.dialects.vllm_generate import PROTOCOL as VLLM
 from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.protocols.anthropic import PROTOCOL as MESSAGES_API
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
 from nano_inference.serving.protocols.requests import ApiProtocol

@@ -13,9 +13,17 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine
-from nano_inference.serving.common_parts import AT_ONCE, AskedParts, CommonParts, messages_of
 from nano_inference.serving.core import EngineCore
-from nano_inference.serving.messages import FromEngine, Generate, Outputs, Resume
+from nano_inference.serving.messages import (
+    AT_ONCE,
+    AskedParts,
+    CommonParts,
+    FromEngine,
+    Generate,
+    Outputs,
+    Resume,
+    messages_of,
+)
 from nano_inference.types import Delta, SamplingMask, SamplingParams, TopLogprobs, TrainingSample
 from tests.serving.engines import config_of
 

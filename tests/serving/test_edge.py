@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from nano_inference.errors import ConfigError
 from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import LEVELS, Level
+from nano_inference.serving.edge.layers import LEVELS, Level
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import PROTOCOLS, ROUTES, running_server
 from nano_inference.serving.paths import CONTROL
 from nano_inference.serving.protocols import requests
-from nano_inference.serving.protocols.json_limits import MAX_CONTAINERS, MAX_KEYS, check_json
 from nano_inference.serving.protocols.openai_schema import CompletionRequest
+from nano_inference.serving.protocols.requests import MAX_CONTAINERS, MAX_KEYS, check_json
 from nano_inference.serving.server import Server
 from tests.depth import at_depth
 from tests.serving.scripted import ScriptedClient

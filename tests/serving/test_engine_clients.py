@@ -147,7 +147,7 @@ def test_200_requests_and_cancellations_leave_nothing(
         answered = await asyncio.gather(*[one() for _ in range(200)])
         assert 50 < sum(answered) < 150
         await idle(client)
-        assert not client._streams
+        assert not client._open
         assert not client._calls
         if isinstance(client, InProcessClient) and client._core is not None:
             assert not client._core._requests
@@ -197,7 +197,7 @@ def test_a_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient
         stream = client.submit([1, 2], params_of(0, 450), stream=True)
         first = await stream.next()
         assert await client.call("pause", mode="abort") is True
-        assert not client._streams  # all of it has come
+        assert not client._open  # all of it has come
         await client.call("resume")
         assert stream.samples_left == 1
         (partial,) = await finished(stream, first)

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.serving import log_lines
-from nano_inference.serving.addresses import is_loopback
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.logs import log_access, log_start
-from nano_inference.serving.edge.replies import RequestRecord
+from nano_inference.serving.config import ServerConfig, is_loopback
+from nano_inference.serving.edge.replies import RequestRecord, log_access
 from nano_inference.serving.log_lines import JsonLines, Rarely, TextLines, escaped
+from nano_inference.serving.runner import log_start
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.serving import handler
 from nano_inference.serving.choices import ChoiceDelta, new_choice
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.handler import Generation
-from nano_inference.serving.handler import events as events_of
 from nano_inference.serving.main import running_server
 from nano_inference.serving.parsing import ChatFormat
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols import generation
+from nano_inference.serving.protocols.generation import Generation, Served
+from nano_inference.serving.protocols.generation import events as events_of
 from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
 from nano_inference.serving.protocols.openai_schema import CHAT, COMPLETION, MODELS, TEXT, TOKENS
 from nano_inference.types import Delta, TrainingSample
@@ -199,7 +198,7 @@ def test_a_large_answer_is_the_same(
     engine.script = Script("One two")
     body = PROMPT | {"logprobs": 2, "echo": True}
     small = post(f"{url}/v1/completions", body)["choices"]
-    monkeypatch.setattr(handler, "LARGE_ANSWER", 0)
+    monkeypatch.setattr(generation, "LARGE_ANSWER", 0)
     assert post(f"{url}/v1/completions", body)["choices"] == small
 
 

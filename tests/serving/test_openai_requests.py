@@ -17,7 +17,7 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, api_error_of
 from nano_inference.serving.main import running_server
 from nano_inference.serving.parsing import ChatFormat
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
 from tests.depth import at_depth

@@ -132,7 +132,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     """All keys are compared, whole, by the function that is for it, whether or not one has
     matched.
     """
-    from nano_inference.serving.edge import access
+    from nano_inference.serving.edge import layers
 
     compared: list[tuple[int, int]] = []
 
@@ -140,8 +140,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         compared.append((len(one), len(other)))
         return one == other
 
-    monkeypatch.setattr(access.hmac, "compare_digest", compare)
-    keys = access.Keys(ServerConfig(api_keys=("a", "bb", "ccc"), admin_key="d"))
+    monkeypatch.setattr(layers.hmac, "compare_digest", compare)
+    keys = layers.Keys(ServerConfig(api_keys=("a", "bb", "ccc"), admin_key="d"))
     keys.require("/v1/models", [(b"x-api-key", b"a")])
     assert compared == [(32, 32)] * 4
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.serving import socket_folder
-from nano_inference.serving.socket_folder import (
+from nano_inference.serving import process_client
+from nano_inference.serving.process_client import (
     MAX_ADDRESS,
     OLD,
     PREFIX,
@@ -73,7 +73,7 @@ def test_nothing_else_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -
         strangers = aged(private_folder())
         before = sorted(place.iterdir())
         with monkeypatch.context() as patch:
-            patch.setattr(socket_folder.os, "getuid", lambda: -1)
+            patch.setattr(process_client.os, "getuid", lambda: -1)
             remove_abandoned()
         assert sorted(place.iterdir()) == before
         remove_abandoned()

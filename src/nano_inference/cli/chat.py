@@ -14,9 +14,16 @@ import typer
 from rich.text import Text
 
 from nano_inference.cli import options
-from nano_inference.cli.coloring import has_colors
 from nano_inference.cli.options import FieldOptions
-from nano_inference.cli.terminal import Interruptible, errors, load_engine, output, printable, write
+from nano_inference.cli.terminal import (
+    Interruptible,
+    errors,
+    has_colors,
+    load_engine,
+    output,
+    printable,
+    write,
+)
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
 from nano_inference.serving.http_client import HttpClient, Piece, ServerError, Usage

@@ -13,12 +13,11 @@ from nano_inference.serving import paths
 from nano_inference.serving.edge.layers import in_layers
 from nano_inference.serving.edge.replies import error_reply_to, no_route
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, shown
-from nano_inference.serving.exchange import generation_route
 from nano_inference.serving.protocols.requests import ApiProtocol
-from nano_inference.serving.server import Server
+from nano_inference.serving.server import Server, generation_route
 
 TRAINERS = paths.CONTROL | paths.GENERATION
-Routes = Callable[[Server], APIRouter]
+Routes = Callable[[APIRouter, Server], None]
 
 
 def build_app(
@@ -29,8 +28,8 @@ def build_app(
     Args:
         server: what it serves.
         protocols: path -> the protocol that a POST to it speaks.
-        routes: other routes; what they raise is answered in the shape of the protocol that the path
-            speaks.
+        routes: each adds other routes; what they raise is answered in the shape of the protocol
+            that the path speaks.
     """
     return in_layers(
         build_routes(server, protocols, routes),
@@ -68,7 +67,7 @@ def build_routes(
             openapi_extra=dict(protocol.openapi),
         )
     for make in routes:
-        app.include_router(make(server))
+        make(app.router, server)
     for kind in (
         ApiError,
         NanoInferenceError,

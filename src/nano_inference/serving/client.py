@@ -8,18 +8,19 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import msgspec
 
 from nano_inference import errors
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
-from nano_inference.serving.common_parts import AskedParts
 from nano_inference.serving.errors import ApiError, EngineReplaced
 from nano_inference.serving.log_lines import Rarely
 from nano_inference.serving.messages import (
     NOT_UNDERSTOOD,
     Abort,
+    AskedParts,
     Call,
     CannotStart,
     Dead,
@@ -35,7 +36,7 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
-from nano_inference.serving.operations import operation_named
+from nano_inference.serving.operations import Operation, operation_named
 from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
 if TYPE_CHECKING:
@@ -141,6 +142,21 @@ class RequestStream:
             self._waiter.set_result(None)
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended.
+
+    Attributes:
+        receiver: where its deltas go.
+        samples_left: of its samples, how many have not ended.
+        asked: what its samples have in common.
+    """
+
+    receiver: Receiver
+    samples_left: int
+    asked: AskedParts
+
+
 class EngineClient(ABC):
     """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back
     (`_receive`).
@@ -165,9 +181,7 @@ class EngineClient(ABC):
         self._max_backlog = max_backlog
         self._restart = restart  # a new engine is started in the place of one that has died
         self._ids = itertools.count()
-        self._streams: dict[int, Receiver] = {}
-        self._widths: dict[int, int] = {}  # samples of each stream
-        self._asked: dict[int, AskedParts] = {}  # of each stream
+        self._open: dict[int, _Open] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
         self._public = ""
@@ -207,7 +221,7 @@ class EngineClient(ABC):
     @property
     def num_samples(self) -> int:
         """Samples that run or wait."""
-        return sum(self._widths.values())
+        return sum(each.samples_left for each in self._open.values())
 
     def submit(
         self,
@@ -233,12 +247,12 @@ class EngineClient(ABC):
         backlog = self._max_backlog * num_samples
         request = RequestStream(num_samples, backlog, lambda: self.give_up(request_id), name)
         message = Generate(request_id, prompt, params, num_samples, stream, **limits)
-        self._open(request, message, num_samples, lambda: self._begin(message, session))
+        self._hand_over(request, message, num_samples, lambda: self._begin(message, session))
         return request
 
     def is_live(self, name: str | None) -> bool:
         """Whether a request of this name has not ended."""
-        return any(request.name == name for request in self._streams.values())
+        return any(each.receiver.name == name for each in self._open.values())
 
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
         """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For
@@ -247,15 +261,13 @@ class EngineClient(ABC):
         self._require_alive()
         request_id = next(self._ids)
         named = msgspec.structs.replace(message, request_id=request_id)
-        self._open(receiver, named, num_samples, lambda: self._send(named))
+        self._hand_over(receiver, named, num_samples, lambda: self._send(named))
         return request_id
 
     def give_up(self, request_id: int) -> None:
         """Nobody wants any more of a request."""
-        if self._streams.pop(request_id, None) is not None:
-            del self._widths[request_id], self._asked[request_id]
-            if self._dead is None:
-                self._send(Abort([request_id]))
+        if self._open.pop(request_id, None) is not None and self._dead is None:
+            self._send(Abort([request_id]))
 
     def end_soon(self, request_ids: list[int]) -> None:
         """Let requests end as `"abort"`, with what they have."""
@@ -275,7 +287,7 @@ class EngineClient(ABC):
         now = time.monotonic()
         if self._heard is not None and now - self._heard >= SILENCE + seconds:
             return True
-        return bool(self._streams or self._busy) and now - self._progress >= seconds
+        return bool(self._open or self._busy) and now - self._progress >= seconds
 
     @property
     def is_silent(self) -> bool:
@@ -285,7 +297,7 @@ class EngineClient(ABC):
         if self._heard is None or self.why_dead is not None:
             return False
         now = time.monotonic()
-        if self._streams and now - max(self._heard, self._progress) >= BUSY_SILENCE:
+        if self._open and now - max(self._heard, self._progress) >= BUSY_SILENCE:
             return True  # a request that came just now may have found it at its slow beat
         return now - self._heard >= SILENCE
 
@@ -296,9 +308,9 @@ class EngineClient(ABC):
         """
         self._require_alive()
         found = [
-            each
-            for each, request in self._streams.items()
-            if names is None or request.name in names
+            request_id
+            for request_id, each in self._open.items()
+            if names is None or each.receiver.name in names
         ]
         if found:
             self._send(Abort(found, answered=True))
@@ -315,11 +327,10 @@ class EngineClient(ABC):
         """
         operation = operation_named(name)
         self._require_alive()
-        patience, arguments = operation.timed(timeout, arguments)
         call_id = next(self._ids)
         self._calls[call_id] = future = asyncio.get_running_loop().create_future()
         try:
-            self._send(Call(call_id, name, arguments))
+            patience = self._ask(call_id, operation, timeout, arguments)
             value = await asyncio.wait_for(future, patience)
         finally:
             self._calls.pop(call_id, None)
@@ -342,30 +353,32 @@ class EngineClient(ABC):
     def _send(self, message: ToEngine) -> None:
         """Bring a message to the engine, without waiting."""
 
+    def _ask(
+        self, call_id: int, operation: Operation, seconds: float, arguments: dict[str, Any]
+    ) -> float:
+        """Bring a call there, without waiting; returns the seconds that its answer may take."""
+        patience, arguments = operation.timed(seconds, arguments)
+        self._send(Call(call_id, operation.name, arguments))
+        return patience
+
     def _begin(self, message: Generate, session: str | None) -> None:
         """A request is handed over."""
         self._send(message)
 
-    def _open(
+    def _hand_over(
         self,
         receiver: Receiver,
         message: Generate | Resume,
         num_samples: int,
         hand_over: Callable[[], None],
     ) -> None:
-        if not self._streams:
+        if not self._open:
             self._progress = time.monotonic()
-        self._streams[message.request_id] = receiver
-        self._widths[message.request_id] = num_samples
-        self._asked[message.request_id] = AskedParts(message)
+        self._open[message.request_id] = _Open(receiver, num_samples, AskedParts(message))
         try:
             hand_over()
         except Exception:
-            del (
-                self._streams[message.request_id],
-                self._widths[message.request_id],
-                self._asked[message.request_id],
-            )
+            del self._open[message.request_id]
             raise
 
     def _receive(self, message: FromEngine) -> None:
@@ -409,7 +422,7 @@ class EngineClient(ABC):
                 self.on_dead()
         self._busy = False
         lost = EngineReplaced if self._restart else EngineDead
-        for request_id in list(self._streams):
+        for request_id in list(self._open):
             self._end(request_id, lost(reason, public))
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(lost(reason, public)))
@@ -427,22 +440,20 @@ class EngineClient(ABC):
             raise EngineDead(self.why_dead, self._public)
 
     def _take(self, request_id: int, delta: Delta) -> None:
-        request = self._streams.get(request_id)
+        request = self._open.get(request_id)
         if request is None:
             return
         if delta.finished is not None:
-            delta = self._asked[request_id].complete(delta)
-            self._widths[request_id] -= 1
-            if not self._widths[request_id]:
-                del self._streams[request_id], self._widths[request_id], self._asked[request_id]
-        request.put(delta)
+            delta = request.asked.complete(delta)
+            request.samples_left -= 1
+            if not request.samples_left:
+                del self._open[request_id]
+        request.receiver.put(delta)
 
     def _end(self, request_id: int, problem: Exception) -> None:
-        request = self._streams.pop(request_id, None)
-        self._widths.pop(request_id, None)
-        self._asked.pop(request_id, None)
+        request = self._open.pop(request_id, None)
         if request is not None:
-            request.fail(problem)
+            request.receiver.fail(problem)
 
     def _answer(self, call_id: int, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
         future = self._calls.pop(call_id, None)

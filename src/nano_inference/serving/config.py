@@ -1,6 +1,8 @@
 """`ServerConfig`: how the server listens, whom it trusts, and what one client may ask for."""
 
+import ipaddress
 import re
+import socket
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -8,7 +10,6 @@ from urllib.parse import urlsplit
 from nano_inference.errors import ConfigError
 from nano_inference.models.generation_defaults import GenerationConfig
 from nano_inference.options import check_least, is_number, is_whole, option, strict_options
-from nano_inference.serving.addresses import is_loopback
 from nano_inference.serving.log_lines import LogFormat
 
 MIB = 1 << 20
@@ -421,3 +422,20 @@ class ServerConfig:
 
 _GROUP = ("weight_update_group_init_method", "weight_update_group_world_size", "actor_llm_idx")
 _WITH_RL = ("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    if not host:
+        return False
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(
+        ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found
+    )

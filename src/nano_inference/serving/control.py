@@ -16,10 +16,89 @@ import msgspec
 from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError, api_error_of, bad_request
+from nano_inference.serving.errors import ApiError, api_error_of, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
-from nano_inference.serving.versions import VersionNames, checked_name
 from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
+
+MAX_NAME = 256  # characters
+MAX_DIGITS = 15
+
+
+# -- names of versions: a rising integer in the engine, any string on the wire --------------------
+
+
+class VersionNames:
+    """Names of versions, chosen before an update begins, so that the first token of it already has
+    one.
+
+    Args:
+        newest: the engine's version that serves, or the newest that it was told of.
+    """
+
+    def __init__(self, newest: int = 0) -> None:
+        self._newest = newest
+        self._names: dict[int, str] = {}  # of those that are not called by their number
+
+    def name(self, version: int) -> str:
+        """What the trainer calls a version."""
+        return self._names.get(version, str(version))
+
+    def number(self, name: str) -> int | None:
+        """The newest version of this name; None: there was none yet, and a number is nobody's
+        name.
+        """
+        for version, each in reversed(self._names.items()):
+            if each == name:
+                return version
+        number = _own_number(name)
+        return number if number is not None and number not in self._names else None
+
+    def choose(self, name: str | None) -> int:
+        """The integer of the next version: the name's own if it is larger than all before. Raises
+        `ApiError`.
+        """
+        own = None if name is None else _own_number(checked_name(name))
+        self._newest = own if own is not None and own > self._newest else self._newest + 1
+        if name is not None:
+            self.rename(self._newest, name)
+        return self._newest
+
+    def give_back(self, version: int, before: int) -> None:
+        """The version that was chosen was never made; `before` is the newest one without it."""
+        self._names.pop(version, None)
+        if self._newest == version:
+            self._newest = before
+
+    def see(self, version: int) -> None:
+        """There is this version, whoever has made it."""
+        self._newest = max(self._newest, version)
+
+    @property
+    def newest(self) -> int:
+        """The last one that was chosen."""
+        return self._newest
+
+    def rename(self, version: int, name: str) -> None:
+        """Call a version something else from now on. Raises `ApiError`."""
+        if checked_name(name) == str(version):
+            self._names.pop(version, None)
+        else:
+            self._names[version] = name
+
+
+def checked_name(name: str, field: str = "weight_version") -> str:
+    """A name that a version may have, as a field of a request says it. Raises `ApiError`."""
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise bad_request(
+            f"{field} must be a printable string of 1 to {MAX_NAME} characters, not {shown(name)}.",
+            field,
+        )
+    return name
+
+
+def _own_number(name: str) -> int | None:
+    return int(name) if name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS else None
+
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -254,10 +333,10 @@ class Control:
         self,
         *,
         version: str | None = None,
-        complete: bool = False,
-        check_finite: bool = True,
         dialect: str = "",
-    ) -> None:
+        is_explicit: bool = True,
+        **checks: Unpack[Checks],
+    ) -> OpenUpdate:
         """Open an update, when what is left of an earlier one is gone. It ends when no call of it
         comes for as long as the server's deadline. 409 if one is open, or if the weights are
         asleep.
@@ -265,30 +344,39 @@ class Control:
         Args:
             version: what the trainer calls the new version; None: by its number, unless it says so
                 later.
-            complete: refuse an update that lacks a tensor.
-            check_finite: refuse NaN and infinite values, as they are in the model's dtype.
             dialect: see `OpenUpdate`.
+            is_explicit: see `OpenUpdate`.
+            checks: `complete`: refuse an update that lacks a tensor. `check_finite`: refuse NaN and
+                infinite values, as they are in the model's dtype; True by default.
         """
-        checks: Checks = {"complete": complete, "check_finite": check_finite}
-        await self._begin(OpenUpdate(next(self._numbers), checks, dialect, version=version))
-
-    def new_update(
-        self, *, version: str | None = None, dialect: str = "", **checks: Unpack[Checks]
-    ) -> OpenUpdate:
-        """An update for the call that `opens` it, the first one that receives."""
         own: Checks = {"complete": False, "check_finite": True, **checks}
-        return OpenUpdate(next(self._numbers), own, dialect, False, version)
+        update = OpenUpdate(next(self._numbers), own, dialect, is_explicit, version)
+        if self._is_opening:
+            raise ApiError(409, "another weight update is about to begin.")
+        self._is_opening = True
+        try:
+            async with self._or_forget(update):
+                if self._cancelling:
+                    await asyncio.wait(self._cancelling, timeout=SOON)
+                # The engine knows whether that one is still open. Another may be: of a call whose
+                # cancelling was lost.
+                known = None if self.update is None else self.update.number
+                newest = await self.call("begin_update", session=update.number, known=known, **own)
+                self._names.see(newest)
+                self._engine.update = update
+        finally:
+            self._is_opening = False
+        self._expire_later(update)
+        return update
 
     @asynccontextmanager
     async def updating(
         self, *, version: str | None = None, **checks: Unpack[Checks]
-    ) -> AsyncIterator[OpenUpdate]:
-        """`new_update`, for what is finished within: a failure, or a caller that leaves, ends
-        it.
-        """
-        update = self.new_update(version=version, **checks)
+    ) -> AsyncIterator[None]:
+        """An update that is finished within: a failure, or a caller that leaves, ends it."""
+        update = await self.begin_update(version=version, is_explicit=False, **checks)
         try:
-            yield update
+            yield
         except BaseException as problem:
             if self.update is update:
                 await self._failed(update, problem)
@@ -301,11 +389,9 @@ class Control:
         *,
         packed_bytes: int | None = None,
         timeout: float | None = None,
-        opens: OpenUpdate | None = None,
     ) -> Received:
         """Take part in the trainer's broadcasts of these tensors, one each, in order. What fails
-        cancels the update. This and the other receiving calls open the update themselves, where
-        they are told to.
+        cancels the update.
 
         With `packed_bytes` they come as flat uint8 runs instead: tensors are put together until a
         run is longer than that (vLLM's packed format), one broadcast a run.
@@ -314,15 +400,15 @@ class Control:
             (tensor.name, tensor.dtype.removeprefix("torch."), tensor.shape) for tensor in tensors
         ]
         arguments = {"group": group, "tensors": told, "packed_bytes": packed_bytes}
-        return await self._receive("receive_broadcast", timeout, opens, [arguments])
+        return await self._receive("receive_broadcast", timeout, [arguments])
 
-    async def receive_stream(self, group: str, *, opens: OpenUpdate | None = None) -> Received:
+    async def receive_stream(self, group: str) -> Received:
         """Take what a `nano_inference` `WeightSender` sends, which describes itself and may name
         its version.
         """
-        return await self._receive("receive_stream", None, opens, [{"group": group}])
+        return await self._receive("receive_stream", None, [{"group": group}])
 
-    async def receive_file(self, content: bytes, *, opens: OpenUpdate | None = None) -> Received:
+    async def receive_file(self, content: bytes) -> Received:
         """Take the tensors of a safetensors file, given whole. A pickle is refused by its first
         bytes, and named.
         """
@@ -331,13 +417,11 @@ class Control:
             {"size": len(whole), "content": whole[start : start + PART]}
             for start in range(0, len(whole) or 1, PART)
         )
-        return await self._receive("receive_file", None, opens, parts, content)
+        return await self._receive("receive_file", None, parts, content)
 
-    async def receive_folder(
-        self, path: str, *, timeout: float | None = None, opens: OpenUpdate | None = None
-    ) -> Received:
+    async def receive_folder(self, path: str, *, timeout: float | None = None) -> Received:
         """Take the safetensors of a folder (or a file) on this machine."""
-        received = await self._receive("receive_folder", timeout, opens, [{"path": path}])
+        received = await self._receive("receive_folder", timeout, [{"path": path}])
         if self.update is not None:
             self.update.folder = path
         return received
@@ -395,65 +479,26 @@ class Control:
         if self.update is not None:
             await self._failed(self.update, problem)
 
-    async def _begin(self, update: OpenUpdate) -> None:
-        before = self.update
-        async with self._opening(update):
-            # The engine knows whether that one is still open. Another may be: of a call whose
-            # cancelling was lost.
-            known = None if before is None else before.number
-            newest = await self.call(
-                "begin_update", session=update.number, known=known, **update.checks
-            )
-            self._names.see(newest)
-            self._engine.update = update
-        self._expire_later(update)
-
-    @asynccontextmanager
-    async def _opening(self, update: OpenUpdate) -> AsyncIterator[None]:
-        """What is called inside opens this update."""
-        if self._is_opening:
-            raise ApiError(409, "another weight update is about to begin.")
-        self._is_opening = True
-        try:
-            async with self._or_forget(update):
-                if self._cancelling:
-                    await asyncio.wait(self._cancelling, timeout=SOON)
-                yield
-        finally:
-            self._is_opening = False
-
     async def _receive(
         self,
         name: str,
         timeout: float | None,
-        opens: OpenUpdate | None,
         calls: Iterable[dict[str, Any]],
         content: bytes | None = None,
     ) -> Received:
         """Receiving calls of one request, one after the other."""
-        if opens is not None and self.update is not None:
-            await self._begin(opens)
-            opens = None
-        async with self._next(timeout, opens) as (update, seconds):
+        async with self._next(timeout) as (update, seconds):
             if content is not None:
                 require_safetensors(content)
-            received, begin = Received(0), {} if opens is None else {"begin": opens.checks}
+            received, session = Received(), 0 if update is None else update.number
             for arguments in calls:
-                session = 0 if update is None else update.number
-                received: Received = await self.call(
-                    name, seconds, session=session, **arguments, **begin
-                )
-                begin = {}
-            if opens is not None:
-                self._names.see(received.newest)
+                received: Received = await self.call(name, seconds, session=session, **arguments)
             if update is not None and update.version is None and received.version is not None:
                 update.version = str(received.version)
             return received
 
     @asynccontextmanager
-    async def _next(
-        self, timeout: float | None, opens: OpenUpdate | None = None
-    ) -> AsyncIterator[tuple[OpenUpdate | None, float]]:
+    async def _next(self, timeout: float | None) -> AsyncIterator[tuple[OpenUpdate | None, float]]:
         """The next call of the update, alone in it: the update and the seconds that are left.
 
         The engine itself refuses what comes outside of an update: it also ends the group of such a
@@ -471,16 +516,9 @@ class Control:
         try:
             left = max(round(until - time.monotonic(), 2), 0.01)
             update = self.update
-            if opens is not None and update is not None:  # it has begun while this one waited
-                raise ApiError(409, "another weight update is open.")
             self._expire_later(None)
-            if opens is None:
-                async with self._or_forget(update):
-                    yield update, left
-            else:
-                async with self._opening(opens):
-                    self._engine.update = opens  # from now on it can be cancelled
-                    yield opens, left
+            async with self._or_forget(update):
+                yield update, left
             self._expire_later(self.update)
         finally:
             self._turn.release()

@@ -18,12 +18,12 @@ from nano_inference.engine.resume_from import resume_many
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.models.generation_defaults import generation_defaults
 from nano_inference.models.loading import resolve_model
-from nano_inference.serving.common_parts import CommonParts, messages_of
 from nano_inference.serving.engine_weights import EngineWeights
 from nano_inference.serving.fleet.block_link import BlockLink
 from nano_inference.serving.messages import (
     Abort,
     Call,
+    CommonParts,
     Dead,
     EngineInfo,
     Failed,
@@ -36,6 +36,7 @@ from nano_inference.serving.messages import (
     Returned,
     Stop,
     ToEngine,
+    messages_of,
 )
 from nano_inference.serving.operations import operation_named
 from nano_inference.types import Delta, PauseMode

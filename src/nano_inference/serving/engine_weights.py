@@ -29,7 +29,7 @@ from nano_inference.engine.transports.trainer_broadcasts import (
 from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.engine.weights.update_modes import require_policy
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
-from nano_inference.serving.operations import Checks, Received
+from nano_inference.serving.operations import Received
 from nano_inference.types import KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
@@ -218,16 +218,11 @@ class EngineWeights:
         tensors: Sequence[tuple[str, str, Sequence[int]]],
         seconds: float,
         packed_bytes: int | None = None,
-        begin: Checks | None = None,
     ) -> Received:
-        """See `Control.receive_broadcast`. A tensor is (name, dtype, shape). With `begin` this and
-        the other receiving calls open the update first.
-        """
-        self._begin(session, begin)
+        """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
         with self._group(group) as joined:
-            current = self._require(session)
 
-            def transport() -> WeightTransport:
+            def transport(current: _Session) -> WeightTransport:
                 infos = wire.described(tensors, self._manager.shapes, current.names)
                 if not infos:
                     raise WeightUpdateError("there is nothing to receive: no tensor is named.")
@@ -235,16 +230,12 @@ class EngineWeights:
                     joined, infos, packed_bytes=packed_bytes, memory=self._memory
                 )
 
-            return self._receive(current, transport, seconds)
+            return self._receive(session, transport, seconds)
 
-    def receive_stream(
-        self, session: int, group: str, seconds: float, begin: Checks | None = None
-    ) -> Received:
+    def receive_stream(self, session: int, group: str, seconds: float) -> Received:
         """See `Control.receive_stream`."""
-        self._begin(session, begin)
         with self._group(group) as joined:
-            current = self._require(session)
-            return self._receive(current, lambda: joined.stream(self._memory), seconds)
+            return self._receive(session, lambda _: joined.stream(self._memory), seconds)
 
     def receive_file(
         self,
@@ -252,12 +243,9 @@ class EngineWeights:
         size: int,
         content: memoryview,
         seconds: float,
-        begin: Checks | None = None,
     ) -> Received:
         """Take one part of a safetensors file of `size` bytes; the parts come in order."""
-        self._begin(session, begin)
-        current = self._require(session)
-        with self._step(current):
+        with self._step(session) as current:
             if current.file is None:
                 current.file = SafetensorsBytes(
                     size, self._manager.shapes, current.names, self._memory
@@ -274,17 +262,12 @@ class EngineWeights:
         """Take a bucket that is on this machine. `read` checks it against the names and shapes that
         it is given, raises `WeightUpdateError`, and returns tensors that this update may keep.
         """
-        current = self._require(session)
-        with self._step(current):
+        with self._step(session) as current:
             self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
 
-    def receive_folder(
-        self, session: int, path: str, seconds: float, begin: Checks | None = None
-    ) -> Received:
+    def receive_folder(self, session: int, path: str, seconds: float) -> Received:
         """See `Control.receive_folder`."""
-        self._begin(session, begin)
-        current = self._require(session)
-        return self._receive(current, lambda: WeightFiles(Path(path)), seconds)
+        return self._receive(session, lambda _: WeightFiles(Path(path)), seconds)
 
     def prepare_update(
         self, session: int, version: int, kv_policy: KvPolicy, seconds: float
@@ -293,9 +276,8 @@ class EngineWeights:
         several engines that are all prepared take the new version at the same time. What fails here
         closes the session.
         """
-        current = self._require(session)
         deadline = Deadline(seconds)
-        with self._step(current):
+        with self._step(session) as current:
             require_policy(self._engine.shared.loop, kv_policy)
             self._manager.check(version=version, of=current.update)
             while kv_policy == "finish_old" and self._would_wait(kv_policy):
@@ -307,9 +289,8 @@ class EngineWeights:
 
     def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
         """Let the update serve; returns its version when it does."""
-        current = self._require(session)
         deadline = Deadline(seconds)
-        with self._step(current):
+        with self._step(session) as current:
             require_policy(self._engine.shared.loop, kv_policy)
             self._require_possible(kv_policy)
             current.update.kv_policy = kv_policy
@@ -379,10 +360,6 @@ class EngineWeights:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _begin(self, session: int, begin: Checks | None) -> None:
-        if begin is not None:
-            self.begin_update(session, **begin)
-
     def _require(self, session: int) -> _Session:
         with self._lock:
             current = self._session
@@ -409,27 +386,28 @@ class EngineWeights:
             raise
 
     def _receive(
-        self, current: _Session, transport: Callable[[], WeightTransport], seconds: float
+        self, session: int, transport: Callable[[_Session], WeightTransport], seconds: float
     ) -> Received:
         deadline = Deadline(seconds)
-        with self._step(current):
+        with self._step(session) as current:
             return self._received(
-                receive_into(self._manager, transport(), current.update, deadline)
+                receive_into(self._manager, transport(current), current.update, deadline)
             )
 
     def _received(self, version: int | None) -> Received:
-        return Received(self._manager.newest, version, self._engine.is_paused())
+        return Received(version, self._engine.is_paused())
 
     @contextmanager
-    def _step(self, current: _Session) -> Iterator[None]:
+    def _step(self, session: int) -> Iterator[_Session]:
         """A call of a session, alone in it. What fails closes the session."""
+        current = self._require(session)
         if not current.busy.acquire(blocking=False):
             raise WeightUpdateConflict(
                 "another call of this weight update is under way; wait for its answer."
             )
         try:
             self._require_awake()
-            yield
+            yield current
         except Exception as problem:
             error = problem
             if not isinstance(error, WeightUpdateError):

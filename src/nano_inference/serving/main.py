@@ -4,6 +4,7 @@
 
 import atexit
 import itertools
+import logging
 import math
 import shutil
 import tempfile
@@ -31,15 +32,14 @@ from nano_inference.serving.dialects import (
     vllm_generate,
     vllm_routes,
 )
-from nano_inference.serving.edge.logs import set_up_logs
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.serving.log_lines import send_to_stderr
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import anthropic, openai_chat, openai_completions
 from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.serving.routes import (
     fleet_routes,
-    message_routes,
     model_routes,
     server_routes,
 )
@@ -51,7 +51,7 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/chat/completions": openai_chat.PROTOCOL,
     "/v1/messages": anthropic.PROTOCOL,
 }
-ROUTES: Sequence[Routes] = (server_routes, model_routes, message_routes, fleet_routes)
+ROUTES: Sequence[Routes] = (server_routes, model_routes, fleet_routes)
 # With `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {
     "/generate": sglang_generate.PROTOCOL,
@@ -80,6 +80,16 @@ def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
     server = Server(config, _client(engine, config))
     _runner(server).run()
     raise_if_lost(server)
+
+
+def set_up_logs(config: ServerConfig) -> None:
+    """Send what this package and uvicorn log to stderr. For the command; a library leaves logging
+    as it is.
+    """
+    for name in ("nano_inference", "uvicorn"):
+        send_to_stderr(logging.getLogger(name), config.log_format)
+    logging.getLogger("nano_inference").setLevel(config.log_level.upper())
+    logging.getLogger("uvicorn").setLevel("WARNING")
 
 
 def raise_if_lost(server: Server) -> None:

@@ -20,13 +20,11 @@ MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has p
 # seconds, gives up in time and undoes what it began.
 Deadline = Literal["caller", "engine"]
 # What a fleet does. first: asks all, returns the answer of the first. same: all must give the same
-# answer. any: whether one says yes. joined: one answer is made of all. all: each does it. undone:
+# answer. any: whether one says yes. joined: one answer is made of all. undone:
 # where one fails, the others undo it (`Operation.undo`). members: by those replicas that take part
 # in the open weight update; what fails on one ends the update on all. own: by a method of
 # `FleetOperations`. replica: never of a fleet, but of one replica by another.
-FleetPolicy = Literal[
-    "first", "same", "any", "joined", "all", "undone", "members", "own", "replica"
-]
+FleetPolicy = Literal["first", "same", "any", "joined", "undone", "members", "own", "replica"]
 
 
 class Checks(TypedDict, total=False):
@@ -40,12 +38,10 @@ class Received(msgspec.Struct, frozen=True):
     """What an engine answers when weights have come.
 
     Attributes:
-        newest: number of the newest weight version that there is.
         version: that the weights say they are; None: they say nothing.
         paused: whether the engine computes nothing until `resume` or `wake`.
     """
 
-    newest: int
     version: int | None = None
     paused: bool = False
 
@@ -82,7 +78,7 @@ class Operation:
 
 _SESSION = {"session": int}
 _IN_TIME = {"seconds": float}
-_RECEIVE = _SESSION | _IN_TIME | {"begin": Checks | None}
+_RECEIVE = _SESSION | _IN_TIME
 _NAMES = {"names": bytes}
 _TENSORS = Sequence[tuple[str, str, Sequence[int]]]  # name, dtype, shape
 
@@ -103,12 +99,12 @@ _ROWS = (
     ),
     Operation("resume", "engine.shared.end_pause", "own"),
     Operation("is_paused", "engine.is_paused", "any"),
-    Operation("flush_cache", "engine.flush_cache", "all"),
+    Operation("flush_cache", "engine.flush_cache", "own"),
     Operation("sleep", "engine.sleep", "undone", {"memory": Sequence[Memory]}, undo="wake"),
     Operation("wake", "engine.wake", "undone", {"memory": Sequence[Memory] | None}, undo="sleep"),
     Operation("sleeping", "engine.sleeping", "first", returns=tuple[Memory, ...]),
     # what was said before it has happened when it returns
-    Operation("take_in", "engine.shared.handle", "all"),
+    Operation("take_in", "engine.shared.handle", "first"),
     # -- process groups with a trainer
     Operation(
         "join_group",

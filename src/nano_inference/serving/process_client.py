@@ -1,12 +1,17 @@
-"""`ProcessClient`: an engine in a process of its own."""
+"""`ProcessClient`: an engine in a process of its own, and the private folder of its two sockets."""
 
 import asyncio
 import logging
 import os
 import shutil
 import signal
+import socket
+import stat
 import subprocess
+import tempfile
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -17,7 +22,6 @@ from nano_inference.errors import EngineDead
 from nano_inference.serving.client import STOPPING, RemoteClient
 from nano_inference.serving.log_lines import LogFormat
 from nano_inference.serving.messages import Begin, Stop
-from nano_inference.serving.socket_folder import private_folder
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -215,3 +219,62 @@ def _epitaph(code: int) -> str:
     except ValueError:
         name = f"signal {-code}"
     return f"the engine process was killed by {name}."
+
+
+# -- the private folder of its sockets; folders left by killed processes are removed ---------------
+
+PREFIX = "nano-inference-"
+MAX_ADDRESS = 100  # bytes of a socket's path; the system's limit is a little more
+OLD = 60.0  # seconds; a live process listens in its folder long before
+
+
+def private_folder() -> Path:
+    """A fresh folder that is ours alone, with a path short enough for a socket."""
+    remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
+    if len(os.fsencode(f"{folder}/engine")) > MAX_ADDRESS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
+    return folder
+
+
+def remove_abandoned() -> None:
+    """Remove folders of processes that were all killed at once; other ends remove their own."""
+    for place in {tempfile.gettempdir(), "/tmp"}:
+        with suppress(OSError):
+            for folder in list(Path(place).glob(f"{PREFIX}*")):
+                if _is_abandoned(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether it is one of ours in which no process listens. A process id would say less: it may
+    belong to another container, or be used again.
+    """
+    try:
+        found = folder.lstat()
+        if (
+            not stat.S_ISDIR(found.st_mode)
+            or stat.S_IMODE(found.st_mode) != 0o700
+            or found.st_uid != os.getuid()
+        ):
+            return False
+        if time.time() - found.st_mtime < OLD:
+            return False
+        return all(
+            each.name in ("api", "engine") and not _listens(each) for each in folder.iterdir()
+        )
+    except OSError:  # it has just gone
+        return False
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+        one.settimeout(0.1)
+        try:
+            one.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # it may listen, and have too much to do
+            return True
+        return True

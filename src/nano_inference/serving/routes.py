@@ -15,11 +15,10 @@ from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.edge.metrics import CONTENT_TYPE, leaked_blocks
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request
-from nano_inference.serving.exchange import read_request
 from nano_inference.serving.fleet.failover import BUCKETS
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.protocols import anthropic, anthropic_schema
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import chat_prompt
 from nano_inference.serving.protocols.openai_schema import (
     MODEL,
@@ -38,16 +37,15 @@ from nano_inference.serving.protocols.requests import (
     require_model,
     require_possible_length,
 )
-from nano_inference.serving.server import Server
+from nano_inference.serving.server import Server, read_request
 from nano_inference.types import EngineStats
 
 STATS_PATIENCE = 5.0  # seconds; the engine answers also amid a step
 SCRAPE_PATIENCE = 1.0  # the same for Prometheus, which waits for ten
 
 
-def server_routes(server: Server) -> APIRouter:
+def server_routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
     _add_health(router, server)
 
     @router.get("/", summary="What there is, and where")
@@ -74,7 +72,7 @@ def server_routes(server: Server) -> APIRouter:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE)
 
     if server.config.rl:  # the dialects have one of their own
-        return router
+        return
 
     @router.post("/flush_cache", summary="Forget cached prefixes; needs the admin key")
     async def flush_cache() -> Response:
@@ -82,11 +80,12 @@ def server_routes(server: Server) -> APIRouter:
         await server.client.call("flush_cache")
         return json_reply(200, {"flushed": True})
 
-    return router
-
 
 def _add_health(router: APIRouter, server: Server) -> None:
     @router.get("/health", summary="Whether the server serves; open to all")
+    @router.head("/health", include_in_schema=False)  # what some load balancers ask
+    @router.get("/ping", name="ping", summary="The same, for gateways that ask so")
+    @router.post("/ping", name="ping", include_in_schema=False)
     async def health() -> Response:
         status = server.lifecycle.status
         body: dict[str, Any] = {
@@ -96,15 +95,6 @@ def _add_health(router: APIRouter, server: Server) -> None:
         if status == "dead" and (reason := server.client.public_reason):
             body["reason"] = reason
         return json_reply(200 if status == "ok" else 503, body)
-
-    @router.head("/health", include_in_schema=False)  # what some load balancers ask
-    async def health_alone() -> Response:
-        return await health()
-
-    @router.get("/ping", summary="The same, for gateways that ask so")
-    @router.post("/ping", include_in_schema=False)
-    async def ping() -> Response:
-        return await health()
 
     @router.get("/load", summary="Requests that are being answered")
     async def load() -> Response:
@@ -238,9 +228,8 @@ def anthropic_model_row(served: Served, name: str, created: float) -> dict[str, 
     }
 
 
-def model_routes(server: Server) -> APIRouter:
+def model_routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
 
     def row(request: Request, name: str) -> dict[str, Any]:
         make = anthropic_model_row if "anthropic-version" in request.headers else model_row
@@ -278,34 +267,24 @@ def model_routes(server: Server) -> APIRouter:
     async def text(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, detokenize))
 
-    return router
-
-
-def message_routes(server: Server) -> APIRouter:
-    """`POST /v1/messages/count_tokens`. The engine is not asked."""
-    router = APIRouter()
-
+    @router.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=operation(
+            anthropic_schema.CountRequest,
+            anthropic_schema.COUNT,
+            summary="How many tokens a prompt has",
+            error=anthropic_schema.ERROR,
+        ),
+    )
     async def count(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, anthropic.count_tokens))
 
-    described = operation(
-        anthropic_schema.CountRequest,
-        anthropic_schema.COUNT,
-        summary="How many tokens a prompt has",
-        error=anthropic_schema.ERROR,
-    )
-    router.add_api_route(
-        "/v1/messages/count_tokens", count, methods=["POST"], openapi_extra=described
-    )
-    return router
 
-
-def fleet_routes(server: Server) -> APIRouter:
+def fleet_routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
     fleet = server.client
     if not isinstance(fleet, FleetClient) or fleet.is_one_engine:
-        return router
+        return
 
     @router.get("/fleet", summary="The replicas; needs the admin key")
     async def look() -> Response:
@@ -335,8 +314,6 @@ def fleet_routes(server: Server) -> APIRouter:
                 "requests_moved": await fleet.remove(_replica_name(body)),
             },
         )
-
-    return router
 
 
 def described(fleet: FleetClient) -> dict[str, Any]:

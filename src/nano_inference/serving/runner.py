@@ -21,8 +21,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from nano_inference.errors import ConfigError
+from nano_inference.serving.config import ServerConfig, is_loopback
 from nano_inference.serving.edge.connection import connection_class
-from nano_inference.serving.edge.logs import log_start
 from nano_inference.serving.server import Server
 
 log = logging.getLogger("nano_inference.serving")
@@ -204,3 +204,32 @@ class Runner(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
+
+
+def log_start(config: ServerConfig, url: str) -> None:
+    """The server listens."""
+    keys = f"{len(config.api_keys)} API key(s)" if config.api_keys else "no API key"
+    without = "no admin key" if config.rl else "no admin key (its routes are off)"
+    admin = "an admin key" if config.admin_key is not None else without
+    log.info("listening on %s, with %s and %s; the engine is being built.", url, keys, admin)
+    if not config.api_keys and not is_loopback(config.host):
+        log.warning(
+            "host=%s can be reached from other machines, and no API key is set: anybody who "
+            "reaches it may use it.",
+            config.host,
+        )
+    if config.rl:
+        log.info(
+            "routes for trainers are on (vLLM, SGLang, prime-rl, PipelineRL): %s.",
+            _who_may_train(config),
+        )
+
+
+def _who_may_train(config: ServerConfig) -> str:
+    """Who may pause the engine and change its weights."""
+    if config.admin_key is not None:
+        return "who has the admin key may change the weights"
+    whoever = "whoever has an API key and" if config.api_keys else "whoever"
+    if is_loopback(config.host):
+        return f"{whoever} is on this machine may change the weights, web pages excepted"
+    return f"{whoever} reaches {config.host} may change the weights (rl_open)"

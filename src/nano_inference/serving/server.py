@@ -1,27 +1,53 @@
-"""`Server`: what the routes share, from the moment it listens until its engine has ended."""
+"""`Server`: what the routes share, from the moment it listens until its engine has ended; and
+`Exchange`: one generation over HTTP, which ends when its client goes away.
+"""
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from nano_inference.models.generation_defaults import as_text
+from nano_inference.serving import paths
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.edge.admission import Admission, Bodies, Lifecycle
-from nano_inference.serving.edge.logs import log_access, log_ready
 from nano_inference.serving.edge.metrics import Metrics
-from nano_inference.serving.edge.replies import RequestRecord
-from nano_inference.serving.errors import ApiError, retry_after
+from nano_inference.serving.edge.replies import (
+    EventStream,
+    RequestRecord,
+    error_reply,
+    log_access,
+    record_of,
+    reply_in_pieces,
+)
+from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, retry_after
 from nano_inference.serving.parsing import chat_format
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import (
+    Builder,
+    Generation,
+    Served,
+    affordable,
+    answer,
+    events,
+)
+from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("nano_inference.serving")
+_prompts = logging.getLogger("nano_inference.prompts")
+
 
 # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
 LINGER = 10.0
@@ -169,3 +195,225 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
         version_name=control.version_name,
         version_number=control.version_number,
     )
+
+
+def log_ready(config: ServerConfig, served: Served) -> None:
+    """The engine is ready."""
+    info = served.engine
+    log.info(
+        "serving %s (%s)%s: max_model_len=%d, max_batch_size=%d, max_queued_samples=%d, "
+        "request_timeout=%g s.",
+        served.name,
+        info.numerics,
+        ", which has no tokenizer: token ids alone, by /v1/completions"
+        if served.tokenizer is None
+        else "",
+        info.max_model_len,
+        info.max_batch_size,
+        config.max_queued_samples,
+        config.request_timeout,
+    )
+    if served.sampling_defaults:
+        log.info(
+            "what requests leave out is as generation_config.json recommends: %s; "
+            "--generation-config none turns that "
+            "off.",
+            as_text(served.sampling_defaults),
+        )
+
+
+LARGE = 32 * 1024  # bytes of a body that is read in a thread, so that others do not wait
+
+Made = TypeVar("Made")
+
+
+def generation_route(
+    server: Server, protocol: ApiProtocol
+) -> Callable[[Request], Awaitable[Response]]:
+    """The route of a protocol."""
+
+    async def generate(request: Request) -> Response:
+        record = record_of(request.scope)
+        try:
+            server.lifecycle.require_open()
+            server.admission.require_room()  # before anything is read
+            builder = await read_request(
+                request,
+                server,
+                lambda body, served: protocol.prepare(body, served, record.request_id),
+            )
+            builder.asks = affordable(builder.asks, server.require_served(), builder.names)
+            num_samples = sum(ask.num_samples for ask in builder.asks)
+            server.lifecycle.require_open()  # it may have changed while the body came
+            server.admission.require_room(num_samples, wanted_version(builder))
+            exchange = Exchange(server, builder, record, request.scope)
+        except Exception as problem:
+            return refusal(problem, record)
+        if builder.stream:
+            return exchange.stream(request.receive)
+        return await exchange.whole(request.receive)
+
+    return generate
+
+
+def wanted_version(builder: Builder) -> int:
+    """The newest version of the weights that any of a request waits for; 0: it waits for none."""
+    return max(
+        (
+            ask.limits.get(name) or 0
+            for ask in builder.asks
+            for name in ("min_version", "exact_version")
+        ),
+        default=0,
+    )
+
+
+async def read_request(
+    request: Request, server: Server, make: Callable[[bytes, Served], Made]
+) -> Made:
+    """What is made of a body. Raises what `make` and `Bodies.read` do, `ApiError` 408 if the body
+    takes too long to arrive, and what the server ends it by.
+    """
+    config = server.config
+    timeout = config.request_timeout
+    bodies = (
+        server.weight_bodies
+        if config.rl and request.url.path in paths.WITH_WEIGHTS
+        else server.bodies
+    )
+    limit = asyncio.timeout(timeout)
+    problem = ApiError(
+        408, f"the body did not arrive within {timeout:g} seconds.", headers=NO_RETRY
+    )
+
+    def end(given: ApiError) -> None:
+        nonlocal problem
+        problem = given
+        limit.reschedule(0.0)
+
+    server.exchanges.add(end)
+    try:
+        async with bodies.read(request, limit) as body:
+            server.exchanges.discard(end)
+            served = server.require_served()
+            return (
+                await asyncio.to_thread(make, body, served)
+                if len(body) > LARGE
+                else make(body, served)
+            )
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise problem from None
+    finally:
+        server.exchanges.discard(end)
+
+
+def refusal(problem: Exception, record: RequestRecord) -> Response:
+    """The answer to what was raised before an answer began."""
+    if isinstance(problem, ClientDisconnect):
+        problem = ApiError(499, "the client went away.")
+    error = api_error_of(problem)
+    if error.status == 500 and not isinstance(problem, ApiError):
+        log.error("request %s failed", record.request_id, exc_info=problem)
+    return error_reply(error, record)
+
+
+class Exchange:
+    """A generation and the client that waits for it. Made, it is submitted.
+
+    It ends early when the client goes away, when `request_timeout` is over, or when the server
+    stops (`end`).
+    """
+
+    def __init__(
+        self, server: Server, builder: Builder, record: RequestRecord, scope: Scope
+    ) -> None:
+        served = server.require_served()
+        self._server = server
+        self._builder = builder
+        self._record = record
+        self._generation = Generation(builder, served)
+        record.model = served.name
+        self._generation.submit(server.client, record.request_id, record.session)
+        connection: Any = scope["state"].get("connection")
+        for stream in self._generation.streams:
+            stream.on_overflow = None if connection is None else connection.abort
+        self._wanted = wanted_version(builder), len(self._generation.choices)
+        server.admission.hold(*self._wanted)
+        server.exchanges.add(self.end)
+
+    def end(self, problem: ApiError) -> None:
+        """Abort the generation; the client gets `problem`, as a status or as a last event."""
+        for stream in self._generation.streams:
+            stream.end(problem)
+
+    async def whole(self, receive: Receive) -> Response:
+        """Wait for all of it."""
+        try:
+            with self._watched(receive):
+                body = await answer(self._generation)
+                return await reply_in_pieces(body, aside=self._generation.is_large)
+        except Exception as problem:
+            return refusal(problem, self._record)
+
+    def stream(self, receive: Receive) -> Response:
+        """The events as they come."""
+        return EventStream(
+            cast(AsyncGenerator[bytes, None], events(self._generation)),
+            refuse=lambda problem: refusal(problem, self._record),
+            failure=lambda problem: self._builder.failure(api_error_of(problem)),
+            around=self._watched(receive),
+            on_event=partial(self._server.metrics.sent, self._record),
+        )
+
+    @contextmanager
+    def _watched(self, receive: Receive) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        seconds = self._server.config.request_timeout
+        late = ApiError(
+            504,
+            f"the request took more than {seconds:g} seconds (request_timeout).",
+            headers=NO_RETRY,
+        )
+        left = max(0.0, seconds - (time.perf_counter() - self._record.started))
+        timer = loop.call_later(left, self.end, late)
+        watcher = loop.create_task(self._until_disconnected(receive))
+        try:
+            yield
+        finally:
+            timer.cancel()
+            watcher.cancel()
+            self._generation.close()
+            self._server.exchanges.discard(self.end)
+            self._server.admission.let_go(*self._wanted)
+            self._report()
+
+    async def _until_disconnected(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._record.problem = "client disconnected"
+        self._generation.close()
+
+    def _report(self) -> None:
+        usage, record = self._generation.usage, self._record
+        record.num_samples = len(self._generation.choices)
+        record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        record.completion_tokens = usage.completion_tokens
+        seconds = time.perf_counter() - record.started
+        self._server.admission.took(seconds)
+        self._server.metrics.ended(record, self._generation, seconds)
+        if self._server.config.log_prompts:
+            log_texts(self._generation, record.request_id)
+
+
+def log_texts(generation: Generation, request_id: str) -> None:
+    """What was asked and what was said; only where `log_prompts` is set."""
+    tokenizer = generation.served.tokenizer
+    asks = [
+        ask.prompt if tokenizer is None else tokenizer.decode(ask.prompt)
+        for ask in generation.builder.asks
+    ]
+    said = [choice.reasoning + choice.content for choice in generation.choices]
+    fields = {"request_id": request_id, "prompts": asks, "completions": said}
+    _prompts.info("%s", json.dumps(fields), extra={"fields": fields})

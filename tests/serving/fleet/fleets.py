@@ -145,7 +145,7 @@ class Engine(ScriptedClient):
         }
         value = special.get(name, self.returns.get(name))
         if OPERATIONS[name].returns is Received:
-            value = Received(self.version)
+            value = Received()
         return self._receive(Returned(call_id, value))
 
     def _spawn(self, work: Any) -> "asyncio.Task[None]":

@@ -173,19 +173,12 @@ def test_a_wake_that_one_refuses_is_undone_on_all() -> None:
     play(test())
 
 
-def test_a_call_that_receives_opens_the_update_on_all_first() -> None:
+def test_an_update_begins_on_all_or_on_none() -> None:
     async def test() -> None:
         async with fleet(2) as made:
-            told = {"session": 5, "size": 1, "content": b"", "begin": {"complete": True}}
-            await made.client.call("receive_file", **told)
-            for engine in made.engines:
-                assert [call.name for call in engine.calls] == ["begin_update", "receive_file"]
-                assert engine.calls[0].arguments == {"session": 5, "known": None, "complete": True}
-                assert "begin" not in engine.calls[1].arguments
             made.engines[0].fails["begin_update"] = InvalidRequest("the weights are asleep")
             with pytest.raises(InvalidRequest, match="asleep"):
-                await made.client.call("receive_file", **told | {"session": 6})
+                await made.client.call("begin_update", session=6, known=None)
             assert made.engines[1].said("cancel_update")[0].arguments["session"] == 6
-            assert len(made.engines[1].said("receive_file")) == 1
 
     play(test())

@@ -18,7 +18,7 @@ from nano_inference.serving.parsing import ChatFormat, Parsed, ToolCallDelta
 from nano_inference.serving.protocols import anthropic
 from nano_inference.serving.protocols.anthropic import MessageBuilder, signature
 from nano_inference.serving.protocols.anthropic_schema import MessagesRequest
-from nano_inference.serving.protocols.interface import RequestUsage, Served
+from nano_inference.serving.protocols.generation import RequestUsage, Served
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Delta, FinishReason, TrainingSample
 from tests.serving.protocols.anthropic_stream import accumulated, events_of

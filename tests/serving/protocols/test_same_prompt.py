@@ -14,7 +14,7 @@ from nano_inference.serving.errors import ApiError
 from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.protocols.anthropic import count_tokens
 from nano_inference.serving.protocols.anthropic_schema import CountRequest, encode
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.routes import tokenize
 from nano_inference.text import control_tokens

@@ -5,18 +5,18 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.errors import ConfigError
 from nano_inference.serving import paths
-from nano_inference.serving.addresses import host_name, is_address
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.access import Keys
-from nano_inference.serving.edge.logs import log_start
+from nano_inference.serving.edge.layers import Keys, host_name, is_address
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import PROTOCOLS, RL_PROTOCOLS, RL_ROUTES, running_server
+from nano_inference.serving.runner import log_start
 from nano_inference.serving.server import Server
 from tests.serving.scripted import ScriptedClient
 
@@ -36,9 +36,10 @@ def status(config: ServerConfig, path: str, headers: list[tuple[bytes, bytes]]) 
 def test_every_route_of_a_dialect_has_a_level() -> None:
     """One that is in no table would be for all users."""
     server = Server(ServerConfig(rl=True), ScriptedClient())
-    routes = [
-        route for make in RL_ROUTES for route in make(server).routes if isinstance(route, APIRoute)
-    ]
+    router = APIRouter()
+    for add in RL_ROUTES:
+        add(router, server)
+    routes = [route for route in router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes} == paths.CONTROL
     changed = {
         route.path for route in routes if (route.methods or set()) & {"POST", "PUT", "DELETE"}

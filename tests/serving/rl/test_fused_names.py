@@ -36,7 +36,7 @@ from nano_inference.engine.transports.sender import WeightSender
 from nano_inference.engine.weights.sources import cut_into_buckets
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.rl.verl.buckets import opened, parcels, parcels_of
-from nano_inference.serving.dialects.sglang_weights import GROUP as SGLANG_GROUP
+from nano_inference.serving.dialects.sglang_routes import GROUP as SGLANG_GROUP
 from nano_inference.serving.engine_weights import EngineWeights
 from nano_inference.serving.main import running_server
 from tests.models.tiny import family_weights, tiny_model, write_model

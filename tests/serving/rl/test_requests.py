@@ -21,8 +21,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control, Loads
 from nano_inference.serving.errors import ApiError
-from nano_inference.serving.handler import Generation, answer
-from nano_inference.serving.protocols.interface import Ask
+from nano_inference.serving.protocols.generation import Ask, Generation, answer
 from nano_inference.serving.server import Server
 from nano_inference.types import GROUP_COMPLETE, Delta, SamplingParams
 from tests.serving.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of
@@ -233,7 +232,8 @@ def test_requests_for_versions(
         )
         await control.pause("keep")
         late = Generation(
-            builder_of(Ask([1, 2], params_of(0), exact_version=serving)), served_of(client)
+            builder_of(Ask([1, 2], params_of(0), limits={"exact_version": serving})),
+            served_of(client),
         )
         late.submit(client, "late")
         assert await control.loads() == Loads(0, 3)
@@ -268,14 +268,10 @@ def served_of(client: EngineClient) -> Any:
 def test_an_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams end as they should, whole answers are 200."""
 
-    def routes(server: Server) -> APIRouter:
-        router = APIRouter()
-
+    def routes(router: APIRouter, server: Server) -> None:
         @router.post("/test/abort")
         async def abort(name: str | None = None) -> int:  # pyright: ignore[reportUnusedFunction]
             return await server.control.abort(None if name is None else [name])
-
-        return router
 
     monkeypatch.setattr(main, "ROUTES", (*main.ROUTES, routes))
     threads = torch.get_num_threads()

@@ -31,9 +31,9 @@ _GLANCE, _REST = 0.05, 0.5
 _PAUSES = (1.0, 30.0)
 
 
-def routes(server: Server) -> APIRouter:
+def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router, turn = APIRouter(), asyncio.Lock()
+    turn = asyncio.Lock()
     if _joins_group(server.config):
         server.beside.append(lambda: _stay_joined(server))
 
@@ -60,14 +60,12 @@ def routes(server: Server) -> APIRouter:
                 raise
         return json_reply(200, {"status": "ok"})
 
-    return router
-
 
 async def _update(server: Server, fields: Fields) -> None:
     version, tensors, checks = fields.version("version"), tensors_of(fields), checks_of(fields)
     await _joined(server)
-    async with server.control.updating(version=version, **checks) as update:
-        await server.control.receive_broadcast(GROUP, tensors, opens=update)
+    async with server.control.updating(version=version, **checks):
+        await server.control.receive_broadcast(GROUP, tensors)
         await server.control.finish_update(kv_policy="keep")
 
 

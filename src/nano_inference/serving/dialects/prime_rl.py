@@ -24,9 +24,8 @@ _STEP = re.compile(r"step_([0-9]{1,18})")
 _MOST_RANKS = 2**20
 
 
-def routes(server: Server) -> APIRouter:
+def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
 
     @router.post("/init_broadcaster", summary="Join the trainer's group")
     async def init_broadcaster(request: Request) -> Response:
@@ -46,8 +45,6 @@ def routes(server: Server) -> APIRouter:
         raise ApiError(
             501, "LoRA adapters are not supported; send weights into which the adapter is merged."
         )
-
-    return router
 
 
 async def _join(server: Server, fields: Fields) -> None:
@@ -108,12 +105,12 @@ async def _update(server: Server, fields: Fields) -> None:
     if not has_broadcaster and step is not None:
         await _require_stable(step, timeout or server.config.rl_timeout)
     version = None if step is None else _STEP.sub(r"\1", step.name)
-    async with control.updating(version=version, **checks) as update:
+    async with control.updating(version=version, **checks):
         if has_broadcaster:
-            await control.receive_stream(GROUP, opens=update)
+            await control.receive_stream(GROUP)
         else:
             assert folder is not None
-            await control.receive_folder(folder, timeout=timeout, opens=update)
+            await control.receive_folder(folder, timeout=timeout)
         await control.finish_update()
 
 

@@ -8,14 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.options import is_number, is_whole
-from nano_inference.serving.control import TensorSpec
+from nano_inference.serving.control import TensorSpec, checked_name
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import bad_request, shown
-from nano_inference.serving.exchange import read_request
 from nano_inference.serving.operations import Checks
 from nano_inference.serving.protocols.requests import decode
-from nano_inference.serving.server import Server
-from nano_inference.serving.versions import checked_name
+from nano_inference.serving.server import Server, read_request
 
 MOST_SECONDS = 24 * 3600.0
 MOST_SIZE = 2**48  # of a tensor, along one of its axes

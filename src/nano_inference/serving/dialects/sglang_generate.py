@@ -40,7 +40,7 @@ from nano_inference.serving.protocols.answers import (
     flat,
     version_spans,
 )
-from nano_inference.serving.protocols.interface import (
+from nano_inference.serving.protocols.generation import (
     Ask,
     Builder,
     RequestUsage,
@@ -66,7 +66,7 @@ from nano_inference.serving.protocols.requests import (
     version_number,
 )
 from nano_inference.text.token_texts import TokenTexts
-from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.types import Limits, SamplingParams, TopLogprobs, TrainingSample
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -392,12 +392,13 @@ class SglangBuilder(Builder):
             need_tokenizer(served)
         self._texts = served.token_texts if names_tokens else None  # where logprobs name tokens
         self._flat: Flat | None = request.flat_logprobs  # numbers instead of rows
-        version = request.weight_version
-        self._min_version = version and version_number(
-            version.min_version, served, "weight_version.min_version"
-        )
-        self._exact_version = version and version_number(
-            version.exact_version, served, "weight_version.exact_version"
+        wanted = request.weight_version or WantedVersion.model_validate({})
+        self._limits = Limits(
+            num_wanted=request.n_wanted,
+            min_version=version_number(wanted.min_version, served, "weight_version.min_version"),
+            exact_version=version_number(
+                wanted.exact_version, served, "weight_version.exact_version"
+            ),
         )
         given, is_batch = prompts_of(request)
         samplings = [self._sampling(place, len(given)) for place in range(len(given))]
@@ -483,9 +484,7 @@ class SglangBuilder(Builder):
             and not (prompt.hides or prompt.mask or prompt.flat_mask),
             client_id=prompt.request_id,
             unique=self.request.rid is not None,
-            num_wanted=self.request.n_wanted,
-            min_version=self._min_version,
-            exact_version=self._exact_version,
+            limits=self._limits,
             text=TextStyle(
                 special_tokens=sampling.skip_special_tokens is False,
                 stop=bool(sampling.no_stop_trim),

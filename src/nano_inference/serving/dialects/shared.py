@@ -11,9 +11,8 @@ from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.server import Server
 
 
-def routes(server: Server) -> APIRouter:
+def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
     gets: Mapping[str, Answer] = {
         "/flush_cache": lambda _: _flush_cache(server),
         "/server_info": lambda fields: _info(server, fields),
@@ -24,7 +23,6 @@ def routes(server: Server) -> APIRouter:
     }
     add_routes(router, server, "GET", gets)
     add_routes(router, server, "POST", posts)
-    return router
 
 
 async def _info(server: Server, fields: Fields) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from nano_inference.serving.protocols.answers import (
     prompt_rows,
     version_spans,
 )
-from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openai_answers import stop_reason, usage_told, usage_wanted
 from nano_inference.serving.protocols.openai_schema import StreamOptions, VersionName, Wanted
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, operation, thing
@@ -48,7 +48,7 @@ from nano_inference.serving.protocols.requests import (
     sampling_params,
     version_number,
 )
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import Limits, SamplingParams, TrainingSample
 
 
 class VllmSampling(SamplingFields):
@@ -169,9 +169,11 @@ class VllmBuilder(Builder):
                 num_samples,
                 stream=self._num_prompt_logprobs is None,  # they come with the whole sample
                 client_id=request.request_id,
-                num_wanted=request.n_wanted,
-                min_version=version_number(
-                    request.min_weight_version, served, "min_weight_version"
+                limits=Limits(
+                    num_wanted=request.n_wanted,
+                    min_version=version_number(
+                        request.min_weight_version, served, "min_weight_version"
+                    ),
                 ),
                 detokenize=self._tells_text,
                 text=TextStyle(

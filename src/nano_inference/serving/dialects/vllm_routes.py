@@ -34,9 +34,8 @@ _MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 _PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
 
-def routes(server: Server) -> APIRouter:
+def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    router = APIRouter()
     control = server.control
     transfer = Transfer(control)
     posts: dict[str, Answer] = {
@@ -77,8 +76,6 @@ def routes(server: Server) -> APIRouter:
             if fields is None or "weight_dir" not in fields.body:
                 await transfer.lose(problem)
             raise
-
-    return router
 
 
 async def _said(name: str, value: Awaitable[object]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from nano_inference.serving.edge.access import HEALTH
+from nano_inference.serving.edge.layers import HEALTH
 from nano_inference.serving.edge.replies import request_id_of
 from nano_inference.serving.errors import ApiError, bad_request, error_body, retry_after
 

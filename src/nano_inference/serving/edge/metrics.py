@@ -23,7 +23,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.edge.replies import RequestRecord
 from nano_inference.serving.fleet.failover import BUCKETS, Failover
 from nano_inference.serving.fleet.supervisor import ReplicaStatus
-from nano_inference.serving.handler import Generation
+from nano_inference.serving.protocols.generation import Generation
 from nano_inference.types import EngineStats
 
 PREFIX = "nano_inference_"

@@ -3,6 +3,8 @@ server-sent events.
 """
 
 import asyncio
+import json
+import logging
 import re
 import secrets
 import time
@@ -19,6 +21,10 @@ from starlette.types import Receive, Scope, Send
 from nano_inference.serving.errors import NO_RETRY, ApiError, error_body, shown
 from nano_inference.serving.protocols.answers import json_pieces
 
+access = logging.getLogger("nano_inference.access")
+
+_WATCHED = ("/health", "/ping", "/load", "/metrics")
+_LONGEST = 256  # characters of what a client sent
 # printable ASCII, no spaces: safe in headers, logs and JSON
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -59,6 +65,46 @@ class RequestRecord:
     seconds: float = 0.0
     problem: str | None = None
     started: float = field(default_factory=time.perf_counter)
+
+
+def log_access(record: RequestRecord) -> None:
+    """A request has been answered. What watches the server all the time is only told to those who
+    want to know all.
+    """
+    level = logging.DEBUG if record.path in _WATCHED and record.status == 200 else logging.INFO
+    if not access.isEnabledFor(level):
+        return
+    fields: dict[str, Any] = {
+        "request_id": record.request_id,
+        "method": record.method[:16],
+        "path": record.path[:_LONGEST],
+        "status": record.status,
+        "seconds": round(record.seconds, 4),
+    }
+    if record.model is not None:
+        fields |= {
+            "model": record.model,
+            "n": record.num_samples,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "completion_tokens": record.completion_tokens,
+        }
+    if record.first_token is not None:
+        fields["first_token"] = round(record.first_token, 4)
+    if record.problem is not None:
+        fields["problem"] = record.problem[:_LONGEST]
+    words = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items())
+    access.log(level, "%s", words, extra={"fields": fields})
+
+
+def _quoted(value: object) -> str:
+    """So that a value cannot look like two fields."""
+    text = str(value)
+    return (
+        json.dumps(text)
+        if not text or any(each in ' "=' for each in text) or not text.isprintable()
+        else text
+    )
 
 
 def request_id_of(header: bytes | None) -> str:
@@ -149,17 +195,12 @@ class PiecedReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         connection = scope["state"].get("connection")
-        unsized = connection if scope.get("http_version") == "1.0" else None  # it knows no chunks
-        if unsized is not None:
-            unsized.begin_without_length()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         batch: bytes | None = b"".join(self._made)
         self._made.clear()
         while batch is not None and (connection is None or connection.is_open):
             await send({"type": "http.response.body", "body": batch, "more_body": True})
             batch = await _next(self._rest, True)
-        if unsized is not None:
-            unsized.end_without_length(b"")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -224,10 +265,6 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         self._send = send
-        # HTTP/1.0 knows no chunks; proxies speak it too.
-        self._unsized = (
-            scope["state"].get("connection") if scope.get("http_version") == "1.0" else None
-        )
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._timer = self._loop.call_later(self._keep_alive, self._tick)
@@ -241,8 +278,6 @@ class EventStream(Response):
                     return
                 last = b"" if problem is None else self._failure(problem)
                 await self._begin()
-                if self._unsized is not None:
-                    self._unsized.end_without_length(last)
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._timer.cancel()
@@ -261,8 +296,6 @@ class EventStream(Response):
     async def _begin(self) -> None:
         if not self._begun:
             self._begun = True
-            if self._unsized is not None:
-                self._unsized.begin_without_length()
             await self._send(
                 {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
             )

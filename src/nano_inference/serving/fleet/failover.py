@@ -55,6 +55,7 @@ class Failover:
         counts: pauses that clients saw, by `BUCKETS` and beyond them.
         seconds: of all pauses.
         longest: of them.
+        waiting: requests of which nothing has come since they were moved.
     """
 
     def __init__(self, fleet: "FleetClient") -> None:
@@ -63,6 +64,7 @@ class Failover:
         self.counts = [0] * (len(BUCKETS) + 1)
         self.seconds = 0.0
         self.longest = 0.0
+        self.waiting: set[FleetRequest] = set()
         self._fleet = fleet
 
     def move(self, request: "FleetRequest") -> None:
@@ -77,7 +79,7 @@ class Failover:
             return
         request.computes_prompt = False
         request.moves += 1
-        request.is_paused = True
+        self.waiting.add(request)
         self.moved += 1
         self.place_again(request)
 
@@ -106,9 +108,10 @@ class Failover:
 
     def went_on(self, request: "FleetRequest", seconds: float) -> None:
         """Something has come of a moved request, so long after the last delta."""
+        self.waiting.discard(request)
         self.paused(seconds)
         log.debug("request %d goes on, after %.3f s.", request.request_id, seconds)
-        if not any(each.is_paused for each in self._fleet.requests.values()):
+        if not self.waiting:
             log.info("all requests that were handed on go on; the last one after %.3f s.", seconds)
 
     def paused(self, seconds: float) -> None:
@@ -205,7 +208,6 @@ class FleetRequest:
         self.moves = 0
         self.deaths = 0  # of engines that had it
         self.computes_prompt = False  # its replica is to do no more than that
-        self.is_paused = False  # nothing has come since it was moved
         self._asked = asked
         self._numerics = numerics
         self._way: Literal["begin", "resume", "resume old", "repeat"] = "begin"
@@ -231,8 +233,7 @@ class FleetRequest:
         if sample.ended:  # it was done already, and a repetition does it again
             return
         now = time.monotonic()
-        if self.is_paused:
-            self.is_paused = False
+        if self in self._fleet.failover.waiting:
             self._fleet.failover.went_on(self, now - self._heard)
         self._heard = now
         if not self._has_come:

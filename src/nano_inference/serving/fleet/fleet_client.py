@@ -16,11 +16,11 @@ from nano_inference.serving.client import STOPPING, EngineClient
 from nano_inference.serving.errors import ApiError, retry_after
 from nano_inference.serving.fleet.failover import MOST_MOVES, Failover, FleetRequest
 from nano_inference.serving.fleet.operations import FleetOperations
-from nano_inference.serving.fleet.prefill import LEAST, Prefill
 from nano_inference.serving.fleet.router import NoReplica, Router, Ticket
 from nano_inference.serving.fleet.supervisor import ReplicaStatus, Supervisor
-from nano_inference.serving.fleet.transfers import PrefixSharing, Transfers
+from nano_inference.serving.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
 from nano_inference.serving.messages import Abort, EngineInfo, Generate, Ready, ToEngine
+from nano_inference.serving.operations import Operation
 from nano_inference.types import Delta
 
 SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
@@ -186,6 +186,7 @@ class FleetClient(EngineClient):
         """No replica is left, as when an engine dies; `coming`: another one is on its way."""
         self.restarting = self._restart or coming
         self.requests.clear()
+        self.failover.waiting.clear()
         self._operations.forget()
         self._die(why, public)
 
@@ -285,6 +286,7 @@ class FleetClient(EngineClient):
                 request.let_go()
 
     def _forget(self, request: FleetRequest) -> None:
+        self.failover.waiting.discard(request)
         if self.requests.pop(request.request_id, None) is not None and request.ticket is not None:
             self.router.finished(request.ticket)
 
@@ -316,24 +318,18 @@ class FleetClient(EngineClient):
 
     # -- engine operations -------------------------------------------------------------------------
 
-    async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        """As `EngineClient.call`, of all replicas; see `FleetOperations`. It goes on where its
-        caller leaves.
-        """
-        self._require_alive()
-        call_id = next(self._ids)
-        self._calls[call_id] = future = asyncio.get_running_loop().create_future()
+    def _ask(
+        self, call_id: int, operation: Operation, seconds: float, arguments: dict[str, Any]
+    ) -> float:
+        """Of all replicas; see `FleetOperations`. It goes on where its caller leaves."""
 
         async def answer() -> None:
             try:
-                value = await self._operations.call(name, timeout, arguments)
+                value = await self._operations.call(operation, seconds, arguments)
                 self._answer(call_id, lambda future: future.set_result(value))
             except Exception as problem:
                 error = problem
                 self._answer(call_id, lambda future: future.set_exception(error))
 
         self.supervisor.spawn(answer())
-        try:
-            return await asyncio.wait_for(future, self._operations.patience(name, timeout))
-        finally:
-            self._calls.pop(call_id, None)
+        return self._operations.patience(operation, seconds)

@@ -17,7 +17,7 @@ from nano_inference.errors import (
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.fleet.router import Router
 from nano_inference.serving.fleet.supervisor import Supervisor
-from nano_inference.serving.operations import operation_named
+from nano_inference.serving.operations import Operation, operation_named
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -45,6 +45,7 @@ class FleetOperations:
         self._session: Engines = {}  # that take part in the open weight update
         self._groups: dict[str, Engines] = {}
         self._own: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
+            "flush_cache": self._flush_cache,
             "pause": self._pause,
             "resume": self._resume,
             "sleep": self._change_memory,
@@ -56,10 +57,15 @@ class FleetOperations:
             "finish_update": self._finish_update,
             "cancel_update": self._cancel_update,
         }
+        self._joined: dict[str, Callable[[Answers], Any]] = {
+            "stats": lambda found: supervisor.joined_stats(list(found.values())),
+            "weights_checksum": _joined_checksums,
+            "describe": lambda found: {**next(iter(found.values())), "replicas": len(found)},
+        }
 
-    async def call(self, name: str, seconds: float, arguments: Arguments) -> Any:
+    async def call(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         """As `EngineClient.call`, of the whole fleet."""
-        policy = operation_named(name).fleet
+        name, policy = operation.name, operation.fleet
         if policy == "replica":
             raise InvalidRequest(f"{name!r} is not a call of a fleet, but of one of its replicas.")
         if name in self._own:
@@ -67,19 +73,17 @@ class FleetOperations:
         if policy == "members":
             return await self._receive(name, seconds, arguments)
         found = await self._all(name, seconds, arguments)
-        if name == "flush_cache":
-            self._router.forget()
         if policy == "joined":
-            return self._joined(name, found)
+            return self._joined[name](found)
         if policy == "same" and len(set(found.values())) > 1:
             raise NanoInferenceError(f"the replicas do not agree on {name}: {found}.")
         return any(found.values()) if policy == "any" else next(iter(found.values()))
 
     @staticmethod
-    def patience(name: str, seconds: float) -> float:
+    def patience(operation: Operation, seconds: float) -> float:
         """The time that an operation may take in all: one of several calls gets it for each."""
-        patience, _ = operation_named(name).timed(seconds, {})
-        return (4 if name == "finish_update" else 2) * patience
+        patience, _ = operation.timed(seconds, {})
+        return (4 if operation.name == "finish_update" else 2) * patience
 
     def forget(self) -> None:
         """All replicas are gone, and what they had with them."""
@@ -167,14 +171,9 @@ class FleetOperations:
             if _failed(found[replica]):
                 self._supervisor.left_behind(replica, f"{why}: {found[replica]}")
 
-    def _joined(self, name: str, found: Answers) -> Any:
-        match name:
-            case "stats":
-                return self._supervisor.joined_stats(list(found.values()))
-            case "weights_checksum":
-                return _joined_checksums(found)
-            case _:
-                return {**next(iter(found.values())), "replicas": len(found)}
+    async def _flush_cache(self, name: str, seconds: float, arguments: Arguments) -> None:
+        await self._all(name, seconds, arguments)
+        self._router.forget()
 
     # -- pauses and memory -------------------------------------------------------------------------
 
@@ -231,7 +230,7 @@ class FleetOperations:
             awake = [part for part in ("kv_cache", "weights") if part not in before]
             undo = {"memory": awake if name == "sleep" else list(before)}
             await self._all_or_undone(name, seconds, arguments, undo, everywhere=True)
-            supervisor.asleep = tuple(await self.call("sleeping", seconds, {}))
+            supervisor.asleep = next(iter((await self._all("sleeping", seconds, {})).values()))
             if name == "sleep" and "kv_cache" in supervisor.asleep:
                 self._router.forget()
             if name == "wake" and before and arguments.get("memory") is None:
@@ -280,10 +279,6 @@ class FleetOperations:
         """Those receive that are in the session and in the group; the others are brought to the new
         version later.
         """
-        if (checks := arguments.get("begin")) is not None:
-            opening = {"session": arguments["session"], "known": None, **checks}
-            await self._begin_update("begin_update", seconds, opening)
-            arguments = {each: value for each, value in arguments.items() if each != "begin"}
         serving = self._still(self._session)
         group = self._groups.get(arguments.get("group", ""), serving)
         members = {each: client for each, client in serving.items() if group.get(each) is client}

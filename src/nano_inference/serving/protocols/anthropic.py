@@ -43,7 +43,7 @@ from nano_inference.serving.protocols.anthropic_schema import (
     MessagesRequest,
     encode,
 )
-from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.requests import (
     ApiProtocol,

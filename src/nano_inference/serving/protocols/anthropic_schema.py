@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from nano_inference.serving.errors import bad_request, shown
-from nano_inference.serving.protocols.interface import Served
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, nullable, thing
 from nano_inference.serving.protocols.requests import (
     MOST,

@@ -16,7 +16,7 @@ from nano_inference.serving.protocols.answers import (
     token_name,
     version_spans,
 )
-from nano_inference.serving.protocols.interface import Ask, Builder, RequestUsage, Served
+from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamOptions
 from nano_inference.serving.protocols.requests import (
     checked_stop,
@@ -26,7 +26,7 @@ from nano_inference.serving.protocols.requests import (
     sampling_params,
     version_number,
 )
-from nano_inference.types import TrainingSample
+from nano_inference.types import Limits, TrainingSample
 
 
 def fingerprint(served: Served) -> str:
@@ -161,9 +161,11 @@ class OpenAIBuilder(Builder):
             text=TextStyle(
                 request.skip_special_tokens is False, bool(request.include_stop_str_in_output)
             ),
-            num_wanted=request.n_wanted,
-            min_version=version_number(
-                request.min_weight_version, self.served, "min_weight_version"
+            limits=Limits(
+                num_wanted=request.n_wanted,
+                min_version=version_number(
+                    request.min_weight_version, self.served, "min_weight_version"
+                ),
             ),
             **({"stream": scored_prompt is None} | more),  # scores come with the whole sample
         )

@@ -9,7 +9,7 @@ from nano_inference.serving.choices import Choice, ChoiceDelta, ToolCall
 from nano_inference.serving.errors import bad_request, shown
 from nano_inference.serving.parsing import ToolCallDelta
 from nano_inference.serving.protocols.answers import ROWS_AT_ONCE, LazyArray, at_least
-from nano_inference.serving.protocols.interface import RequestUsage, Served
+from nano_inference.serving.protocols.generation import RequestUsage, Served
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_schema import (
     CHAT,
@@ -248,12 +248,10 @@ class ChatBuilder(OpenAIBuilder):
 
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """The answer."""
-        told: dict[str, Any] = self.head | {
+        first, scored = choices[0].finished, self.request.prompt_logprobs is not None
+        return self.head | {
             "choices": LazyArray(map(self._finished, choices)),
             "usage": self.usage_of(usage, choices),
-        }
-        first, scored = choices[0].finished, self.request.prompt_logprobs is not None
-        return told | {
             "prompt_logprobs": self.prompt_logprobs(first)
             if scored and first is not None
             else None,
@@ -275,13 +273,8 @@ class ChatBuilder(OpenAIBuilder):
         )
         if calls:
             message["tool_calls"] = [_tool_call(call) for call in calls]
-        told: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
-        told |= {
-            "finish_reason": self._reason(sample, bool(calls)),
-            "token_ids": None,
-            "routed_experts": None,
-        }
-        told |= self.ending(sample)
+        told = _choice(choice.index, message, self._reason(sample, bool(calls)), "message")
+        told |= {"routed_experts": None} | self.ending(sample)
         if self._extras:
             told |= self._extras_of(choice.whole)
         return told
@@ -319,10 +312,12 @@ class ChatBuilder(OpenAIBuilder):
         return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
 
 
-def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+def _choice(
+    index: int, said: dict[str, Any], reason: str | None = None, name: str = "delta"
+) -> dict[str, Any]:
     return {
         "index": index,
-        "delta": delta,
+        name: said,
         "logprobs": None,
         "finish_reason": reason,
         "token_ids": None,

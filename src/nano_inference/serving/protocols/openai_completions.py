@@ -9,7 +9,7 @@ from typing import Any
 from nano_inference.serving.choices import Choice, ChoiceDelta
 from nano_inference.serving.errors import bad_request, shown
 from nano_inference.serving.protocols.answers import LazyArray, at_least, flat, own_first
-from nano_inference.serving.protocols.interface import Ask, RequestUsage, Served, affordable
+from nano_inference.serving.protocols.generation import Ask, RequestUsage, Served, affordable
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_schema import (
     COMPLETION,

@@ -50,10 +50,10 @@ async def update(control: Control, content: bytes) -> str:
     return await control.finish_update()
 
 
-def test_an_update_that_opens_itself_waits_for_none_and_takes_none_over(
+def test_an_update_waits_for_none_and_takes_none_over(
     control: Control, run: Run, folder: Path
 ) -> None:
-    """Two arrive before either has its turn: the first serves, the second is told at once."""
+    """Two begin before either has its turn: the first serves, the second is told at once."""
     own, other = (save({NORM: new_weights(folder, seed)[NORM]}) for seed in (1, 2))
 
     async def test() -> None:
@@ -62,8 +62,8 @@ def test_an_update_that_opens_itself_waits_for_none_and_takes_none_over(
         before = await update(control, other)
 
         async def send(content: bytes) -> str:
-            async with control.updating() as update:
-                await control.receive_file(content, opens=update)
+            async with control.updating():
+                await control.receive_file(content)
                 return await control.finish_update()
 
         await control._turn.acquire()
@@ -98,8 +98,8 @@ def test_an_update_can_be_cancelled_while_its_first_part_comes(
         before = await control.serving_version()
 
         async def send() -> str:
-            async with control.updating() as update:
-                await control.receive_file(part, opens=update)
+            async with control.updating():
+                await control.receive_file(part)
                 return await control.finish_update()
 
         with monkeypatch.context() as patch:
@@ -143,9 +143,8 @@ def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
         begun = await asyncio.gather(
             *(control.begin_update() for _ in range(5)), return_exceptions=True
         )
-        refusals = [each for each in begun if each is not None]
-        assert len(refusals) == 4
-        assert all(isinstance(each, ApiError) and each.status == 409 for each in refusals)
+        refusals = [each for each in begun if isinstance(each, ApiError)]
+        assert [each.status for each in refusals] == [409] * 4
         assert await control.cancel_update("enough")
 
     run(test())

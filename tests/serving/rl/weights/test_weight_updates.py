@@ -18,10 +18,9 @@ from nano_inference.engine.transports import trainer_broadcasts
 from nano_inference.engine.transports.wire import TensorInfo
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.control import Control, TensorSpec
+from nano_inference.serving.control import Control, TensorSpec, VersionNames
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.in_process import InProcessClient
-from nano_inference.serving.versions import VersionNames
 from tests.depth import at_depth
 from tests.serving.engines import Run, config_of, finished, params_of
 from tests.serving.rl.group_trainer import new_weights
