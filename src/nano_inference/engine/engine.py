@@ -29,12 +29,12 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
     Delta,
     EngineStats,
-    KvPolicy,
     Limits,
     Memory,
     PauseMode,
     SamplingParams,
     TrainingSample,
+    UpdateOptions,
 )
 
 if TYPE_CHECKING:
@@ -322,11 +322,7 @@ class InferenceEngine:
         self,
         weights: Any,
         blocking: bool = False,
-        *,
-        kv_policy: KvPolicy | None = None,
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
+        **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
         """Replace (part of) the policy's weights, in place, between two steps.
 
@@ -345,18 +341,14 @@ class InferenceEngine:
         Raises `WeightUpdateError`, the old version serving untouched; also where a blocking one
         would wait for itself.
         """
-        options = {"version": version, "complete": complete, "check_finite": check_finite}
-        return self._updates.update(weights, blocking, kv_policy, **options)
+        return self._updates.update(weights, blocking, **options)
 
     def receive_weights(
         self,
         transport: WeightTransport,
         *,
-        kv_policy: KvPolicy | None = None,
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
         timeout: float = 300.0,
+        **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
         """Begin to receive an update from a trainer, on a thread of its own, while requests go on;
         returns at once.
@@ -367,16 +359,13 @@ class InferenceEngine:
 
         Args:
             transport: what brings it (`engine/transports`).
-            kv_policy: what becomes of running requests (`KvPolicy`); None: `"keep"`.
-            version: number of the new version; None: the trainer's, or counted up.
-            complete: as in `update_weights`.
-            check_finite: as in `update_weights`.
             timeout: seconds by which it must have arrived.
+            options: `kv_policy`, `version`, `complete` and `check_finite` as in `update_weights`;
+                `kv_policy` None: `"keep"`; `version` None: the trainer's, or counted up.
 
         Raises `WeightUpdateError` if a weight session is open.
         """
-        options = {"version": version, "complete": complete, "check_finite": check_finite}
-        return self._updates.receive(transport, kv_policy, timeout=timeout, **options)
+        return self._updates.receive(transport, timeout, **options)
 
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as

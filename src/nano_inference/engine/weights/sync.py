@@ -5,23 +5,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from nano_inference.engine.weights.sources import EMPTY, Weights, fill
-from nano_inference.engine.weights.store import WeightSet
 from nano_inference.engine.weights.update import (
     Bucket,
     Hold,
     WeightSession,
+    WeightSet,
     WeightUpdate,
     version_of,
 )
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.types import KvPolicy
+from nano_inference.types import UpdateOptions
 
 if TYPE_CHECKING:  # it needs an extra
     from nano_inference.engine.workers.sharing import SentUpdates
@@ -37,7 +37,7 @@ class WeightSyncManager:
 
     Args:
         model: whose parameters are written.
-        announce: called with each update that `end` queues, by the thread that ends it and under
+        announce: called with each update that is queued, by the thread that queues it and under
             `lock`.
         room: bytes that an update which begins now may take of the model's device; what is beyond
             waits on the CPU.
@@ -85,28 +85,21 @@ class WeightSyncManager:
         self,
         weights: Weights,
         *,
-        version: int | None = None,
         copy: bool = True,
-        complete: bool = False,
-        check_finite: bool = False,
-        announce: Callable[[WeightUpdate], None] | None = None,
+        **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
         """Check an update and queue it, whether a session is open or not.
 
         Args:
             weights: a state dict, the path of a folder or file of safetensors, or buckets one after
                 the other: state dicts and patches.
-            version: number of the new version, larger than every one before; None counts up.
             copy: the tensors are the caller's again when this returns. Without it a state dict is
                 only borrowed until `finish`; buckets are copied all the same.
-            complete: refuse an update that lacks a tensor.
-            check_finite: refuse NaN and infinite values.
-            announce: called with the update as it is queued, under `lock`.
+            options: see `InferenceEngine.update_weights`.
 
         Raises `WeightUpdateError`, with nothing changed.
         """
-        self.check_version(version)
-        session = self._new_session(version, complete, check_finite)
+        session = self._new_session(options)
         try:
             hold = Hold.COPY if copy else Hold.BORROW
             if isinstance(weights, Mapping):
@@ -114,8 +107,8 @@ class WeightSyncManager:
             else:
                 fill(session, weights, hold)
             with self.lock:
-                self._require_whole(session, version)
-                return self._queue(session, version, announce)
+                self._require_whole(session, session.version)
+                return self._queue(session, session.version)
         except Exception as problem:
             if session.update not in self.pending:  # other ranks may have parts of it
                 session.update.fail(_as_refusal(problem))
@@ -131,17 +124,8 @@ class WeightSyncManager:
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        *,
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
-        kv_policy: KvPolicy | None = None,
-    ) -> WeightUpdate:
-        """Open the session; returns the update that it will become. See `stage` for the arguments.
-
-        `announce` is called with an update of this `kv_policy`.
+    def begin(self, **options: Unpack[UpdateOptions]) -> WeightUpdate:
+        """Open the session; returns the update that it will become. Options are those of `stage`.
 
         Raises `WeightUpdateError` if one is open already; that one goes on.
         """
@@ -151,8 +135,7 @@ class WeightSyncManager:
                 raise WeightUpdateConflict(
                     "a weight session is open already; end() or cancel() it first."
                 )
-            self.check_version(version)
-            self._open = self._new_session(version, complete, check_finite, kv_policy)
+            self._open = self._new_session(options)
             return self._open.update
 
     def receive(
@@ -195,7 +178,7 @@ class WeightSyncManager:
         Raises `WeightUpdateError`, with nothing changed.
         """
         with self._checked(version, of) as (session, number):
-            update = self._queue(session, number, self._announce)
+            update = self._queue(session, number)
             self._open = None
             return update
 
@@ -304,7 +287,7 @@ class WeightSyncManager:
         """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the
         engine.
         """
-        self.stage(new_weights, announce=self._announce)
+        self.stage(new_weights)
 
     def maybe_finish_sync(self) -> bool:
         """Apply the oldest pending update, if there is one. An engine does so itself:
@@ -332,21 +315,9 @@ class WeightSyncManager:
         if self._announce is not None:
             raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
-    def _new_session(
-        self,
-        version: int | None,
-        complete: bool,
-        check_finite: bool,
-        kv_policy: KvPolicy | None = None,
-    ) -> WeightSession:
-        return WeightSession(
-            self.weights,
-            complete=complete,
-            check_finite=check_finite,
-            version=version,
-            room=self._room(),
-            kv_policy=kv_policy,
-        )
+    def _new_session(self, options: UpdateOptions) -> WeightSession:
+        self.check_version(options.get("version"))
+        return WeightSession(self.weights, room=self._room(), **options)
 
     @contextmanager
     def _checked(
@@ -413,12 +384,7 @@ class WeightSyncManager:
         session.settle(self.pending)
         self.check_version(version)
 
-    def _queue(
-        self,
-        session: WeightSession,
-        version: int | None,
-        announce: Callable[[WeightUpdate], None] | None,
-    ) -> WeightUpdate:
+    def _queue(self, session: WeightSession, version: int | None) -> WeightUpdate:
         update = session.update
         if self.weights.shares is not None:
             self.weights.shares.settle(update)
@@ -426,8 +392,8 @@ class WeightSyncManager:
         update.stage(number, session.staged, session.staged_bytes, session.whole)
         self._newest = number
         self.pending.append(update)
-        if announce is not None:
-            announce(update)
+        if self._announce is not None:
+            self._announce(update)
         return update
 
     def check_version(self, version: int | None) -> None:

@@ -12,7 +12,7 @@
 
 import math
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 
@@ -27,7 +27,7 @@ from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS
-from nano_inference.types import KvPolicy
+from nano_inference.types import KvPolicy, UpdateOptions
 
 
 class Updates:
@@ -45,19 +45,12 @@ class Updates:
         shared.when_dead = self.manager.close
 
     def update(
-        self, weights: Any, blocking: bool, kv_policy: KvPolicy | None, **options: Any
+        self, weights: Any, blocking: bool, **options: Unpack[UpdateOptions]
     ) -> WeightUpdate:
-        """See `InferenceEngine.update_weights`; `options` are those of
-        `WeightSyncManager.stage`.
-        """
+        """See `InferenceEngine.update_weights`."""
         shared, loop = self._shared, self._shared.loop
         shared.require_alive()
-        policy = self._policy(kv_policy, "recompute" if blocking else "keep")
-
-        def announce(update: WeightUpdate) -> None:
-            update.kv_policy = policy
-            self._announce(update)
-
+        policy = self._policy(options, "recompute" if blocking else "keep")
         # not held: another thread is stepping and will apply it
         held = shared.lock.acquire(blocking=blocking)
         try:
@@ -71,7 +64,7 @@ class Updates:
                 self._require_possible(policy)
             # Tensors that are read before this returns need not be copied.
             borrowed = blocking or (at_once and not loop.updates and not loop.would_wait(policy))
-            update = self.manager.stage(weights, copy=not borrowed, announce=announce, **options)
+            update = self.manager.stage(weights, copy=not borrowed, **options)
             if at_once:
                 shared.handle()
             # another thread's request or update may have come in between
@@ -95,12 +88,12 @@ class Updates:
         update.result(0)
 
     def receive(
-        self, transport: WeightTransport, kv_policy: KvPolicy | None, **options: Any
+        self, transport: WeightTransport, timeout: float, **options: Unpack[UpdateOptions]
     ) -> WeightUpdate:
         """See `InferenceEngine.receive_weights`."""
         self._shared.require_alive()
-        policy = self._policy(kv_policy, "keep")
-        return receive_update(self.manager, transport, kv_policy=policy, **options)
+        self._policy(options, "keep")
+        return receive_update(self.manager, transport, timeout=timeout, **options)
 
     def checksum(self) -> dict[str, str]:
         """See `InferenceEngine.weights_checksum`."""
@@ -129,9 +122,12 @@ class Updates:
             f"weight version {version!r} is gone; this engine serves {versions[POLICY]}."
         )
 
-    def _policy(self, kv_policy: KvPolicy | None, default: KvPolicy) -> KvPolicy:
-        policy = default if kv_policy is None else kv_policy
+    def _policy(self, options: UpdateOptions, default: KvPolicy) -> KvPolicy:
+        """What the options ask for, from now on never None. Raises `WeightUpdateError`."""
+        given = options.get("kv_policy")
+        policy = default if given is None else given
         require_policy(self._shared.loop, policy)
+        options["kv_policy"] = policy
         return policy
 
     def _require_possible(self, policy: KvPolicy, own: int | None = None) -> None:
