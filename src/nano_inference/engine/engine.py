@@ -11,18 +11,16 @@ from nano_inference.engine import generation
 from nano_inference.engine.assembly import Launcher, assemble_all
 from nano_inference.engine.backends import lookahead_of
 from nano_inference.engine.block_exchange import BlockExchange
-from nano_inference.engine.delivery import Sink
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
-from nano_inference.engine.shared_loop import SharedLoop, why_dead
-from nano_inference.engine.statistics import collect
-from nano_inference.engine.transports import WeightTransport
+from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
+from nano_inference.engine.transports import WeightTransport, receive_update
+from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.engine.weights.update_modes import Updates
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 from nano_inference.text.tokenizer import Tokenizer
@@ -365,7 +363,9 @@ class InferenceEngine:
 
         Raises `WeightUpdateError` if a weight session is open.
         """
-        return self._updates.receive(transport, timeout, **options)
+        self.shared.require_alive()
+        self._updates.policy(options, "keep")
+        return receive_update(self.weight_sync, transport, timeout=timeout, **options)
 
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as
@@ -442,7 +442,35 @@ class InferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
-        return collect(self.loop, self.runner)
+        loop, runner, cache, sequences = self.loop, self.runner, self.cache, self.loop.sequences
+        seconds = loop.clock.seconds
+        times = [(busy / 1e9, waiting / 1e9) for busy, waiting in runner.rank_times()]
+        for_samples = loop.clock.nanoseconds["wait"] / 1e9  # that rank 0 waited
+        return EngineStats(
+            num_waiting=len(sequences.waiting),
+            num_running=len(sequences.running),
+            num_held=len(sequences.held),
+            num_free_blocks=cache.num_free_blocks(),
+            num_blocks=cache.num_blocks,
+            kv_leaked_blocks=loop.num_leaked_blocks,
+            kv_use=cache.share_in_use(),
+            num_steps=loop.num_steps,
+            num_preemptions=loop.num_preemptions,
+            tokens_computed=runner.tokens_computed,
+            prompt_tokens_computed=runner.prompt_tokens_computed,
+            prompt_tokens_cached=loop.num_cached_tokens,
+            hit_rate=loop.num_cached_tokens
+            / max(loop.num_cached_tokens + runner.prompt_tokens_computed, 1),
+            prompt_tokens=loop.num_prompt_tokens,
+            prompt_tokens_queried=loop.num_queried_tokens,
+            completion_tokens=loop.num_completion_tokens,
+            tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
+            step_microseconds=loop.clock.microseconds(loop.num_steps),
+            ranks_busy=tuple(busy for busy, _ in times),
+            ranks_waiting=tuple(
+                waiting + for_samples * (rank == 0) for rank, (_, waiting) in enumerate(times)
+            ),
+        )
 
     def shutdown(self) -> None:
         """Let go of weights and KV cache. Unfinished requests are lost; every later call raises

@@ -25,8 +25,8 @@ from nano_inference.engine.transports.trainer_broadcasts import (
     TrainerGroup,
     join_trainer,
 )
+from nano_inference.engine.weights.sync import require_policy
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.engine.weights.update_modes import require_policy
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.serving.operations import Checks, Received
 from nano_inference.types import KvPolicy
