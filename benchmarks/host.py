@@ -25,9 +25,8 @@ from benchmarks.machine import processor
 from nano_inference.batch import ForwardBatch
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
-from nano_inference.engine.loop import Add, EngineLoop
+from nano_inference.engine.loop import PHASES, Add, EngineLoop
 from nano_inference.engine.runner import Sampled
-from nano_inference.engine.statistics import PHASES
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 import nano_inference
 import nano_inference.data
@@ -158,8 +158,18 @@ def methods(cls: type) -> Iterator[str]:
 def signature(function: Any) -> str:
     """Without `self` and without the annotations' modules."""
     found = inspect.signature(function)
-    kept = [p for p in found.parameters.values() if p.name != "self"]
-    return plain(str(found.replace(parameters=kept)))
+    kept = [each for p in found.parameters.values() if p.name != "self" for each in unpacked(p)]
+    return plain(str(found.replace(parameters=kept))).replace("Ellipsis", "...")
+
+
+def unpacked(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    """A parameter; in place of `**options: Unpack[Options]` each of the options."""
+    if get_origin(parameter.annotation) is not Unpack:
+        yield parameter
+        return
+    (options,) = get_args(parameter.annotation)
+    for name, kind in get_type_hints(options).items():
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind)
 
 
 def fields(cls: Any) -> Iterator[str]:

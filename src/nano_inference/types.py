@@ -47,6 +47,15 @@ class Limits(TypedDict, total=False):
     max_entries: int | None
 
 
+class UpdateOptions(TypedDict, total=False):
+    """How a weight update is taken; see `InferenceEngine.update_weights`."""
+
+    kv_policy: KvPolicy | None
+    version: int | None
+    complete: bool
+    check_finite: bool
+
+
 @strict_options(InvalidRequest)
 @dataclass(frozen=True)
 class SamplingParams:

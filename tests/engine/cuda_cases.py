@@ -79,7 +79,7 @@ class CheckingQueue(HostQueue):
         return _Poisoned(captured, self.log)
 
 
-class _Poisoned:
+class _Poisoned(Captured):
     """A graph whose results are NaN until it is replayed."""
 
     def __init__(self, captured: Captured, log: list[str]) -> None:
@@ -87,7 +87,7 @@ class _Poisoned:
         self._log = log
 
     @property
-    def output(self) -> Any:
+    def output(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._captured.output
 
     def replay(self) -> None:

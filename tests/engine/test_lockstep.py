@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine import lockstep as lockstep_module
-from nano_inference.engine.lockstep import Lockstep, StoreBell, ThreadBell
+from nano_inference.engine.lockstep import Lockstep, StoreBell
 from nano_inference.engine.loop import EngineLoop
 from nano_inference.errors import (
     ConfigError,
@@ -110,6 +110,26 @@ class Engines:
             thread.join()
         for engine in self.each:
             engine.shutdown()
+
+
+class ThreadBell(StoreBell):
+    """A bell for engines of one process, without a store."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wave: float = -1
+        self._listeners: list[Callable[[], None]] = []
+
+    def ring(self, wave: float) -> None:
+        self._hear(wave)
+        for wake in list(self._listeners):
+            wake()
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self._listeners.append(wake)
+
+    def close(self) -> None:
+        self.ring(math.inf)
 
 
 def of_threads(count: int) -> list[Lockstep]:

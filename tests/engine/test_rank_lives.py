@@ -24,7 +24,7 @@ from nano_inference import (
 )
 from nano_inference.engine.workers import shard
 from nano_inference.engine.workers.shard import Shard
-from nano_inference.engine.workers.staging import StagedUpdates
+from nano_inference.engine.workers.sharing import StagedUpdates
 from nano_inference.rl import PolicyModel
 from nano_inference.rl.replayer import Replayer
 from nano_inference.types import KvPolicy

@@ -15,7 +15,7 @@ import torch
 from nano_inference import EngineDead, InferenceEngine, TrainingSample
 from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.engine import sleeping
-from nano_inference.engine.device import DeviceHangs, HostQueue, is_device_failure, wait_for
+from nano_inference.engine.device import DeviceHangs, Event, HostQueue, is_device_failure, wait_for
 from nano_inference.engine.graphs import DrawResults, graph_sizes
 from nano_inference.engine.step_buffers import DecodeInputs, Downloads, Uploads, carve, specs_of
 from nano_inference.sampling.sample import Draw
@@ -43,7 +43,7 @@ def test_sizes(largest: int) -> None:
     assert gaps.max() <= max(16, largest / 16)
 
 
-class LateEvent:
+class LateEvent(Event):
     """An event that is passed when it has been asked so many times, or never."""
 
     def __init__(self, asks: float) -> None:

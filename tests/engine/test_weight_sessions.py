@@ -300,7 +300,7 @@ def test_what_is_received_is_a_copy_unless_given_away(manager: WeightSyncManager
     assert manager.stage(NEWER, copy=False).staged_bytes == 0
 
 
-def test_an_end_is_announced_once_it_is_queued() -> None:
+def test_an_update_is_announced_once_it_is_queued() -> None:
     announced: list[tuple[int, int]] = []
     manager = WeightSyncManager(
         decoder(), lambda update: announced.append((update.version, len(manager.pending)))
@@ -309,7 +309,7 @@ def test_an_end_is_announced_once_it_is_queued() -> None:
     manager.begin()
     manager.receive(NEW)
     manager.end()
-    assert announced == [(2, 2)]
+    assert announced == [(1, 1), (2, 2)]
 
 
 # -- tied heads ------------------------------------------------------------------------------------

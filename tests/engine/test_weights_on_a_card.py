@@ -18,9 +18,8 @@ from torch import Tensor
 
 from nano_inference.engine.transports import Deadline
 from nano_inference.engine.transports.rendezvous import device_for, join_group
-from nano_inference.engine.weights.store import WeightSet
-from nano_inference.engine.weights.update import Hold, WeightSession
-from nano_inference.engine.weights.update_modes import staging_room
+from nano_inference.engine.weights.sync import staging_room
+from nano_inference.engine.weights.update import Hold, WeightSession, WeightSet
 from nano_inference.errors import WeightTransferError
 from nano_inference.models.loading import load_spec
 from nano_inference.models.shard import shard_of

@@ -90,6 +90,6 @@ def decoder(
 
 def synced(manager: WeightSyncManager, weights: Any, **options: Any) -> dict[str, str]:
     """The checksum after an update."""
-    manager.stage(weights, **options)
-    manager.finish()
+    if not manager.stage(weights, **options).done():  # else it was written as it was announced
+        manager.finish()
     return manager.checksum()

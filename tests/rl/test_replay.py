@@ -251,7 +251,10 @@ def test_missing_versions_are_all_named(build: Build) -> None:
     for weights, problem in (
         ({name: OLD[name] for name in list(OLD)[1:]}, "is missing"),
         (OLD | {"model.x": OLD["model.norm.weight"]}, "'model.x' is not a tensor"),
-        (OLD | {"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' is \(3,\), expected"),
+        (
+            OLD | {"model.norm.weight": torch.zeros(3)},
+            r"'model.norm.weight' has shape \(3,\), expected",
+        ),
         (5, "are a int"),
     ):
         with pytest.raises(WeightUpdateError, match=problem):

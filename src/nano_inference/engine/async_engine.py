@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine.engine import InferenceEngine
@@ -14,7 +14,7 @@ from nano_inference.engine.generation import in_order
 from nano_inference.engine.requests import many_prompts, params_for
 from nano_inference.engine.shared_loop import failed
 from nano_inference.errors import EngineDead, InvalidRequest
-from nano_inference.types import Delta, KvPolicy, PauseMode, SamplingParams, TrainingSample
+from nano_inference.types import Delta, PauseMode, SamplingParams, TrainingSample, UpdateOptions
 
 
 class _Listener:
@@ -144,24 +144,11 @@ class AsyncInferenceEngine:
                     return delta.finished
 
     async def update_weights(
-        self,
-        weights: Any,
-        blocking: bool = False,
-        *,
-        kv_policy: KvPolicy | None = None,
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
+        self, weights: Any, blocking: bool = False, **options: Unpack[UpdateOptions]
     ) -> int:
         """As `InferenceEngine.update_weights`, and waits until the weights serve; returns their
         version.
         """
-        options = {
-            "kv_policy": kv_policy,
-            "version": version,
-            "complete": complete,
-            "check_finite": check_finite,
-        }
         update = await asyncio.to_thread(self.engine.update_weights, weights, blocking, **options)
         while not update.done():  # the stepping thread applies it between two steps
             self._require_running()

@@ -30,7 +30,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.config import EngineConfig
 from nano_inference.engine.backends import captures_graphs
-from nano_inference.engine.device import DeviceQueue, Event, queue_of
+from nano_inference.engine.device import Event, HostQueue, queue_of
 from nano_inference.engine.graphs import RESULTS, DecodeGraphs, DrawResults, is_plain
 from nano_inference.engine.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.engine.step_buffers import Downloads, Uploads
@@ -57,7 +57,7 @@ class Arriving:
 
     def __init__(
         self,
-        queue: DeviceQueue,
+        queue: HostQueue,
         event: Event,
         draw: Draw,
         scores: Tensor,
@@ -101,7 +101,7 @@ class CudaRunner(ModelRunner):
         self,
         models: Mapping[str, Decoder],
         storages: Mapping[str, KVStorage],
-        queue: DeviceQueue,
+        queue: HostQueue,
         *,
         largest: int,
         max_blocks: int,

@@ -11,30 +11,28 @@ from nano_inference.engine import generation
 from nano_inference.engine.assembly import Launcher, assemble_all
 from nano_inference.engine.backends import lookahead_of
 from nano_inference.engine.block_exchange import BlockExchange
-from nano_inference.engine.delivery import Sink
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
-from nano_inference.engine.shared_loop import SharedLoop, why_dead
-from nano_inference.engine.statistics import collect
-from nano_inference.engine.transports import WeightTransport
+from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
+from nano_inference.engine.transports import WeightTransport, receive_update
+from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.engine.weights.update_modes import Updates
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY, REFERENCE
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
     Delta,
     EngineStats,
-    KvPolicy,
     Limits,
     Memory,
     PauseMode,
     SamplingParams,
     TrainingSample,
+    UpdateOptions,
 )
 
 if TYPE_CHECKING:
@@ -322,11 +320,7 @@ class InferenceEngine:
         self,
         weights: Any,
         blocking: bool = False,
-        *,
-        kv_policy: KvPolicy | None = None,
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
+        **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
         """Replace (part of) the policy's weights, in place, between two steps.
 
@@ -345,18 +339,14 @@ class InferenceEngine:
         Raises `WeightUpdateError`, the old version serving untouched; also where a blocking one
         would wait for itself.
         """
-        options = {"version": version, "complete": complete, "check_finite": check_finite}
-        return self._updates.update(weights, blocking, kv_policy, **options)
+        return self._updates.update(weights, blocking, **options)
 
     def receive_weights(
         self,
         transport: WeightTransport,
         *,
-        kv_policy: KvPolicy | None = None,
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
         timeout: float = 300.0,
+        **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
         """Begin to receive an update from a trainer, on a thread of its own, while requests go on;
         returns at once.
@@ -367,16 +357,15 @@ class InferenceEngine:
 
         Args:
             transport: what brings it (`engine/transports`).
-            kv_policy: what becomes of running requests (`KvPolicy`); None: `"keep"`.
-            version: number of the new version; None: the trainer's, or counted up.
-            complete: as in `update_weights`.
-            check_finite: as in `update_weights`.
             timeout: seconds by which it must have arrived.
+            options: `kv_policy`, `version`, `complete` and `check_finite` as in `update_weights`;
+                `kv_policy` None: `"keep"`; `version` None: the trainer's, or counted up.
 
         Raises `WeightUpdateError` if a weight session is open.
         """
-        options = {"version": version, "complete": complete, "check_finite": check_finite}
-        return self._updates.receive(transport, kv_policy, timeout=timeout, **options)
+        self.shared.require_alive()
+        self._updates.policy(options, "keep")
+        return receive_update(self.weight_sync, transport, timeout=timeout, **options)
 
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as
@@ -453,7 +442,35 @@ class InferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
-        return collect(self.loop, self.runner)
+        loop, runner, cache, sequences = self.loop, self.runner, self.cache, self.loop.sequences
+        seconds = loop.clock.seconds
+        times = [(busy / 1e9, waiting / 1e9) for busy, waiting in runner.rank_times()]
+        for_samples = loop.clock.nanoseconds["wait"] / 1e9  # that rank 0 waited
+        return EngineStats(
+            num_waiting=len(sequences.waiting),
+            num_running=len(sequences.running),
+            num_held=len(sequences.held),
+            num_free_blocks=cache.num_free_blocks(),
+            num_blocks=cache.num_blocks,
+            kv_leaked_blocks=loop.num_leaked_blocks,
+            kv_use=cache.share_in_use(),
+            num_steps=loop.num_steps,
+            num_preemptions=loop.num_preemptions,
+            tokens_computed=runner.tokens_computed,
+            prompt_tokens_computed=runner.prompt_tokens_computed,
+            prompt_tokens_cached=loop.num_cached_tokens,
+            hit_rate=loop.num_cached_tokens
+            / max(loop.num_cached_tokens + runner.prompt_tokens_computed, 1),
+            prompt_tokens=loop.num_prompt_tokens,
+            prompt_tokens_queried=loop.num_queried_tokens,
+            completion_tokens=loop.num_completion_tokens,
+            tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
+            step_microseconds=loop.clock.microseconds(loop.num_steps),
+            ranks_busy=tuple(busy for busy, _ in times),
+            ranks_waiting=tuple(
+                waiting + for_samples * (rank == 0) for rank, (_, waiting) in enumerate(times)
+            ),
+        )
 
     def shutdown(self) -> None:
         """Let go of weights and KV cache. Unfinished requests are lost; every later call raises

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.columns import to_device
-from nano_inference.engine.device import Captured, DeviceQueue
+from nano_inference.engine.device import Captured, HostQueue
 from nano_inference.engine.step_buffers import (
     DecodeInputs,
     TensorPlace,
@@ -184,7 +184,7 @@ class DecodeGraphs:
         self,
         model: Decoder,
         storage: KVStorage,
-        queue: DeviceQueue,
+        queue: HostQueue,
         uploads: Uploads,
         results: DrawResults,
         *,

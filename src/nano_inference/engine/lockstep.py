@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -49,59 +49,9 @@ LISTENING = 1.0  # seconds until a bell looks whether it was closed
 KEPT = 8  # waves whose keys a store holds; who listens is never so far behind
 
 
-class Bell(Protocol):
-    """How an engine that has work wakes those that rest."""
-
-    def ring(self, wave: int) -> None:
-        """Let wave number `wave` begin, if it has not."""
-        ...
-
-    def heard(self) -> float:
-        """The last wave that anybody has rung for; -1: none yet."""
-        ...
-
-    def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake` whenever somebody rings."""
-        ...
-
-    def close(self) -> None:
-        """Leave: ring for every wave to come, so that the others find out."""
-        ...
-
-
-class ThreadBell:
-    """For engines of one process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wave: float = NOTHING
-        self._listeners: list[Callable[[], None]] = []
-
-    def ring(self, wave: float) -> None:
-        """See `Bell`."""
-        with self._lock:
-            self._wave = max(self._wave, wave)
-            listeners = list(self._listeners)
-        for wake in listeners:
-            wake()
-
-    def heard(self) -> float:
-        """See `Bell`."""
-        return self._wave
-
-    def listen(self, wake: Callable[[], None]) -> None:
-        """See `Bell`."""
-        with self._lock:
-            self._listeners.append(wake)
-
-    def close(self) -> None:
-        """See `Bell`."""
-        self.ring(math.inf)
-
-
 class StoreBell:
-    """For engines that are processes: a store of `torch.distributed` that all of them reach has a
-    key for each wave.
+    """How an engine that has work wakes those that rest: a store of `torch.distributed` that all
+    of them reach has a key for each wave.
 
     Args:
         store: of the lockstep alone.
@@ -115,7 +65,7 @@ class StoreBell:
         self._wake: Callable[[], None] = lambda: None
 
     def ring(self, wave: int) -> None:
-        """See `Bell`. Raises `RankLost` where the store is gone."""
+        """Let wave `wave` begin, if it has not. Raises `RankLost` where the store is gone."""
         if self._wave < wave and not self._gone:
             try:
                 self._store.set(f"wave/{wave}", "")
@@ -128,16 +78,16 @@ class StoreBell:
             )
 
     def heard(self) -> float:
-        """See `Bell`."""
+        """The last wave that an engine has rung for; -1: none yet."""
         return self._wave
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """See `Bell`; a thread of its own listens."""
+        """Call `wake` whenever an engine rings; a thread of its own listens."""
         self._wake = wake
         threading.Thread(target=self._listen, name="bell of the lockstep", daemon=True).start()
 
     def close(self) -> None:
-        """See `Bell`. They see by the next wave that this one is gone."""
+        """Leave. The others see by the next wave that this engine is gone."""
         self._closed = True
         wave = self._wave
         if wave < math.inf:  # else the store is gone
@@ -205,7 +155,7 @@ class Lockstep(Gate):
 
     alone = False
 
-    def __init__(self, group: ProcessGroup, bell: Bell) -> None:
+    def __init__(self, group: ProcessGroup, bell: StoreBell) -> None:
         self.group = group
         self.wave = 0
         self.running = False

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Listed
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nano_inference.engine.delivery import Sink
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.loop import Add
 from nano_inference.engine.requests import checked_ids
+from nano_inference.engine.shared_loop import Sink
 from nano_inference.errors import InvalidRequest
 from nano_inference.options import is_whole
 from nano_inference.scheduling.sequence import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.columns import columns_of, tensors_of, with_tensors
-from nano_inference.engine.device import DeviceQueue, Event
+from nano_inference.engine.device import Event, HostQueue
 from nano_inference.scheduling.sequence import POLICY
 
 WORD = 8  # bytes
@@ -78,7 +78,7 @@ class Ring:
     done.
     """
 
-    def __init__(self, queue: DeviceQueue, num_slots: int, num_words: int) -> None:
+    def __init__(self, queue: HostQueue, num_slots: int, num_words: int) -> None:
         self._queue = queue
         self._slots = [PinnedBuffer(queue.pinned(num_words)) for _ in range(num_slots)]
         self._next = 0
@@ -101,7 +101,7 @@ class Ring:
 class Uploads:
     """Copies to the device, each of many tensors at once; the host waits for none of them."""
 
-    def __init__(self, queue: DeviceQueue, device: torch.device) -> None:
+    def __init__(self, queue: HostQueue, device: torch.device) -> None:
         self._queue, self._device = queue, device
         # A step makes two at most, inputs and parameters, and the one before may still be on its
         # way.
@@ -156,7 +156,7 @@ class Fetched(NamedTuple):
 class Downloads:
     """Copies from the device, beside its work."""
 
-    def __init__(self, queue: DeviceQueue) -> None:
+    def __init__(self, queue: HostQueue) -> None:
         self._queue = queue
         # a step's are read before the next one's are fetched
         self._ring = Ring(queue, num_slots=2, num_words=4096)

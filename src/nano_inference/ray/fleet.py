@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import ray
 from torch import Tensor
@@ -21,7 +21,13 @@ from nano_inference.ray.fleet_client import RayFleetClient
 from nano_inference.ray.kept import Bucket
 from nano_inference.rl.verl.buckets import parcels_of
 from nano_inference.serving.errors import ApiError, EngineReplaced
-from nano_inference.types import EngineStats, KvPolicy, PauseMode, SamplingParams, TrainingSample
+from nano_inference.types import (
+    EngineStats,
+    PauseMode,
+    SamplingParams,
+    TrainingSample,
+    UpdateOptions,
+)
 
 AHEAD = 2  # samples that are handed out, for each one that fits into the replicas' batches
 LOOK = 0.2  # seconds between two looks at a fleet that has lost all its replicas
@@ -172,11 +178,8 @@ class RayFleet:
         self,
         weights: Weights,
         *,
-        kv_policy: KvPolicy = "keep",
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
         timeout: float = 600.0,
+        **options: Unpack[UpdateOptions],
     ) -> int:
         """Replace (part of) the weights of all replicas; returns the version when it serves
         everywhere.
@@ -188,15 +191,16 @@ class RayFleet:
         Args:
             weights: Hugging Face names to tensors, unfused, from any device; or pairs of them, one
                 after the other. Only what changed need be there.
-            kv_policy: what becomes of running requests (`KvPolicy`).
-            version: number of the new version, larger than every one before; None counts up.
-            complete: refuse an update that does not name every tensor.
-            check_finite: refuse one that holds nan or infinity.
             timeout: seconds by which it must serve once all of it has arrived.
+            options: as in `InferenceEngine.update_weights`; `kv_policy` None: `"keep"`.
 
         Raises `WeightUpdateError`, with the old version serving everywhere, or `EngineDead`.
         """
-        update = self._run(self._client.begin_update(complete, check_finite))
+        update = self._run(
+            self._client.begin_update(
+                options.get("complete", False), options.get("check_finite", False)
+            )
+        )
         try:
             pairs = weights.items() if isinstance(weights, Mapping) else weights
             for parcel in parcels_of(cast(Iterable[tuple[str, Tensor]], pairs)):
@@ -204,7 +208,8 @@ class RayFleet:
         except BaseException as problem:
             self._run(update.cancel(f"the trainer's side failed: {problem}"))
             raise
-        return self._run(update.finish(version, kv_policy, timeout))
+        kv_policy = options.get("kv_policy") or "keep"
+        return self._run(update.finish(options.get("version"), kv_policy, timeout))
 
     def get_weight_version(self) -> int:
         """The version that serves on all replicas."""

@@ -7,23 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.weights.sync import WeightSyncManager
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params, resolve_model
-from nano_inference.models.weights import (
-    HEAD,
-    WEIGHT_DTYPES,
-    allocate,
-    fused_tensors,
-    param_table,
-    slots,
-    unfused,
-    write,
-)
+from nano_inference.models.weights import allocate, param_table
 
 # What a caller says of versions that the engine does not serve: each a whole state dict or a
 # model's folder. Or a function that gives one, and raises LookupError for a version that it does
@@ -119,40 +108,16 @@ def _params_of(weights: Any, model: Decoder, version: int) -> dict[str, Any]:
     """A state dict as the decoder reads it. Raises `WeightUpdateError` unless it is whole and
     fits.
     """
-    table = param_table(model.spec)
-    places = slots(table)
     if not isinstance(weights, Mapping):
         raise WeightUpdateError(
             f"the weights of version {version} are a {type(weights).__name__}; give a state dict "
             "or a model's folder."
         )
-    fused = fused_tensors(table)
-    named = [pair for name, tensor in weights.items() for pair in unfused(fused, name, tensor)]
-    given = {name: tensor for name, tensor in named if name in places or name != HEAD}
-    for name, tensor in given.items():
-        if name not in places:
-            raise WeightUpdateError(
-                f"weights of version {version}: {name!r} is not a tensor of this model."
-            )
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != places[name].shape:
-            what = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise WeightUpdateError(
-                f"weights of version {version}: {name!r} is {what}, expected a tensor "
-                f"{places[name].shape}."
-            )
-        if tensor.dtype not in WEIGHT_DTYPES:
-            raise WeightUpdateError(
-                f"weights of version {version}: {name!r} is {tensor.dtype}, expected floating "
-                "point numbers."
-            )
-    if absent := places.keys() - given.keys():
-        raise WeightUpdateError(
-            f"weights of version {version}: {min(absent)!r} is missing ({len(absent)} of "
-            f"{len(places)} are); a replay "
-            "needs all of them, not only what an update changed."
-        )
-    params = allocate(table, model.dtype, model.device, model.ops.allocate)
-    with torch.no_grad():
-        for name, tensor in given.items():
-            write(params, places[name], tensor)
+    params = allocate(param_table(model.spec), model.dtype, model.device, model.ops.allocate)
+    manager = WeightSyncManager(model.twin(params))
+    try:
+        manager.stage(weights, copy=False, complete=True)
+    except WeightUpdateError as problem:
+        raise WeightUpdateError(f"weights of version {version}: {problem}") from problem
+    manager.finish()
     return params

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import msgspec
 
-from nano_inference.engine.delivery import deltas_since
+from nano_inference.engine.deltas import deltas_since
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.resume_from import resume_many
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError

@@ -16,8 +16,7 @@ import torch
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.transports import Deadline, WeightTransport, wire
 from nano_inference.engine.transports.files import WeightFiles, write_folder
-from nano_inference.engine.transports.interface import Shapes
-from nano_inference.engine.transports.receive import receive_into
+from nano_inference.engine.transports.interface import Shapes, receive_into
 from nano_inference.engine.transports.rendezvous import Address, check_host
 from nano_inference.engine.transports.reuse import ReusedMemory
 from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
@@ -26,8 +25,8 @@ from nano_inference.engine.transports.trainer_broadcasts import (
     TrainerGroup,
     join_trainer,
 )
+from nano_inference.engine.weights.sync import require_policy
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.engine.weights.update_modes import require_policy
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.serving.operations import Received
 from nano_inference.types import KvPolicy

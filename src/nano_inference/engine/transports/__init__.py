@@ -9,10 +9,14 @@ The classes are imported from their modules, since some of them need `torch.dist
 - `broadcast.BroadcastReceiver`: a `torch.distributed` broadcast; `sender.WeightSender` is the
   trainer's side.
 
-`receive.receive_update` runs one of them into a `WeightSyncManager` on threads of its own.
+`interface.receive_update` runs one of them into a `WeightSyncManager` on threads of its own.
 """
 
-from nano_inference.engine.transports.interface import Deadline, Incoming, WeightTransport
-from nano_inference.engine.transports.receive import receive_update
+from nano_inference.engine.transports.interface import (
+    Deadline,
+    Incoming,
+    WeightTransport,
+    receive_update,
+)
 
 __all__ = ["Deadline", "Incoming", "WeightTransport", "receive_update"]

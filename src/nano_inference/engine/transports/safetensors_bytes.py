@@ -4,7 +4,6 @@ for the rest.
 
 import json
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import torch
@@ -117,7 +116,7 @@ def _places(
     places: list[tuple[wire.TensorInfo, int, int]] = []
     at = 0
     for info, (name, _, _, start, stop) in zip(infos, entries, strict=True):
-        if start != at or stop != start + info.dtype.itemsize * prod(info.shape):
+        if start != at or stop != start + info.nbytes:
             raise WeightUpdateError(
                 f"the safetensors header gives {name!r} bytes {start!r} to {stop!r}, not its size."
             )

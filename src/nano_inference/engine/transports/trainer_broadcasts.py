@@ -199,7 +199,7 @@ class TrainerBroadcasts:
     def _buckets(self, deadline: Deadline, slack: int) -> Iterator[dict[str, Tensor]]:
         """One bucket travels while the one before it is handed on."""
         return overlapped(
-            in_groups(self._runs, lambda run: sum(map(_size, run)), BUCKET_BYTES),
+            in_groups(self._runs, lambda run: sum(info.nbytes for info in run), BUCKET_BYTES),
             lambda runs: self._begin(runs, deadline, slack),
             lambda begun: self._arrived(begun, deadline),
         )
@@ -255,7 +255,7 @@ def packed(infos: Sequence[TensorInfo], max_bytes: int) -> list[list[TensorInfo]
             runs.append([])
             size = 0
         runs[-1].append(info)
-        size += _size(info)
+        size += info.nbytes
     return runs
 
 
@@ -264,7 +264,7 @@ def _laid_out(runs: Sequence[Run]) -> tuple[list[tuple[int, int]], int]:
     places: list[tuple[int, int]] = []
     at = 0
     for run in runs:
-        stop = at + sum(map(_size, run))
+        stop = at + sum(info.nbytes for info in run)
         places.append((at, stop))
         at = -(-(stop + CANARY) // ALIGNMENT) * ALIGNMENT
     return places, at
@@ -292,8 +292,8 @@ def _unpacked(run: Run, flat: Tensor) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     at = 0
     for info in run:
-        tensors[info.name] = tensor_of(info, flat[at : at + _size(info)])
-        at += _size(info)
+        tensors[info.name] = tensor_of(info, flat[at : at + info.nbytes])
+        at += info.nbytes
     return tensors
 
 
@@ -303,7 +303,3 @@ def _named(run: Run) -> str:
         if len(run) == 1
         else f"{run[0].name!r} and {len(run) - 1} tensors behind it"
     )
-
-
-def _size(info: TensorInfo) -> int:
-    return info.dtype.itemsize * prod(info.shape)

@@ -44,6 +44,11 @@ class TensorInfo:
             return [8 * self.count, self.dtype.itemsize * self.count]
         return [self.dtype.itemsize * torch.Size(self.shape).numel()]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes())
+
 
 @dataclass(frozen=True, slots=True)
 class Description:

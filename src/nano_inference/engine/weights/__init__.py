@@ -1,10 +1,10 @@
 """The weights that an engine serves, and how they change.
 
-- `store`: a weight set by the names of its checkpoint: what may be written, and what stands there.
-- `update`: one update: its buckets are checked and put aside, then written together.
+- `update`: a weight set by the names of its checkpoint, and one update of it: its buckets are
+  checked and put aside, then written together.
 - `sources`: what an update may be given as.
-- `sync`: `WeightSyncManager`, which orders updates and owns the version.
-- `update_modes`: what an engine does about its requests: blocking or not, and `kv_policy`.
+- `sync`: `WeightSyncManager`, which orders updates and owns the version, and what an engine does
+  about its requests: blocking or not, and `kv_policy`.
 
 `nano_inference.engine.transports` brings updates from other processes.
 """

@@ -1,27 +1,46 @@
-"""New weights for a live model: staged, checked, then written in place between two steps."""
+"""New weights for a live model: staged, checked, then written in place between two steps.
+
+`WeightSyncManager` orders updates and owns the version. `Updates` is how an engine takes them:
+blocking or not, and what becomes of running requests, by `kv_policy`:
+
+- `recompute`: they compute their context again under the new weights.
+- `keep`: they go on with the keys and values that they have.
+- `abort`: they end with what they have.
+- `wait`: the update waits for them; newcomers wait for the update.
+- `finish_old`: they finish on the old weights, which `ModelRunner.set_aside` keeps as `previous`.
+
+`EngineLoop` says when an update is written, `scheduling/versions.py` what that does to sequences.
+"""
 
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack, cast, get_args
 
 import torch
 from torch import Tensor
 
+from nano_inference.engine.generation import PATIENCE
+from nano_inference.engine.loop import ChangeWeights, EngineLoop
+from nano_inference.engine.memory_profile import CudaMemory, DeviceMemory
+from nano_inference.engine.runner import ModelRunner
+from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.weights.sources import EMPTY, Weights, fill
-from nano_inference.engine.weights.store import WeightSet
 from nano_inference.engine.weights.update import (
     Bucket,
     Hold,
     WeightSession,
+    WeightSet,
     WeightUpdate,
     version_of,
 )
-from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
+from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.types import KvPolicy
+from nano_inference.scheduling.sequence import POLICY, PREVIOUS
+from nano_inference.types import KvPolicy, UpdateOptions
 
 if TYPE_CHECKING:  # it needs an extra
     from nano_inference.engine.workers.sharing import SentUpdates
@@ -37,7 +56,7 @@ class WeightSyncManager:
 
     Args:
         model: whose parameters are written.
-        announce: called with each update that `end` queues, by the thread that ends it and under
+        announce: called with each update that is queued, by the thread that queues it and under
             `lock`.
         room: bytes that an update which begins now may take of the model's device; what is beyond
             waits on the CPU.
@@ -85,28 +104,21 @@ class WeightSyncManager:
         self,
         weights: Weights,
         *,
-        version: int | None = None,
         copy: bool = True,
-        complete: bool = False,
-        check_finite: bool = False,
-        announce: Callable[[WeightUpdate], None] | None = None,
+        **options: Unpack[UpdateOptions],
     ) -> WeightUpdate:
         """Check an update and queue it, whether a session is open or not.
 
         Args:
             weights: a state dict, the path of a folder or file of safetensors, or buckets one after
                 the other: state dicts and patches.
-            version: number of the new version, larger than every one before; None counts up.
             copy: the tensors are the caller's again when this returns. Without it a state dict is
                 only borrowed until `finish`; buckets are copied all the same.
-            complete: refuse an update that lacks a tensor.
-            check_finite: refuse NaN and infinite values.
-            announce: called with the update as it is queued, under `lock`.
+            options: see `InferenceEngine.update_weights`.
 
         Raises `WeightUpdateError`, with nothing changed.
         """
-        self.check_version(version)
-        session = self._new_session(version, complete, check_finite)
+        session = self._new_session(options)
         try:
             hold = Hold.COPY if copy else Hold.BORROW
             if isinstance(weights, Mapping):
@@ -114,8 +126,8 @@ class WeightSyncManager:
             else:
                 fill(session, weights, hold)
             with self.lock:
-                self._require_whole(session, version)
-                return self._queue(session, version, announce)
+                self._require_whole(session, session.version)
+                return self._queue(session, session.version)
         except Exception as problem:
             if session.update not in self.pending:  # other ranks may have parts of it
                 session.update.fail(_as_refusal(problem))
@@ -131,17 +143,8 @@ class WeightSyncManager:
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        *,
-        version: int | None = None,
-        complete: bool = False,
-        check_finite: bool = False,
-        kv_policy: KvPolicy | None = None,
-    ) -> WeightUpdate:
-        """Open the session; returns the update that it will become. See `stage` for the arguments.
-
-        `announce` is called with an update of this `kv_policy`.
+    def begin(self, **options: Unpack[UpdateOptions]) -> WeightUpdate:
+        """Open the session; returns the update that it will become. Options are those of `stage`.
 
         Raises `WeightUpdateError` if one is open already; that one goes on.
         """
@@ -151,8 +154,7 @@ class WeightSyncManager:
                 raise WeightUpdateConflict(
                     "a weight session is open already; end() or cancel() it first."
                 )
-            self.check_version(version)
-            self._open = self._new_session(version, complete, check_finite, kv_policy)
+            self._open = self._new_session(options)
             return self._open.update
 
     def receive(
@@ -195,7 +197,7 @@ class WeightSyncManager:
         Raises `WeightUpdateError`, with nothing changed.
         """
         with self._checked(version, of) as (session, number):
-            update = self._queue(session, number, self._announce)
+            update = self._queue(session, number)
             self._open = None
             return update
 
@@ -304,7 +306,7 @@ class WeightSyncManager:
         """Stage an update; it is applied by a later `maybe_finish_sync`, or by the next step of the
         engine.
         """
-        self.stage(new_weights, announce=self._announce)
+        self.stage(new_weights)
 
     def maybe_finish_sync(self) -> bool:
         """Apply the oldest pending update, if there is one. An engine does so itself:
@@ -332,21 +334,9 @@ class WeightSyncManager:
         if self._announce is not None:
             raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
-    def _new_session(
-        self,
-        version: int | None,
-        complete: bool,
-        check_finite: bool,
-        kv_policy: KvPolicy | None = None,
-    ) -> WeightSession:
-        return WeightSession(
-            self.weights,
-            complete=complete,
-            check_finite=check_finite,
-            version=version,
-            room=self._room(),
-            kv_policy=kv_policy,
-        )
+    def _new_session(self, options: UpdateOptions) -> WeightSession:
+        self.check_version(options.get("version"))
+        return WeightSession(self.weights, room=self._room(), **options)
 
     @contextmanager
     def _checked(
@@ -413,12 +403,7 @@ class WeightSyncManager:
         session.settle(self.pending)
         self.check_version(version)
 
-    def _queue(
-        self,
-        session: WeightSession,
-        version: int | None,
-        announce: Callable[[WeightUpdate], None] | None,
-    ) -> WeightUpdate:
+    def _queue(self, session: WeightSession, version: int | None) -> WeightUpdate:
         update = session.update
         if self.weights.shares is not None:
             self.weights.shares.settle(update)
@@ -426,8 +411,8 @@ class WeightSyncManager:
         update.stage(number, session.staged, session.staged_bytes, session.whole)
         self._newest = number
         self.pending.append(update)
-        if announce is not None:
-            announce(update)
+        if self._announce is not None:
+            self._announce(update)
         return update
 
     def check_version(self, version: int | None) -> None:
@@ -439,6 +424,180 @@ class WeightSyncManager:
             raise WeightUpdateError(
                 f"version={version} is not newer than {self._newest}; leave it out or raise it."
             )
+
+
+class Updates:
+    """Updates of the policy. `manager` checks and writes them, the loop says when."""
+
+    def __init__(
+        self, model: Decoder, runner: ModelRunner, shared: SharedLoop, workspace: int
+    ) -> None:
+        room = partial(staging_room, model.device, workspace)
+        gate = shared.loop.gate
+        others = None if gate.alone else (shared.lock, gate.allows)
+        self.manager = WeightSyncManager(model, self._announce, room, runner.shares, others)
+        self._runner = runner
+        self._shared = shared
+        shared.when_dead = self.manager.close
+
+    def update(
+        self, weights: Any, blocking: bool, **options: Unpack[UpdateOptions]
+    ) -> WeightUpdate:
+        """See `InferenceEngine.update_weights`."""
+        shared, loop = self._shared, self._shared.loop
+        shared.require_alive()
+        policy = self.policy(options, "recompute" if blocking else "keep")
+        # not held: another thread is stepping and will apply it
+        held = shared.lock.acquire(blocking=blocking)
+        try:
+            # What is still in flight once every sequence has ended is an overrun: no step would
+            # retire it.
+            idle = not loop.in_flight or not loop.sequences.by_id
+            at_once = held and (blocking or idle)
+            if at_once:
+                shared.handle()
+            if blocking:
+                self._require_possible(policy)
+            # Tensors that are read before this returns need not be copied.
+            borrowed = blocking or (at_once and not loop.updates and not loop.would_wait(policy))
+            update = self.manager.stage(weights, copy=not borrowed, **options)
+            if at_once:
+                shared.handle()
+            # another thread's request or update may have come in between
+            if borrowed and not blocking:
+                self.manager.keep(update)
+        finally:
+            if held:
+                shared.lock.release()
+        if blocking:
+            self._wait_for(update, policy)
+        return update
+
+    def _wait_for(self, update: WeightUpdate, policy: KvPolicy) -> None:
+        try:
+            while not update.done():
+                self._require_no_stall(update, policy)
+                if not self._shared.advance_or_wait(PATIENCE):
+                    update.wait(0.01)  # for engines in lockstep that do not have it yet
+        finally:  # Ctrl-C
+            self.manager.keep(update)
+        update.result(0)
+
+    def policy(self, options: UpdateOptions, default: KvPolicy) -> KvPolicy:
+        """What becomes of running requests; from now on the options say it. Raises
+        `WeightUpdateError`.
+        """
+        given = options.get("kv_policy")
+        policy = default if given is None else given
+        require_policy(self._shared.loop, policy)
+        options["kv_policy"] = policy
+        return policy
+
+    def checksum(self) -> dict[str, str]:
+        """See `InferenceEngine.weights_checksum`."""
+        self._shared.require_alive()
+        with self._shared.lock:
+            if self._shared.has_no_weights():
+                raise WeightUpdateConflict("the weights are asleep; call wake() first.")
+            return self.manager.checksum()
+
+    def weight_set_of(self, version: int) -> str:
+        """Which weights have this version. Raises `InvalidRequest`."""
+        loop = self._shared.loop
+        versions = loop.sequences.versions
+        for weight_set in (POLICY, PREVIOUS):
+            if versions.get(weight_set) == version:
+                if weight_set == POLICY and any(
+                    update.kv_policy == "wait" for update in loop.updates
+                ):
+                    raise InvalidRequest(
+                        f"weight version {version!r} is about to go: an update waits for the "
+                        "requests that run, and "
+                        "newcomers for the update."
+                    )
+                return weight_set
+        raise InvalidRequest(
+            f"weight version {version!r} is gone; this engine serves {versions[POLICY]}."
+        )
+
+    def _require_possible(self, policy: KvPolicy, own: int | None = None) -> None:
+        """Raise `WeightUpdateError` where a thread that waits would keep itself from ever going on.
+        With the lock, and the messages taken in: what waits in the queue now is before the update,
+        or is that itself, of version `own`.
+        """
+        loop = self._shared.loop
+        if not self._shared.is_paused_by_me() or not loop.would_wait(policy):
+            return
+        what = "requests that are paused" if loop.writable else "weights that are asleep"
+        first = loop.updates[0] if loop.updates and loop.writable else None
+        if first is not None and first.version != own:
+            what = (
+                f"weight version {first.version} with kv_policy={first.kv_policy!r}, and that "
+                f"one for {what}"
+            )
+        raise WeightUpdateError(
+            f"a blocking update with kv_policy={policy!r} would wait for {what}, by this thread; "
+            "resume() or wake() "
+            "first."
+        )
+
+    def _require_no_stall(self, update: WeightUpdate, policy: KvPolicy) -> None:
+        """As `_require_possible`, while it waits: another thread's update may have come before it,
+        and a receiver of a step's tokens may have paused the engine. The update is withdrawn
+        then.
+        """
+        with self._shared.lock:
+            self._shared.handle()
+            try:
+                if not update.done():
+                    self._require_possible(policy, update.version)
+            except WeightUpdateError as problem:
+                if self.manager.withdraw(update, problem):  # else it came in time after all
+                    raise
+
+    def _announce(self, update: WeightUpdate) -> None:
+        """Tell the loop of an update that was checked and queued. Called with the manager's lock
+        held.
+        """
+
+        def set_aside() -> bool:
+            if update.error is not None:  # one before it failed; nothing will be written
+                return True
+            try:
+                self._runner.set_aside_for(update)
+            except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out
+                self.manager.refuse(f"there is no memory to keep the old weights aside: {problem}")
+                return False
+            return True
+
+        policy: KvPolicy = update.kv_policy if update.kv_policy is not None else "keep"
+        write, is_void = self.manager.finish, lambda: update.error is not None
+        self._shared.post(ChangeWeights(POLICY, write, policy, update.version, set_aside, is_void))
+
+
+def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | None = None) -> float:
+    """Bytes of a device that a weight update may be put aside in; a step's workspace is left to the
+    steps.
+    """
+    if device.type == "cpu":
+        return math.inf
+    reading = (memory or CudaMemory(device)).read()
+    # what is under way takes some too
+    return max(0, (reading.total - reading.used - workspace) // 2)
+
+
+def require_policy(loop: EngineLoop, kv_policy: KvPolicy) -> None:
+    """Raise `WeightUpdateError` for what is not possible here."""
+    if kv_policy not in get_args(KvPolicy):
+        raise WeightUpdateError(
+            f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}."
+        )
+    if kv_policy == "finish_old" and not loop.gate.alone:
+        raise WeightUpdateError(
+            "kv_policy='finish_old' is not possible for engines in lockstep: each would have to "
+            "keep the old "
+            "experts for the others; use another one."
+        )
 
 
 def _as_refusal(problem: Exception) -> WeightUpdateError:

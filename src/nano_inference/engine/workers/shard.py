@@ -15,8 +15,7 @@ from nano_inference.engine.workers.assembly import config_here, digest_of, proce
 from nano_inference.engine.workers.messages import Begin, Build, Size
 from nano_inference.engine.workers.replay import Draw, Forward, StepReplay
 from nano_inference.engine.workers.samples import Samples, to_message
-from nano_inference.engine.workers.sharing import PIECE_BYTES
-from nano_inference.engine.workers.staging import StagedUpdates
+from nano_inference.engine.workers.sharing import PIECE_BYTES, StagedUpdates
 from nano_inference.errors import ConfigError
 from nano_inference.models.weights import named_slots, param_table, read
 from nano_inference.scheduling.sequence import POLICY
