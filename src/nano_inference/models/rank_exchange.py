@@ -12,8 +12,20 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.models.expert_exchange import ExpertExchange
 from nano_inference.models.shard import ModelShard, expert_bounds
-from nano_inference.parallel.clock import RankClock
 from nano_inference.parallel.process_group import ProcessGroup
+
+
+@dataclass(slots=True)
+class RankClock:
+    """Where a rank's time goes, in nanoseconds on the host since it was built. One thread writes.
+
+    Attributes:
+        busy: in its part of steps.
+        waiting: in steps, for what another stage computes.
+    """
+
+    busy: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +71,7 @@ class RankExchange:
         assert self.pipeline is not None
         began = time.perf_counter_ns()
         rows = self.pipeline.receive(out.shape, out.dtype, self.part.place.stage - 1)
-        self.clock.waited(began)
+        self.clock.waiting += time.perf_counter_ns() - began
         out.copy_(rows)
 
     def send(self, _batch: ForwardBatch, out: Tensor, residual: Tensor) -> None:
