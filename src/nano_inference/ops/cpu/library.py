@@ -14,10 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nano_inference.ops.cpu.build import KernelsUnavailable, best_instruction_set, build
-from nano_inference.ops.cpu.memory import Arena
 
 SOURCES = Path(__file__).parent / "kernels"
 _TYPES: dict[str, Any] = {
@@ -105,24 +102,6 @@ class Library:
         if list(sizes) != [ctypes.sizeof(struct(name)) for name in ("Op", "ProgramSpec", "Step")]:
             raise KernelsUnavailable(f"{path} was built from another source than this package's.")
         declare_functions(self.c)
-
-    def ping(self, rounds: int = 20000) -> float:
-        """Seconds for one barrier of two threads: how far apart their cores are."""
-        return self.c.nano_ping(rounds)
-
-    def read_rate(self, num_bytes: int = 2**28, num_threads: int = 2) -> float:
-        """Bytes a second that threads read from memory; the best of three passes."""
-        data = Arena().take((num_bytes // 4,), torch.float32)
-        data.fill_(1.0)
-        return max(
-            self.c.nano_read_rate(data.data_ptr(), data.numel(), num_threads) for _ in range(3)
-        )
-
-    def product_rate(self, num_threads: int = 2) -> float:
-        """Operations a second of bf16 products out of the caches, two for each pair of numbers; the
-        best of three.
-        """
-        return max(self.c.nano_product_rate(num_threads) for _ in range(3))
 
 
 @functools.cache
