@@ -257,10 +257,10 @@ def rope_and_store(
     qkv = aligned(qkv)
     q_norm = _norm_arguments(qkv, norms and norms[0], 0, num_heads, head_dim)
     k_norm = _norm_arguments(qkv, norms and norms[1], num_heads, num_kv_heads, head_dim)
-    unit, place = view.storage.places[layer]
-    unit_map = view.storage.unit_map
+    unit, place = view.places[layer]
+    unit_map = view.unit_map
     # [kv heads, units, block_size, D]
-    keys, values = view.storage.keys[place], view.storage.values[place]
+    keys, values = view.keys[place], view.values[place]
     half = triton.next_power_of_2(head_dim // 2)
     group = min(triton.next_power_of_2(num_kv_heads), _MOST_HEADS)
     parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
