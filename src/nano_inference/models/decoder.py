@@ -3,6 +3,7 @@ given.
 """
 
 import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.columns import to_device
 from nano_inference.models.context import SharedContext
-from nano_inference.models.rank_exchange import AddBias, RankExchange
+from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.rope import rope_table
-from nano_inference.models.routes import RecordedMoe, RouteRecord
+from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
@@ -312,7 +313,7 @@ class Decoder:
         if rank_exchange.tensor is None:
             return ops.linear(x, weight, bias, segments if self.ops.in_segments else None)
         segments = segments if segments is not None else (0, weight.shape[1])
-        add_up = rank_exchange.add_up if bias is None else AddBias(rank_exchange, bias)
+        add_up = partial(rank_exchange.add_up, bias=None if bias is None else bias.float())
         return ops.call(
             batch,
             add_up,
@@ -328,9 +329,8 @@ class Decoder:
             experts = self._experts(name, self.spec.moe)
             if self.routes is None:
                 return ops.moe(normed, experts, self.rank_exchange.exchange)
-            noted = RecordedMoe(
-                self.ops.moe, experts, self.rank_exchange.exchange, self.routes, layer
-            )
+            moe = partial(self.ops.moe, experts=experts, exchange=self.rank_exchange.exchange)
+            noted = partial(self.routes.compute, layer, moe)
             return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
         gated = ops.gate(
             ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
@@ -61,10 +60,16 @@ class RankExchange:
             group, expert_bounds(self.part.whole, group.size), shared=self.engines is None
         )
 
-    def add_up(self, _batch: ForwardBatch, out: Tensor, partial: Tensor) -> None:
-        """Float32 [N, columns] of every tensor rank -> their sum."""
+    def add_up(
+        self, _batch: ForwardBatch, out: Tensor, partial: Tensor, bias: Tensor | None = None
+    ) -> None:
+        """Float32 [N, columns] of every tensor rank -> their sum, and a bias [columns] added to
+        it.
+        """
         assert self.tensor is not None
         out.copy_(self.tensor.tree_sum(partial))
+        if bias is not None:
+            out += bias
 
     def receive(self, _batch: ForwardBatch, out: Tensor) -> None:
         """The residual stream [N, H] of the stage before."""
@@ -81,15 +86,3 @@ class RankExchange:
         assert self.pipeline is not None
         self.pipeline.send(residual.clone(), self.part.place.stage + 1)
         out.copy_(residual)
-
-
-class AddBias:
-    """`RankExchange.add_up`, and a bias [columns] added to the whole sum."""
-
-    def __init__(self, rank_exchange: RankExchange, bias: Tensor) -> None:
-        self._rank_exchange, self._bias = rank_exchange, bias.to(torch.float32)
-
-    def __call__(self, batch: ForwardBatch, out: Tensor, partial: Tensor) -> None:
-        """See `RankExchange.add_up`."""
-        self._rank_exchange.add_up(batch, out, partial)
-        out += self._bias
