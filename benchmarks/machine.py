@@ -58,7 +58,7 @@ def kernels() -> Kernels | None:
     try:
         from nano_inference.ops.cpu import library  # pyright: ignore
 
-        return Kernels(library.load().c)
+        return Kernels(library.load())
     except (ImportError, AttributeError, OSError, RuntimeError, NanoInferenceError):
         return None
 

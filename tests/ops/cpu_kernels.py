@@ -21,6 +21,6 @@ def kernels(name: str | None = None) -> ctypes.CDLL:
     built.
     """
     try:
-        return load(name).c
+        return load(name)
     except build.KernelsUnavailable as problem:
         pytest.skip(str(problem))

@@ -29,7 +29,7 @@ class CpuOps:
 
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self.num_threads = num_threads
-        self.kernels = library.load(instruction_set).c
+        self.kernels = library.load(instruction_set)
         self.moe = CpuMoe(self.kernels, num_threads)
         self.arena = Arena()
         self.partial = partial_attention(self.kernels, num_threads)

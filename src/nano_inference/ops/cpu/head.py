@@ -64,7 +64,7 @@ class CpuHead:
     """
 
     def __init__(self, kernels: Any, num_threads: int) -> None:
-        self._c, self._num_threads = kernels, num_threads
+        self.kernels, self._num_threads = kernels, num_threads
         self.head_parts = HeadParts(BLOCK, self._sample_part, self._score_part)
 
     def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
@@ -93,7 +93,7 @@ class CpuHead:
         """See `Ops.logits`."""
         given = self._products(hidden, weight, divisor)
         out = torch.empty((given.num_rows, given.vocab))
-        check(self._c.nano_logits(ctypes.addressof(given), out.data_ptr()), given)
+        check(self.kernels.nano_logits(ctypes.addressof(given), out.data_ptr()), given)
         return out
 
     def _draw(self, given: Any, batch: SamplingBatch) -> Draw:
@@ -102,13 +102,13 @@ class CpuHead:
         except IndexError:  # others draw meanwhile, or none has yet
             call = DrawCall()
         drawn = call.bind(batch, given.vocab)
-        check(self._c.nano_draw(ctypes.addressof(given), call.address), given)
+        check(self.kernels.nano_draw(ctypes.addressof(given), call.address), given)
         _idle.append(call)
         return drawn
 
     def _score(self, given: Any, token_ids: Tensor, temperatures: Tensor) -> Tensor:
         targets = Targets(token_ids, temperatures)
-        check(self._c.nano_score(ctypes.addressof(given), targets.address), given)
+        check(self.kernels.nano_score(ctypes.addressof(given), targets.address), given)
         return targets.logprobs
 
     def _sample_part(
@@ -118,7 +118,7 @@ class CpuHead:
         call = DrawCall()
         drawn = call.bind(batch, part.vocab_size)
         given = _part_of(self._products(hidden, weight, divisor), part)
-        calls = self._c.nano_draw_part, self._c.nano_draw_whole
+        calls = self.kernels.nano_draw_part, self.kernels.nano_draw_whole
         yield from _exchange(calls, given, call.address, len(batch), part)
         return drawn
 
@@ -134,7 +134,7 @@ class CpuHead:
         """See `HeadParts.score`."""
         targets = Targets(token_ids, temperatures)
         given = _part_of(self._products(hidden, weight, divisor), part)
-        calls = self._c.nano_score_part, self._c.nano_score_whole
+        calls = self.kernels.nano_score_part, self.kernels.nano_score_whole
         yield from _exchange(calls, given, targets.address, len(token_ids), part)
         return targets.logprobs
 

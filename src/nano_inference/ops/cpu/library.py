@@ -7,7 +7,6 @@ that stands in another as the only one of its type lends it its fields.
 """
 
 import ctypes
-import functools
 import re
 from collections import Counter
 from functools import cache
@@ -86,26 +85,25 @@ def declare_functions(library: ctypes.CDLL) -> None:
         ]
 
 
-class Library:
-    """The kernels of one instruction set."""
-
-    def __init__(self, path: Path, instruction_set: str) -> None:
-        self.path, self.instruction_set = path, instruction_set
-        try:
-            self.c = ctypes.CDLL(str(path))
-        except OSError as problem:
-            raise KernelsUnavailable(
-                f"the CPU kernels cannot be loaded from {path}: {problem}"
-            ) from problem
-        sizes = (ctypes.c_int64 * 3)()
-        self.c.nano_sizes(sizes)
-        if list(sizes) != [ctypes.sizeof(struct(name)) for name in ("Op", "ProgramSpec", "Step")]:
-            raise KernelsUnavailable(f"{path} was built from another source than this package's.")
-        declare_functions(self.c)
+def open_library(path: Path) -> ctypes.CDLL:
+    """The kernels that were built there. Raises `KernelsUnavailable`."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as problem:
+        raise KernelsUnavailable(
+            f"the CPU kernels cannot be loaded from {path}: {problem}"
+        ) from problem
+    sizes = (ctypes.c_int64 * 3)()
+    library.nano_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(struct(name)) for name in ("Op", "ProgramSpec", "Step")]:
+        raise KernelsUnavailable(f"{path} was built from another source than this package's.")
+    declare_functions(library)
+    return library
 
 
-@functools.cache
-def load(instruction_set: str | None = None) -> Library:
-    """The kernels, built if need be. Raises `KernelsUnavailable`."""
-    name = instruction_set or best_instruction_set()
-    return Library(build(name), name)
+@cache
+def load(instruction_set: str | None = None) -> ctypes.CDLL:
+    """The kernels of an instruction set, by default the best here; built if need be. Raises
+    `KernelsUnavailable`.
+    """
+    return open_library(build(instruction_set or best_instruction_set()))

@@ -64,7 +64,7 @@ class PackedWeight:
             )
         source = tensor.detach().to(self.device)
         source = (source if source.dtype in DTYPES else source.float()).contiguous()
-        load().c.nano_pack(
+        load().nano_pack(
             source.data_ptr(),
             source.dtype == torch.bfloat16,
             self.data_ptr(),
@@ -97,7 +97,7 @@ class PackedWeight:
             raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
         out = torch.empty((count, self.columns), dtype=self.dtype)
         is_bf16 = self.dtype == torch.bfloat16
-        load().c.nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
+        load().nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
         return out
 
     def clone(self) -> "PackedWeight":
