@@ -4,9 +4,11 @@ import ctypes
 import functools
 
 import pytest
+from torch import Tensor
 
 from nano_inference.ops.cpu import build
 from nano_inference.ops.cpu.library import load
+from nano_inference.ops.cpu.weights import PackedWeight
 
 
 @functools.cache
@@ -24,3 +26,10 @@ def kernels(name: str | None = None) -> ctypes.CDLL:
         return load(name)
     except build.KernelsUnavailable as problem:
         pytest.skip(str(problem))
+
+
+def as_packed(weight: Tensor) -> PackedWeight:
+    """A weight [rows, columns] as the kernels read it."""
+    packed = PackedWeight(*weight.shape, weight.dtype, num_threads=1)
+    packed.write(0, weight)
+    return packed

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference import SamplingParams
 from nano_inference.ops.cpu.head import CpuHead
-from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.filters import rank
 from nano_inference.sampling.noise import exponential_noise
@@ -26,6 +26,7 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
 from tests.ops import cpu_kernels
+from tests.ops.cpu_kernels import as_packed
 
 CALM = settings(deadline=None, max_examples=at_depth(15))
 VOCABULARIES = [1, 15, 100, 384, 385, 8193]

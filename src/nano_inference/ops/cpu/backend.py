@@ -41,7 +41,7 @@ class CpuOps:
     def embed(
         self,
         input_ids: Tensor,
-        weight: Any,
+        weight: PackedWeight,
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Tensor:
@@ -57,7 +57,7 @@ class CpuOps:
     def linear(
         self,
         x: Tensor,
-        weight: Any,
+        weight: PackedWeight,
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nano_inference.ops.backend import HeadParts
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.weights import as_packed
+from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import COLUMNS, SamplingBatch
@@ -55,8 +55,7 @@ _RESULTS = tuple(each.name for each in fields(Draw))
 
 class CpuHead:
     """What `Ops` does with hidden rows or logits, by the kernels, run by so many threads: no bit
-    depends on how many. See `Ops`; weights are [V, H], plain or packed, and hidden rows have their
-    dtype.
+    depends on how many. See `Ops`; weights are [V, H], and hidden rows have their dtype.
 
     Raises:
         IndexError: a sample names a row, or a token, that is not there.
@@ -67,7 +66,9 @@ class CpuHead:
         self.kernels, self._num_threads = kernels, num_threads
         self.head_parts = HeadParts(BLOCK, self._sample_part, self._score_part)
 
-    def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
+    def sample(
+        self, hidden: Tensor, weight: PackedWeight, divisor: float, batch: SamplingBatch
+    ) -> Draw:
         """See `Ops.sample`. The logits are not stored."""
         return self._draw(self._products(hidden, weight, divisor), batch)
 
@@ -77,7 +78,12 @@ class CpuHead:
         return self._draw(given, batch)
 
     def gather_logprobs(
-        self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor, temperatures: Tensor
+        self,
+        hidden: Tensor,
+        weight: PackedWeight,
+        divisor: float,
+        token_ids: Tensor,
+        temperatures: Tensor,
     ) -> Tensor:
         """See `Ops.gather_logprobs`: at temperature 1 the raw logprob, at another that of a sample
         that was drawn there without filters.
@@ -89,7 +95,7 @@ class CpuHead:
         given, _alive = self._given(logits)
         return self._score(given, token_ids, temperatures)
 
-    def logits(self, hidden: Tensor, weight: Any, divisor: float = 1.0) -> Tensor:
+    def logits(self, hidden: Tensor, weight: PackedWeight, divisor: float = 1.0) -> Tensor:
         """See `Ops.logits`."""
         given = self._products(hidden, weight, divisor)
         out = torch.empty((given.num_rows, given.vocab))
@@ -112,7 +118,12 @@ class CpuHead:
         return targets.logprobs
 
     def _sample_part(
-        self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch, part: VocabPart
+        self,
+        hidden: Tensor,
+        weight: PackedWeight,
+        divisor: float,
+        batch: SamplingBatch,
+        part: VocabPart,
     ) -> Generator[Tensor, list[Tensor], Draw]:
         """See `HeadParts.sample`."""
         call = DrawCall()
@@ -125,7 +136,7 @@ class CpuHead:
     def _score_part(
         self,
         hidden: Tensor,
-        weight: Any,
+        weight: PackedWeight,
         divisor: float,
         token_ids: Tensor,
         temperatures: Tensor,
@@ -150,9 +161,8 @@ class CpuHead:
         address, stride, threads = logits.data_ptr(), logits.stride(0), self._num_threads
         return HeadInput(None, None, address, 0, stride, rows, vocab, 0, 4, threads, 1.0), logits
 
-    def _products(self, hidden: Tensor, weight: Any, divisor: float) -> Any:
+    def _products(self, hidden: Tensor, weight: PackedWeight, divisor: float) -> Any:
         """The input of calls that multiply."""
-        weight = as_packed(weight)
         if (
             hidden.dtype != weight.dtype
             or hidden.shape[1:] != (weight.columns,)
@@ -164,7 +174,7 @@ class CpuHead:
             )
         return HeadInput(
             hidden.data_ptr(),
-            weight.data_ptr(),
+            weight.address,
             None,
             hidden.stride(0),
             0,

@@ -1,7 +1,5 @@
 """`PackedWeight`: a matrix laid out as the kernels read it, written and read by rows."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -37,6 +35,7 @@ class PackedWeight:
             else (panels, columns, LANES)
         )
         self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
+        self.address = self.data.data_ptr()  # updates do not move it
 
     @property
     def shape(self) -> torch.Size:
@@ -46,10 +45,6 @@ class PackedWeight:
     def numel(self) -> int:
         """Numbers in it, without padding."""
         return self.rows * self.columns
-
-    def data_ptr(self) -> int:
-        """Where it lies; updates do not move it."""
-        return self.data.data_ptr()
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
@@ -67,7 +62,7 @@ class PackedWeight:
         load().nano_pack(
             source.data_ptr(),
             source.dtype == torch.bfloat16,
-            self.data_ptr(),
+            self.address,
             self.dtype == torch.bfloat16,
             start,
             len(source),
@@ -97,7 +92,7 @@ class PackedWeight:
             raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
         out = torch.empty((count, self.columns), dtype=self.dtype)
         is_bf16 = self.dtype == torch.bfloat16
-        load().nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
+        load().nano_unpack(self.address, out.data_ptr(), is_bf16, start, count, self.columns)
         return out
 
     def clone(self) -> "PackedWeight":
@@ -105,13 +100,3 @@ class PackedWeight:
         copy = PackedWeight(self.rows, self.columns, self.dtype, self.num_threads)
         copy.data.copy_(self.data)
         return copy
-
-
-def as_packed(weight: Any) -> PackedWeight:
-    """A weight as the kernels read it; a plain tensor [rows, columns] is packed."""
-    if isinstance(weight, PackedWeight):
-        return weight
-    rows, columns = weight.shape
-    packed = PackedWeight(rows, columns, weight.dtype, num_threads=1)
-    packed.write(0, weight)
-    return packed
