@@ -63,7 +63,7 @@ def test_rows_come_back_as_torch_casts_them(
     c.nano_pack(
         given_rows.data_ptr(),
         source == torch.bfloat16,
-        weight.address,
+        weight.data_ptr(),
         is_bf16,
         start,
         rows,
@@ -71,13 +71,13 @@ def test_rows_come_back_as_torch_casts_them(
         2,
     )
     out = torch.empty(start + rows + 3, columns, dtype=dtype)
-    c.nano_unpack(weight.address, out.data_ptr(), is_bf16, 0, len(out), columns)
+    c.nano_unpack(weight.data_ptr(), out.data_ptr(), is_bf16, 0, len(out), columns)
     assert same(out[start : start + rows], given_rows.to(dtype))
     assert not out[:start].any()
     assert not out[start + rows :].any()
     assert weight.data.count_nonzero() == out.count_nonzero(), "nothing is written into the padding"
     other = torch.empty(rows, columns, dtype=dtype)
-    c.nano_unpack(weight.address, other.data_ptr(), is_bf16, start, rows, columns)
+    c.nano_unpack(weight.data_ptr(), other.data_ptr(), is_bf16, start, rows, columns)
     assert same(other, out[start : start + rows])
 
 

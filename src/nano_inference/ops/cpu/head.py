@@ -174,7 +174,7 @@ class CpuHead:
             )
         return HeadInput(
             hidden.data_ptr(),
-            weight.address,
+            weight.data_ptr(),
             None,
             hidden.stride(0),
             0,

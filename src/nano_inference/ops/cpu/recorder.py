@@ -370,7 +370,7 @@ def to_struct(operation: Operation, places: dict[int, int]) -> Any:
     if operation.residual is not None:
         entry.residual = places[operation.residual.index]
     if operation.weight is not None:
-        entry.weight = operation.weight.address
+        entry.weight = operation.weight.data_ptr()
     if operation.bias is not None:
         entry.bias = operation.bias.data_ptr()
     for slot, norm in zip(("norm", "key_norm"), operation.norms, strict=False):

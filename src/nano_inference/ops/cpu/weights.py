@@ -35,7 +35,6 @@ class PackedWeight:
             else (panels, columns, LANES)
         )
         self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
-        self.address = self.data.data_ptr()  # updates do not move it
 
     @property
     def shape(self) -> torch.Size:
@@ -45,6 +44,10 @@ class PackedWeight:
     def numel(self) -> int:
         """Numbers in it, without padding."""
         return self.rows * self.columns
+
+    def data_ptr(self) -> int:
+        """Where it lies; updates do not move it."""
+        return self.data.data_ptr()
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
@@ -62,7 +65,7 @@ class PackedWeight:
         load().nano_pack(
             source.data_ptr(),
             source.dtype == torch.bfloat16,
-            self.address,
+            self.data_ptr(),
             self.dtype == torch.bfloat16,
             start,
             len(source),
@@ -92,7 +95,7 @@ class PackedWeight:
             raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
         out = torch.empty((count, self.columns), dtype=self.dtype)
         is_bf16 = self.dtype == torch.bfloat16
-        load().nano_unpack(self.address, out.data_ptr(), is_bf16, start, count, self.columns)
+        load().nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
         return out
 
     def clone(self) -> "PackedWeight":
