@@ -30,6 +30,7 @@ def kernels(name: str | None = None) -> ctypes.CDLL:
 
 def as_packed(weight: Tensor) -> PackedWeight:
     """A weight [rows, columns] as the kernels read it."""
-    packed = PackedWeight(*weight.shape, weight.dtype, num_threads=1)
+    rows, columns = weight.shape
+    packed = PackedWeight(rows, columns, weight.dtype, num_threads=1)
     packed.write(0, weight)
     return packed

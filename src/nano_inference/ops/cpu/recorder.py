@@ -62,7 +62,7 @@ class Operation:
     inputs: tuple[Buffer, ...]
     output: Buffer
     residual: Buffer | None = None  # read and, where something is added, written
-    weight: PackedWeight | None = None
+    weight: Any = None  # a `PackedWeight`
     bias: Tensor | None = None
     norms: tuple[Norm, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
