@@ -14,7 +14,7 @@ from benchmarks.ours import Options, arguments, opened
 from benchmarks.workloads import warm_up, workload
 from nano_inference import InferenceEngine
 from nano_inference.ops.cpu.build import best_instruction_set, build
-from nano_inference.ops.cpu.library import Library
+from nano_inference.ops.cpu.library import open_library
 
 
 def main() -> None:
@@ -22,12 +22,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     name = best_instruction_set()
-    bare = Library(build(name, defines=("NANO_NO_LOGPROBS",)), name)
+    bare = open_library(build(name, defines=("NANO_NO_LOGPROBS",)))
     rows: list[measure.Row] = []
     options = Options(backend="cpu")
     with opened(options) as usual, opened(options) as without:
-        backend: Any = getattr(without.model.ops.sample, "__self__")  # noqa: B009
-        backend.kernels = bare.c
+        head: Any = getattr(without.model.ops.sample, "__self__")  # noqa: B009
+        head.kernels = bare
         for label, temperature in (("sampled", 1.0), ("greedy", 0.0)):
             watches = {"with": measure.Stopwatch(), "without": measure.Stopwatch()}
             for each in (usual, without):

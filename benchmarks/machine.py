@@ -13,9 +13,10 @@ import platform
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
+import torch
 
 from nano_inference.errors import NanoInferenceError
 
@@ -24,20 +25,31 @@ HANDOVERS = 20_000  # 1 to 7 ms
 FAR_NS = 200.0  # 33 to 104 ns was seen where both cores share a cache, 300 to 330 where they do not
 
 
-class Kernels(Protocol):
+class Kernels:
     """The part of the CPU backend's library that measures the machine."""
 
-    def ping(self, n: int) -> float:
-        """Seconds for one of n hand-overs between two threads."""
-        ...
+    def __init__(self, functions: Any) -> None:
+        self._c = functions
+
+    def ping(self, rounds: int) -> float:
+        """Seconds for one barrier of two threads: how far apart their cores are."""
+        return self._c.nano_ping(rounds)
 
     def read_rate(self, num_bytes: int, num_threads: int) -> float:
-        """Bytes a second that the threads read together."""
-        ...
+        """Bytes a second that threads read from memory; the best of three passes."""
+        from nano_inference.ops.cpu.memory import Arena  # pyright: ignore
+
+        data = Arena().take((num_bytes // 4,), torch.float32)
+        data.fill_(1.0)
+        return max(
+            self._c.nano_read_rate(data.data_ptr(), data.numel(), num_threads) for _ in range(3)
+        )
 
     def product_rate(self, num_threads: int) -> float:
-        """Floating-point operations a second in bfloat16 products."""
-        ...
+        """Operations a second of bf16 products out of the caches, two for each pair of numbers; the
+        best of three.
+        """
+        return max(self._c.nano_product_rate(num_threads) for _ in range(3))
 
 
 @functools.cache
@@ -46,7 +58,7 @@ def kernels() -> Kernels | None:
     try:
         from nano_inference.ops.cpu import library  # pyright: ignore
 
-        return library.load()
+        return Kernels(library.load())
     except (ImportError, AttributeError, OSError, RuntimeError, NanoInferenceError):
         return None
 
@@ -54,7 +66,7 @@ def kernels() -> Kernels | None:
 def handover_ns() -> float | None:
     """Nanoseconds of one hand-over between two cores, now; None where it cannot be measured."""
     library = kernels()
-    if library is None or not hasattr(library, "ping") or available_cores() < 2:
+    if library is None or available_cores() < 2:
         return None
     return round(library.ping(HANDOVERS) * 1e9, 1)
 

@@ -88,7 +88,7 @@ def fastest(
         recorder = Recorder(torch.bfloat16)
         source = recorder.new(columns, torch.bfloat16)
         sums = [recorder.linear(source, weight, None, segments) for weight in weights]
-        programs.append(Program(recorder, (source,), (sums[-1],), None, 1, library.load().c))
+        programs.append(Program(recorder, (source,), (sums[-1],), None, 1, library.load()))
     best = [float("inf")] * len(ways)
     for turn in range(rounds):
         for way in range(len(ways)) if turn % 2 else reversed(range(len(ways))):

@@ -34,10 +34,9 @@ def measure(engine: InferenceEngine, rows: int, scale: Scale) -> dict[str, list[
     tables = [range(row * per_table, (row + 1) * per_table) for row in range(rows)]
     decodes = [Rows([1 + row], scale.context - 1, table) for row, table in enumerate(tables)]
     batch = to_device(batch_of_rows(decodes, block_size), device)
-    view = storage.bind(batch.block_tables, batch.seq_lens)
     trunks: dict[str, Callable[[], Tensor]] = {
-        "trunk": lambda: model.trunk(model.ops, batch, view),
-        "trunk, few rows": lambda: few_rows(model.trunk, batch, view),
+        "trunk": lambda: model.trunk(model.ops, batch, storage),
+        "trunk, few rows": lambda: few_rows(model.trunk, batch, storage),
     }
     queue = queue_of(device)
     calls = CALLS if scale.device != "cpu" else 1

@@ -3,6 +3,10 @@ the environment.
 """
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -12,3 +16,16 @@ def cache_folder(name: str) -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "nano-inference" / name
+
+
+@contextmanager
+def unfinished(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, to be filled and renamed; what is left of it is removed. Its
+    name is fresh: no attempt meets what a killed or a concurrent one left behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -720,7 +720,11 @@ def test_leaving_the_context_shuts_down(build: Build) -> None:
 
 def poison(engine: InferenceEngine, token: int) -> None:
     """The row of the embedding that stands for a token is no number any more."""
-    write(engine.model.params, Slot("embed", token, (1, 64)), torch.full((1, 64), math.nan))
+    write(
+        engine.model.params,
+        Slot("", (1, 64), param="embed", start=token),
+        torch.full((1, 64), math.nan),
+    )
 
 
 @pytest.mark.parametrize("way", ["params", "update"])
@@ -733,7 +737,7 @@ def test_logits_that_are_not_finite_end_only_their_request(build: Build, way: st
     if way == "params":
         poison(engine, 77)
     else:
-        poisoned = read(engine.model.params, Slot("embed", 0, (300, 64))).clone()
+        poisoned = read(engine.model.params, Slot("", (300, 64), param="embed", start=0)).clone()
         poisoned[77] = math.nan
         engine.update_weights({"model.embed_tokens.weight": poisoned})
     first, sick, second = (

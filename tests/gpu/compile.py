@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.engine.storage import BoundKVStorage, KVStorage
+from nano_inference.engine.storage import KVStorage
 from nano_inference.ops.backend import Norm
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
@@ -62,13 +62,12 @@ QWEN = Shape("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151_936, head_norms=True)
 LLAMA = Shape("Llama-3-8B", 4096, 32, 8, 128, 14_336, 128_256, head_norms=False)
 
 
-def kv_view(shape: Shape, batch: ForwardBatch) -> BoundKVStorage:
-    """The KV cache of one layer, bound to a batch."""
+def kv_view(shape: Shape) -> KVStorage:
+    """The KV cache of one layer."""
     spec = SimpleNamespace(
         num_layers=1, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, windows=(0,)
     )
-    storage = KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, torch.device("cpu"))  # type: ignore[arg-type]
-    return storage.bind(batch.block_tables, batch.seq_lens)
+    return KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def decode_batch(num_seqs: int) -> ForwardBatch:
@@ -149,8 +148,8 @@ def _rope(shape: Shape, *, full: bool = False, units: bool = False) -> None:
     norms = (shape.norm(widths[0]), shape.norm(widths[1])) if full or shape.head_norms else None
     unit_map = SimpleNamespace(units=lambda: torch.zeros(1, 64, dtype=torch.int64))
     for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
-        view, qkv = kv_view(shape, batch), shape.empty(len(batch.input_ids), shape.qkv)
-        view.storage.unit_map = unit_map if units else None  # type: ignore[assignment]
+        view, qkv = kv_view(shape), shape.empty(len(batch.input_ids), shape.qkv)
+        view.unit_map = unit_map if units else None  # type: ignore[assignment]
         where = (batch.positions, view, 0, batch.slot_mapping)
         rope_and_store(qkv, angles, angles, *where, shape.heads, shape.kv_heads, norms)
 
@@ -170,7 +169,7 @@ def _attention(
     attention = Attention(batch_invariant=batch_invariant, architecture=architecture)
     plan = attention.plan(batch, BLOCK_SIZE, window)
     q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
-    attention.attend(q, kv_view(shape, batch), 0, plan, shape.head_dim**-0.5)
+    attention.attend(q, kv_view(shape), 0, plan, shape.head_dim**-0.5)
 
 
 def _attention_decode(shape: Shape) -> None:

@@ -191,7 +191,6 @@ def test_attention(
     storage.keys.fill_(torch.nan)  # what nobody has written must not be read
     storage.values.fill_(torch.nan)
     batch = moved(batch_of_rows(chunks, BLOCK), target.device)
-    view = storage.bind(batch.block_tables, batch.seq_lens)
     texts: list[tuple[Tensor, Tensor]] = []
     for place, chunk in enumerate(chunks):
         length = chunk.start + len(chunk.token_ids)
@@ -204,11 +203,11 @@ def test_attention(
             numbers(10 * place + i, length, kv_heads, width, device=target.device, dtype=dtype)
             for i in (1, 2)
         )
-        view.write(0, slots, keys, values)
+        storage.write(0, slots, keys, values)
         texts.append((keys, values))
     q = numbers(9, len(batch.input_ids), heads, width, device=target.device, dtype=dtype)
     scale = width**-0.5
-    got = ops.attention(q, view, 0, ops.plan_attention(batch, BLOCK, window), scale)
+    got = ops.attention(q, storage, 0, ops.plan_attention(batch, BLOCK, window), scale)
     for chunk, (keys, values), rows in zip(chunks, texts, rows_of_chunks(batch), strict=True):
         exact = attention_of(
             q[rows].double(), keys.double(), values.double(), chunk.start, window, scale
@@ -260,11 +259,10 @@ def test_rope_and_store(target: Target, shape: tuple[int, ...], dtype: torch.dty
         storage = KVStorage(spec_of(shape), 8, BLOCK, dtype, device)
         storage.keys.zero_()
         storage.values.zero_()
-        view = storage.bind(
-            torch.zeros(1, 1, dtype=torch.int64, device=device), torch.ones(1, device=device)
-        )
         kept = slice(None) if run else slice(0, rows - 1)  # the reference knows no padding
-        q = rope(qkv[kept], cos, sin, positions[kept], view, 0, slots[kept], heads, kv_heads, norms)
+        q = rope(
+            qkv[kept], cos, sin, positions[kept], storage, 0, slots[kept], heads, kv_heads, norms
+        )
         results.append((q[: rows - 1].double(), storage.keys.double(), storage.values.double()))
     for got, exact in zip(*results, strict=True):
         assert bool(((got - exact).abs() <= 4 * ULP[dtype] * exact.abs() + 8 * ULP[dtype]).all())

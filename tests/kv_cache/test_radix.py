@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nano_inference import RadixKVCache
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.radix import Node, RadixTree
+from nano_inference.kv_cache.radix import Node
 from tests.depth import at_depth
 
 SIZE = 2
@@ -34,17 +34,12 @@ def cached(cache: RadixKVCache, tokens: list[int]) -> int:
     return cache.match(tokens, keys(tokens), len(tokens)).cached_length
 
 
-def tree_of(cache: RadixKVCache) -> RadixTree:
-    assert isinstance(cache._index, RadixTree)
-    return cache._index
-
-
 def shape(node: Node) -> Shape:
     return {tuple(child.token_ids): shape(child) for child in node.children.values()}
 
 
 def tree(cache: RadixKVCache) -> Shape:
-    roots = tree_of(cache).roots
+    roots = cache.roots
     return shape(roots[Namespace()]) if roots else {}
 
 
@@ -79,14 +74,14 @@ def test_sequences_without_a_common_first_block_hang_at_the_root() -> None:
     put(cache, [1, 3])
     put(cache, [1, 2], Namespace(salt="other"))
     assert tree(cache) == {(1, 2): {}, (1, 3): {}}
-    assert set(tree_of(cache).roots) == {Namespace(), Namespace(salt="other")}
+    assert set(cache.roots) == {Namespace(), Namespace(salt="other")}
 
 
 def test_a_tree_that_lost_its_last_block_is_gone() -> None:
     cache = RadixKVCache(2, SIZE)
     for salt in ("a", "b", "c"):
         cache.deallocate(put(cache, [1, 2, 3, 4], Namespace(salt=salt)))
-        assert set(tree_of(cache).roots) == {Namespace(salt=salt)}
+        assert set(cache.roots) == {Namespace(salt=salt)}
         cache.check([])
 
 
@@ -334,7 +329,7 @@ def test_check_sees_what_is_wrong(damage: Callable[[RadixKVCache, Node], None]) 
     for tail in ([5, 6], [7, 8]):
         cache.deallocate(put(cache, [1, 2, 3, 4, *tail]))
     cache.check([])
-    damage(cache, next(iter(tree_of(cache).roots[Namespace()].children.values())))
+    damage(cache, next(iter(cache.roots[Namespace()].children.values())))
     with pytest.raises(AssertionError):
         cache.check([])
 

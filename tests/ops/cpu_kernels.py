@@ -4,9 +4,11 @@ import ctypes
 import functools
 
 import pytest
+from torch import Tensor
 
 from nano_inference.ops.cpu import build
 from nano_inference.ops.cpu.library import load
+from nano_inference.ops.cpu.weights import PackedWeight
 
 
 @functools.cache
@@ -21,6 +23,14 @@ def kernels(name: str | None = None) -> ctypes.CDLL:
     built.
     """
     try:
-        return load(name).c
+        return load(name)
     except build.KernelsUnavailable as problem:
         pytest.skip(str(problem))
+
+
+def as_packed(weight: Tensor) -> PackedWeight:
+    """A weight [rows, columns] as the kernels read it."""
+    rows, columns = weight.shape
+    packed = PackedWeight(rows, columns, weight.dtype, num_threads=1)
+    packed.write(0, weight)
+    return packed

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.ops.cpu import head
-from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.ops.cpu.head import CpuHead
+from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.filters import rank
 from nano_inference.sampling.noise import exponential_noise
@@ -26,6 +26,7 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
 from tests.ops import cpu_kernels
+from tests.ops.cpu_kernels import as_packed
 
 CALM = settings(deadline=None, max_examples=at_depth(15))
 VOCABULARIES = [1, 15, 100, 384, 385, 8193]
@@ -94,7 +95,7 @@ def test_the_same_tokens_as_the_reference_on_the_same_logits(
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 3
     requests = random_requests(rng, 20, 3, vocab, top_logprobs=min(4, vocab))
     batch = replace(sampling_batch(requests), any_raw=True, any_kept=True)
-    drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
+    drawn = CpuHead(kernels, 2).sample_logits(logits, batch)
     expected = reference.sample(logits, batch)
     agree = drawn.token_ids == expected.token_ids
     assert int((~agree).sum()) <= 1, "float32 cannot always tell who wins a race, but seldom only"
@@ -115,7 +116,7 @@ def test_the_noise_is_the_references(kernels: ctypes.CDLL) -> None:
     """All tokens equally likely: the smallest noise wins."""
     vocab, num = 8193, 200
     batch = sampling_batch([DrawRequest(SamplingParams(), 0, (5, i, 2 * i)) for i in range(num)])
-    drawn = head.draw_logits(kernels, torch.full((1, vocab), -7.5), batch, num_threads=2)
+    drawn = CpuHead(kernels, 2).sample_logits(torch.full((1, vocab), -7.5), batch)
     assert torch.equal(drawn.token_ids, exponential_noise(batch.noise_keys, vocab).argmin(dim=-1))
     assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * num, abs=1e-6)
 
@@ -128,9 +129,9 @@ def test_draws_of_hidden_rows_are_those_of_their_logits(
     hidden, weight = hidden_and_weight(vocab, 7, 5, dtype)
     requests = random_requests(random.Random(vocab), 24, 5, vocab, top_logprobs=3)
     batch = replace(sampling_batch(requests), any_kept=True)
-    logits = head.logits(kernels, hidden, weight, 1.5, num_threads=2)
-    streamed = head.draw(kernels, hidden, weight, 1.5, batch, num_threads=2)
-    assert same_bits(streamed, head.draw_logits(kernels, logits, batch, num_threads=1))
+    logits = CpuHead(kernels, 2).logits(hidden, weight, 1.5)
+    streamed = CpuHead(kernels, 2).sample(hidden, weight, 1.5, batch)
+    assert same_bits(streamed, CpuHead(kernels, 1).sample_logits(logits, batch))
     expected = reference.sample(logits, batch)
     assert int((streamed.token_ids != expected.token_ids).sum()) <= 1
 
@@ -139,7 +140,7 @@ def test_draws_of_hidden_rows_are_those_of_their_logits(
 def test_logits_are_the_products_over_the_divisor(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 33, generator=generator).to(dtype) for n in (70, 1000))
-    logits = head.logits(kernels, hidden, as_packed(weight), 2.5, num_threads=2)
+    logits = CpuHead(kernels, 2).logits(hidden, as_packed(weight), 2.5)
     torch.testing.assert_close(
         logits.double(), hidden.double() @ weight.double().T / 2.5, rtol=1e-4, atol=1e-4
     )
@@ -153,7 +154,7 @@ def test_the_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[s
     """Logits far below 0, which is what the weight's padding gives."""
     weight = as_packed(torch.full((vocab, 8), -20.0))
     batch = sampling_batch([DrawRequest(SamplingParams(**params), 0, (1, 1, i)) for i in range(50)])
-    drawn = head.draw(kernels, torch.ones(1, 8), weight, 1.0, batch, num_threads=2)
+    drawn = CpuHead(kernels, 2).sample(torch.ones(1, 8), weight, 1.0, batch)
     assert int(drawn.token_ids.max()) < vocab
     if not batch.any_filter and not batch.any_greedy:
         assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * 50, abs=1e-6)
@@ -171,7 +172,7 @@ def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) 
     many = replace(one, **{name: part.expand(num, *part.shape[1:]) for name, part in whole.items()})
     generator = torch.Generator().manual_seed(8)
     many = replace(many, noise_keys=torch.randint(0, 2**32, (num, 2), generator=generator))
-    drawn = head.draw_logits(kernels, logits, many, num_threads=2)
+    drawn = CpuHead(kernels, 2).sample_logits(logits, many)
     probabilities = (logits[0].double() / 1.3).softmax(dim=-1)
     bins = torch.arange(vocab) // 25
     expected = num * torch.zeros(40, dtype=torch.float64).index_add_(0, bins, probabilities)
@@ -216,7 +217,7 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
     batch = replace(
         sampling_batch([DrawRequest(params, 0, (seed, 0, 0))]), any_kept=True, any_filter=True
     )
-    drawn = head.draw_logits(kernels, logits, batch, num_threads=1)
+    drawn = CpuHead(kernels, 1).sample_logits(logits, batch)
     assert drawn.kept is not None
     order = rank(logits).ids[0]
     alive = int((~masked).sum())
@@ -252,18 +253,14 @@ def test_a_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
     rng = random.Random(seed)
     hidden, weight = hidden_and_weight(vocab, 9, 4, torch.bfloat16, seed)
     requests = random_requests(rng, 16, 4, vocab)
-    together = head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=1)
-    assert same_bits(
-        together, head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2)
-    )
+    together = CpuHead(kernels, 1).sample(hidden, weight, 1.0, _raw(requests))
+    assert same_bits(together, CpuHead(kernels, 2).sample(hidden, weight, 1.0, _raw(requests)))
     order = data.draw(st.permutations(range(16)))
-    moved = head.draw(
-        kernels, hidden, weight, 1.0, _raw([requests[i] for i in order]), num_threads=2
-    )
+    moved = CpuHead(kernels, 2).sample(hidden, weight, 1.0, _raw([requests[i] for i in order]))
     assert same_bits(together, moved, list(order))
     for i, request in enumerate(requests):
         own = hidden[request.row : request.row + 1]
-        alone = head.draw(kernels, own, weight, 1.0, _raw([request._replace(row=0)]), num_threads=1)
+        alone = CpuHead(kernels, 1).sample(own, weight, 1.0, _raw([request._replace(row=0)]))
         assert same_bits(together, alone, [i])
 
 
@@ -290,17 +287,17 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(
     requests += [
         DrawRequest(SamplingParams(**other), 0, (seed, 1, i)) for i, other in enumerate(others)
     ]
-    drawn = head.draw(kernels, hidden, weight, 1.0, _raw(requests), num_threads=2)
+    drawn = CpuHead(kernels, 2).sample(hidden, weight, 1.0, _raw(requests))
     assert torch.equal(drawn.logprobs[:21], drawn.raw_logprobs[:21])
     rows = hidden.expand(len(requests), -1).contiguous()
-    scores = head.score(
-        kernels, rows, weight, 1.0, drawn.token_ids, torch.ones(len(rows)), num_threads=2
+    scores = CpuHead(kernels, 2).gather_logprobs(
+        rows, weight, 1.0, drawn.token_ids, torch.ones(len(rows))
     )
     assert torch.equal(scores, drawn.raw_logprobs)
     best = [
         DrawRequest(SamplingParams(top_logprobs=vocab, temperature=float(t)), 0) for t in (0, 1)
     ]
-    shown = head.draw(kernels, hidden, weight, 1.0, sampling_batch(best), num_threads=1)
+    shown = CpuHead(kernels, 1).sample(hidden, weight, 1.0, sampling_batch(best))
     for i in range(2):
         rows = (
             hidden.expand(vocab, -1).contiguous()
@@ -308,7 +305,7 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(
             else hidden.expand(5, -1).contiguous()
         )
         ids = shown.top_ids[i, : len(rows)]
-        scores = head.score(kernels, rows, weight, 1.0, ids, torch.ones(len(rows)), 1)
+        scores = CpuHead(kernels, 1).gather_logprobs(rows, weight, 1.0, ids, torch.ones(len(rows)))
         assert torch.equal(scores, shown.top_logprobs[i, : len(rows)])
 
 
@@ -318,10 +315,11 @@ def test_a_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDL
     requests = [
         DrawRequest(SamplingParams(temperature=t), i, (1, 2, i)) for i, t in enumerate(temperatures)
     ]
-    drawn = head.draw(kernels, hidden, weight, 1.0, sampling_batch(requests), num_threads=2)
+    drawn = CpuHead(kernels, 2).sample(hidden, weight, 1.0, sampling_batch(requests))
     wanted = torch.tensor(temperatures, dtype=torch.float64)
     assert torch.equal(
-        head.score(kernels, hidden, weight, 1.0, drawn.token_ids, wanted, 2), drawn.logprobs
+        CpuHead(kernels, 2).gather_logprobs(hidden, weight, 1.0, drawn.token_ids, wanted),
+        drawn.logprobs,
     )
 
 
@@ -330,12 +328,10 @@ def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(
 ) -> None:
     hidden, weight = hidden_and_weight(2000, 8, 2, torch.bfloat16)
     group = [DrawRequest(SamplingParams(top_p=(1.0, 0.8)[i % 2]), 1, (4, i, 10)) for i in range(32)]
-    drawn = head.draw(kernels, hidden, weight, 1.0, sampling_batch(group), num_threads=2)
+    drawn = CpuHead(kernels, 2).sample(hidden, weight, 1.0, sampling_batch(group))
     apart = [request._replace(row=i) for i, request in enumerate(group)]
     rows = hidden[1:].expand(32, -1).contiguous()
-    assert same_bits(
-        drawn, head.draw(kernels, rows, weight, 1.0, sampling_batch(apart), num_threads=2)
-    )
+    assert same_bits(drawn, CpuHead(kernels, 2).sample(rows, weight, 1.0, sampling_batch(apart)))
     assert len(set(drawn.token_ids.tolist())) > 16
 
 
@@ -347,9 +343,7 @@ def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype) -> None:
     hidden[5, 0] = math.nan
     requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
     draws = {
-        name: head.draw(
-            cpu_kernels.kernels(name), hidden, weight, 1.7, _raw(requests), num_threads=2
-        )
+        name: CpuHead(cpu_kernels.kernels(name), 2).sample(hidden, weight, 1.7, _raw(requests))
         for name in cpu_kernels.available()
     }
     first = draws[cpu_kernels.available()[0]]
@@ -370,11 +364,11 @@ def test_a_broken_row_says_so_and_spares_the_others(
     batch = _raw(
         [DrawRequest(SamplingParams(top_logprobs=2, **options), i, (1, 1, i)) for i in range(3)]
     )
-    clean = head.draw_logits(kernels, logits, batch, num_threads=2)
+    clean = CpuHead(kernels, 2).sample_logits(logits, batch)
     for place in (0, 401, 999):
         broken = logits.clone()
         broken[1, place] = poison
-        drawn = head.draw_logits(kernels, broken, batch, num_threads=2)
+        drawn = CpuHead(kernels, 2).sample_logits(broken, batch)
         assert drawn.token_ids[1] == 0
         assert drawn.logprobs[1].isnan()
         assert not drawn.top_logprobs[1].isfinite().any()
@@ -394,7 +388,7 @@ def test_the_only_token_left_is_drawn_with_certainty(
     batch = sampling_batch(
         [DrawRequest(SamplingParams(temperature=temperature, **filters), 0, (2, 2, 2))]
     )
-    drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
+    drawn = CpuHead(kernels, 2).sample_logits(logits, batch)
     assert drawn.token_ids.tolist() == [777]
     assert drawn.logprobs.tolist() == drawn.log_kept_mass.tolist() == [0.0]
 
@@ -411,13 +405,13 @@ def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
         temperature=temperature, allowed_token_ids=frozenset(allowed), **options
     )
     batch = sampling_batch([DrawRequest(params, 0, (1, 0, i), banned=[100]) for i in range(8)])
-    drawn = head.draw_logits(kernels, logits, batch, num_threads=2)
+    drawn = CpuHead(kernels, 2).sample_logits(logits, batch)
     full = torch.log_softmax(logits[0].double() / temperature, dim=-1)[drawn.token_ids]
     torch.testing.assert_close(
         (drawn.logprobs + drawn.log_kept_mass).double(), full, rtol=1e-6, atol=1e-4
     )
     logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
-    assert bool(head.draw_logits(kernels, logits, batch, num_threads=2).logprobs.isnan().all())
+    assert bool(CpuHead(kernels, 2).sample_logits(logits, batch).logprobs.isnan().all())
 
 
 def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> None:
@@ -426,7 +420,7 @@ def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> No
     for options in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 1e30}):
         params = SamplingParams(allowed_token_ids=allowed, **options)
         batch = sampling_batch([DrawRequest(params, 0, (1, 0, i), banned=[390]) for i in range(64)])
-        drawn = set(head.draw_logits(kernels, logits, batch, num_threads=2).token_ids.tolist())
+        drawn = set(CpuHead(kernels, 2).sample_logits(logits, batch).token_ids.tolist())
         assert drawn <= allowed - {390}, options
         assert len(drawn) >= 2 or "top_k" in options or params.temperature == 0
 
@@ -434,24 +428,26 @@ def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> No
 def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 2, torch.float32)
     with pytest.raises(IndexError, match="2 rows"):
-        head.draw(
-            kernels, hidden, weight, 1.0, sampling_batch([DrawRequest(SamplingParams(), 2)]), 1
+        CpuHead(kernels, 1).sample(
+            hidden, weight, 1.0, sampling_batch([DrawRequest(SamplingParams(), 2)])
         )
     biased = sampling_batch([DrawRequest(SamplingParams(logit_bias={100: 1.0}))])
     with pytest.raises(IndexError, match="100"):
-        head.draw(kernels, hidden, weight, 1.0, biased, 1)
+        CpuHead(kernels, 1).sample(hidden, weight, 1.0, biased)
     with pytest.raises(IndexError, match="100"):
-        head.score(kernels, hidden, weight, 1.0, torch.tensor([3, 100]), torch.ones(2), 1)
+        CpuHead(kernels, 1).gather_logprobs(
+            hidden, weight, 1.0, torch.tensor([3, 100]), torch.ones(2)
+        )
     with pytest.raises(ValueError, match="hidden rows"):
-        head.logits(kernels, hidden.bfloat16(), weight, 1.0, 1)
+        CpuHead(kernels, 1).logits(hidden.bfloat16(), weight, 1.0)
     with pytest.raises(ValueError, match="float32"):
-        head.draw_logits(kernels, hidden.bfloat16(), sampling_batch([]), 1)
+        CpuHead(kernels, 1).sample_logits(hidden.bfloat16(), sampling_batch([]))
 
 
 def test_no_samples_are_no_work(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 0, torch.float32)
-    assert len(head.draw(kernels, hidden, weight, 1.0, sampling_batch([]), 2).token_ids) == 0
-    assert head.score(
-        kernels, hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), torch.empty(0), 2
+    assert len(CpuHead(kernels, 2).sample(hidden, weight, 1.0, sampling_batch([])).token_ids) == 0
+    assert CpuHead(kernels, 2).gather_logprobs(
+        hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), torch.empty(0)
     ).shape == (0,)
-    assert head.logits(kernels, hidden, weight, 1.0, 2).shape == (0, 100)
+    assert CpuHead(kernels, 2).logits(hidden, weight, 1.0).shape == (0, 100)

@@ -15,9 +15,10 @@ from torch import Tensor
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
-from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.ops.cpu.weights import PackedWeight
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
+from tests.ops.cpu_kernels import as_packed
 
 pytestmark = NEEDS_COMPILER
 SETS = [name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= _processor_flags()]

@@ -18,7 +18,8 @@ from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params, load_spec
 from nano_inference.ops.backend import Ops
-from nano_inference.ops.cpu.backend import Replay, cpu_ops
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.program import Program
 from nano_inference.ops.cpu.recorder import Buffer, Operation, place_buffers
 from tests.depth import at_depth
 from tests.models.tiny import FAMILIES, tiny_model
@@ -98,8 +99,8 @@ def test_a_program_gives_the_bits_of_its_operations(
     for chunks in STEPS:
         batch = batch_of(chunks)
         if program is None:
-            program = model.ops.compile(model.trunk, batch, bound(recorded, batch), dtype)
-        expected = model.trunk(ops, batch, bound(plain, batch))
+            program = model.ops.compile(model.trunk, batch, recorded, dtype)
+        expected = model.trunk(ops, batch, plain)
         assert not expected.isnan().any()
         assert torch.equal(program(batch), expected)
         for got, other in ((recorded.keys, plain.keys), (recorded.values, plain.values)):
@@ -107,11 +108,7 @@ def test_a_program_gives_the_bits_of_its_operations(
     # The gate is joined to its product, and so are additions; a norm between a product and its
     # addition stays. Experts are one operation, and their sum is added by the next norm.
     of_a_layer = (8 if model.spec.norms == "pre" else 10) - (model.spec.moe is not None)
-    assert len(program.program.operations) == 2 + of_a_layer * model.spec.num_layers
-
-
-def bound(storage: KVStorage, batch: ForwardBatch) -> Any:
-    return storage.bind(batch.block_tables, batch.seq_lens)
+    assert len(program.operations) == 2 + of_a_layer * model.spec.num_layers
 
 
 @NEEDS_COMPILER
@@ -197,17 +194,17 @@ def test_a_deep_model_needs_no_more_memory_than_a_shallow_one(tmp_path: Path) ->
         model = decoder(
             tiny_model(tmp_path / str(layers), "llama", num_hidden_layers=layers), torch.bfloat16
         )
-        pieces.add(len(replay(model, storage_of(model)).program._sizes))
+        pieces.add(len(replay(model, storage_of(model))._sizes))
     assert len(pieces) == 1
 
 
 # -- batches that cannot be ------------------------------------------------------------------------
 
 
-def replay(model: Decoder, storage: KVStorage) -> Replay:
+def replay(model: Decoder, storage: KVStorage) -> Program:
     assert model.ops.compile is not None
     batch = batch_of(STEPS[0])
-    return model.ops.compile(model.trunk, batch, bound(storage, batch), model.dtype)  # pyright: ignore[reportReturnType]
+    return model.ops.compile(model.trunk, batch, storage, model.dtype)  # pyright: ignore[reportReturnType]
 
 
 def put(name: str, index: Any, value: int) -> Callable[[ForwardBatch], ForwardBatch]:

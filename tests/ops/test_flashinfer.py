@@ -16,7 +16,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.backends import captures_graphs
-from nano_inference.engine.storage import BoundKVStorage, KVStorage
+from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import ConfigError
 from nano_inference.ops import reference_attention
 from nano_inference.ops.flashinfer import FlashInferAttention
@@ -42,7 +42,7 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
 
 
-def cache(batch: ForwardBatch, block_size: int, seed: int) -> BoundKVStorage:
+def cache(batch: ForwardBatch, block_size: int, seed: int) -> KVStorage:
     """Two layers of NaN but for the contexts of the batch."""
     spec = SimpleNamespace(num_layers=2, num_kv_heads=KV_HEADS, head_dim=D, windows=(0, 0))
     storage = KVStorage(spec, NUM_BLOCKS, block_size, torch.float16, torch.device("cpu"))
@@ -52,7 +52,7 @@ def cache(batch: ForwardBatch, block_size: int, seed: int) -> BoundKVStorage:
             slots = torch.arange(length)
             slots = table[slots // block_size] * block_size + slots % block_size
             tensor.flatten(2, 3)[:, :, slots] = randn(2, KV_HEADS, length, D, seed=seed + i)
-    return storage.bind(batch.block_tables, batch.seq_lens)
+    return storage
 
 
 def drawn_batch(data: st.DataObject, block_size: int) -> ForwardBatch:
@@ -145,7 +145,7 @@ def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     view, ours = cache(batch, 4, 1), FlashInferAttention()
     with pytest.raises(ValueError, match=r"not in torch\.float32"):
         ours.attend(torch.zeros(1, HEADS, D), view, 0, ours.plan(batch, 4), 0.3)
-    view.storage.unit_map = SimpleNamespace()  # type: ignore[assignment]
+    view.unit_map = SimpleNamespace()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="whole blocks"):
         ours.attend(torch.zeros(1, HEADS, D).half(), view, 0, ours.plan(batch, 4), 0.3)
     assert captures_graphs(EngineConfig(model_path="m"))

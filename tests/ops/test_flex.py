@@ -101,13 +101,12 @@ class Paged:
     def store(self, pieces: Sequence[Piece], layer: int = 1) -> ForwardBatch:
         """Write keys and values [0, end) of every piece; the batch of the pieces' rows."""
         batch = self.batch(pieces)
-        view = self.storage.bind(batch.block_tables, batch.seq_lens)
         for piece in pieces:
             places = torch.arange(piece.end)
             slots = (
                 torch.tensor(self.tables[piece.seq])[places // self.block_size] * self.block_size
             )
-            view.write(
+            self.storage.write(
                 layer,
                 slots + places % self.block_size,
                 *(x[piece.seq][: piece.end] for x in (self.k, self.v)),
@@ -150,15 +149,15 @@ class Paged:
 
     def attend(self, pieces: Sequence[Piece], window: int = 0) -> Tensor:
         batch = self.store(pieces)
-        view = self.storage.bind(batch.block_tables, batch.seq_lens)
         plan = flex.plan_attention(self.num_blocks, batch, self.block_size, window)
-        return flex.attention(self.rows(pieces), view, 1, plan, self.heads.scale)
+        return flex.attention(self.rows(pieces), self.storage, 1, plan, self.heads.scale)
 
     def reference(self, pieces: Sequence[Piece], window: int = 0) -> Tensor:
         batch = self.store(pieces)
-        view = self.storage.bind(batch.block_tables, batch.seq_lens)
         plan = reference_attention.plan_attention(batch, self.block_size, window)
-        return reference_attention.attention(self.rows(pieces), view, 1, plan, self.heads.scale)
+        return reference_attention.attention(
+            self.rows(pieces), self.storage, 1, plan, self.heads.scale
+        )
 
     def rows(self, pieces: Sequence[Piece]) -> Tensor:
         return torch.cat([self.q[piece.seq][piece.start : piece.end] for piece in pieces])

@@ -17,10 +17,10 @@ from nano_inference.models.expert_exchange import ExpertExchange
 from nano_inference.models.spec import spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
-from nano_inference.ops.cpu.weights import as_packed
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config
+from tests.ops.cpu_kernels import as_packed
 from tests.parallel.thread_group import ThreadGroup
 
 HIDDEN = 48

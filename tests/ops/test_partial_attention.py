@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.batch import Rows, batch_of_rows
-from nano_inference.engine.storage import BoundKVStorage, KVStorage
+from nano_inference.engine.storage import KVStorage
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
@@ -39,7 +39,7 @@ def backend(name: str, num_threads: int) -> Ops:
         pytest.skip(str(problem))
 
 
-def filled(shape: Shape, num_tokens: int, block_size: int) -> tuple[BoundKVStorage, list[int]]:
+def filled(shape: Shape, num_tokens: int, block_size: int) -> tuple[KVStorage, list[int]]:
     """A storage with keys and values of one sequence, all other slots NaN, and the sequence's
     blocks.
     """
@@ -48,8 +48,7 @@ def filled(shape: Shape, num_tokens: int, block_size: int) -> tuple[BoundKVStora
     storage.keys.fill_(math.nan)
     storage.values.fill_(math.nan)
     blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1
-    view = storage.bind(blocks[None], torch.tensor([num_tokens]))
-    return view, blocks.tolist()
+    return storage, blocks.tolist()
 
 
 def written(

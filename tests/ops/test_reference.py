@@ -352,16 +352,15 @@ class Paged:
             relay_sources=empty,
             num_prompt_tokens=0,
         )
-        view = self.storage.bind(batch.block_tables, batch.seq_lens)
 
         def rows(name: str) -> Tensor:
             return torch.cat(
                 [getattr(self.stories[which], name)[start:end] for which, start, end in chunks]
             )
 
-        view.write(1, slots, rows("k"), rows("v"))
+        self.storage.write(1, slots, rows("k"), rows("v"))
         plan = plan_attention(batch, self.block_size, self.shape.window)
-        out = attention(rows("q"), view, 1, plan, self.shape.head_dim**-0.5)
+        out = attention(rows("q"), self.storage, 1, plan, self.shape.head_dim**-0.5)
         assert out.shape == (len(positions), self.shape.num_heads * self.shape.head_dim)
         return list(out.split(lengths.tolist()))
 
@@ -509,11 +508,10 @@ def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) 
         at = rows[:, 0].long()
         storage = KVStorage(shape.spec(), 4, 16, shape.dtype, torch.device("cpu"))
         storage.keys.zero_()
-        view = storage.bind(torch.zeros(1, 1), torch.zeros(1))
         own = rows[:, 1:].to(shape.dtype)
-        q = reference.rope_and_store(own, cos, sin, at, view, 1, at, heads, kv_heads)
-        keys, values = view.gather(1, at)
-        assert not view.gather(0, at)[0].any(), "another layer was written"
+        q = reference.rope_and_store(own, cos, sin, at, storage, 1, at, heads, kv_heads)
+        keys, values = storage.gather(1, at)
+        assert not storage.gather(0, at)[0].any(), "another layer was written"
         stored = [part.transpose(0, 1).flatten(1) for part in (keys, values)]
         return torch.cat((q.flatten(1).float(), *stored), dim=1)
 

@@ -162,12 +162,11 @@ def trunk(model: Decoder, rows: int, size: int, *, few: bool) -> tuple[Tensor, T
     queue = HostQueue()
     with queue.current():
         inputs.write(batch_of_rows(chunks, BLOCK_SIZE), Uploads(queue, model.device))
-    view = storage.bind(inputs.batch.block_tables, inputs.batch.seq_lens)
     if few:
         assert model.ops.few_rows is not None
-        hidden = model.ops.few_rows(model.trunk, inputs.batch, view)
+        hidden = model.ops.few_rows(model.trunk, inputs.batch, storage)
     else:
-        hidden = model.trunk(model.ops, inputs.batch, view)
+        hidden = model.trunk(model.ops, inputs.batch, storage)
     return hidden[:rows], torch.stack([storage.keys, storage.values])
 
 

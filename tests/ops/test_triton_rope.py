@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.engine.storage import BoundKVStorage, KVStorage, UnitMap
+from nano_inference.engine.storage import KVStorage, UnitMap
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
@@ -67,7 +67,7 @@ class Case:
             weights[1], 1e-4, offset, norm_dtype
         )
 
-    def view(self) -> BoundKVStorage:
+    def view(self) -> KVStorage:
         """A cache full of NaN; with units, behind blocks in another order, three units a block."""
         windows = (4, 0, 4, 4) if self.units else (0,) * LAYERS
         spec = SimpleNamespace(
@@ -85,7 +85,7 @@ class Case:
         storage = KVStorage(spec, NUM_BLOCKS, BLOCK_SIZE, self.cache_dtype, DEVICE, units)
         storage.keys.fill_(torch.nan)
         storage.values.fill_(torch.nan)
-        return storage.bind(NONE, NONE)
+        return storage
 
     def rows(self, num: int) -> tuple[Tensor, Tensor, Tensor]:
         """(qkv, positions, slots) of rows."""
@@ -120,7 +120,7 @@ def called(case: Case, operation, qkv: Tensor, positions: Tensor, slots: Tensor,
         case.kv_heads,
         norms,
     )
-    return q, view.storage.keys, view.storage.values
+    return q, view.keys, view.values
 
 
 CASES = st.builds(
@@ -225,7 +225,7 @@ def test_blocks_beyond_two_billion_numbers_are_found():
     if DEVICE.type == "cuda":
         pytest.skip("the interpreter's check")
     case = Case(1, 1, 16)
-    view, (qkv, positions, _) = case.view(), case.rows(1)
+    qkv, positions, _ = case.rows(1)
     blocks = 2**31 // (BLOCK_SIZE * 16) + 7
     storage = KVStorage(
         SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=16, windows=(0,)),
@@ -234,10 +234,9 @@ def test_blocks_beyond_two_billion_numbers_are_found():
         torch.float16,
         DEVICE,
     )  # never touched but for one block: the rest of it is address space
-    view = storage.bind(NONE, NONE)
     slot = torch.tensor([blocks * BLOCK_SIZE - 2])
     angles = torch.zeros(POSITIONS, 8)
-    rope_and_store(qkv, angles + 1, angles, positions, view, 0, slot, 1, 1)
+    rope_and_store(qkv, angles + 1, angles, positions, storage, 0, slot, 1, 1)
     assert torch.equal(storage.keys[0, 0, blocks - 1, 1], qkv[0, 16:32].half())
     assert torch.equal(storage.values[0, 0, blocks - 1, 1], qkv[0, 32:].half())
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.engine.storage import BoundKVStorage
+from nano_inference.engine.storage import KVStorage
 from nano_inference.ops import reference_attention
 from nano_inference.ops.cuda.attention import Attention
 
@@ -77,7 +77,7 @@ def draw(lengths: Sequence[int], heads: Heads, seed: int = 0) -> list[Rows3]:
 
 def place(
     seqs: Sequence[Rows3], pieces: Sequence[Piece], heads: Heads, window: int, memory: Memory
-) -> tuple[Tensor, ForwardBatch, BoundKVStorage]:
+) -> tuple[Tensor, ForwardBatch, KVStorage]:
     """The rows' queries, their batch, and storage that holds what they may see."""
     generator = torch.Generator().manual_seed(memory.seed)
     size = memory.block_size
@@ -97,7 +97,8 @@ def place(
         num_units = 2 * num_blocks
         units = torch.randperm(num_units, generator=generator).view(2, num_blocks).to(DEVICE)
     shape = (1 if memory.units else 2, heads.kv_heads, num_units, size, heads.dim)
-    storage = SimpleNamespace(
+    view = object.__new__(KVStorage)
+    vars(view).update(
         block_size=size,
         keys=torch.full(shape, math.nan, dtype=heads.dtype, device=DEVICE),
         values=torch.full(shape, math.nan, dtype=heads.dtype, device=DEVICE),
@@ -107,7 +108,6 @@ def place(
     batch = batch_of_rows(
         [Rows([0] * (p.end - p.start), p.start, tables[p.seq]) for p in pieces], size
     )
-    view = BoundKVStorage(storage, batch.block_tables, batch.seq_lens)  # type: ignore[arg-type]
     for piece in pieces:
         first = max(0, piece.start - window + 1) if window else 0
         seen = torch.arange(first, piece.end)

@@ -15,11 +15,11 @@ from torch import Tensor
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
-from nano_inference.ops.cpu.weights import as_packed
 from nano_inference.parallel.bounds import SEGMENTS, check_segments, row_segments, segment_unit
 from nano_inference.parallel.segments import tree_sum
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
+from tests.ops.cpu_kernels import as_packed
 from tests.parallel.test_tensor_parallel import on_ranks
 from tests.parallel.thread_group import ThreadGroup
 
@@ -131,7 +131,7 @@ def test_the_kernels(
     got = best.linear(x, packed, bias, segments)
     require_near(got, x, weight, bias)
     parts = [
-        best.linear(x[:, first:end].contiguous(), weight[:, first:end].contiguous())
+        best.linear(x[:, first:end].contiguous(), as_packed(weight[:, first:end]))
         if first < end
         else torch.zeros(m, n)
         for first, end in pairwise(segments)
@@ -145,9 +145,9 @@ def test_the_kernels(
 def test_the_kernels_read_pairs() -> None:
     x = numbers(1, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="even columns"):
-        CpuOps(1).linear(x, x, None, (0, 3, 8))
+        CpuOps(1).linear(x, as_packed(x), None, (0, 3, 8))
     with pytest.raises(ValueError, match="not the bounds"):
-        CpuOps(1).linear(x, x, None, (0, 4, 6))
+        CpuOps(1).linear(x, as_packed(x), None, (0, 4, 6))
 
 
 @NEEDS_COMPILER
@@ -157,16 +157,21 @@ def test_embeddings_of_parts_add_up(dtype: torch.dtype) -> None:
     weight = numbers(1, 50, 20, dtype=dtype)
     weight[7, 3], weight[40, 5] = -0.0, 0.0
     ids = torch.tensor([7, 0, 40, 49, 16, 15])
-    for embed in (reference.embed, CpuOps(1).embed):
-        expected = embed(ids, weight, 3.0)
+    backends: list[tuple[Any, Any]] = [
+        (reference.embed, torch.Tensor.contiguous),
+        (CpuOps(1).embed, as_packed),
+    ]
+    for embed, made in backends:
+        expected = embed(ids, made(weight), 3.0)
         parts = [
-            embed(ids, weight[first:end], 3.0, (first, 50)) for first, end in ((0, 16), (16, 50))
+            embed(ids, made(weight[first:end]), 3.0, (first, 50))
+            for first, end in ((0, 16), (16, 50))
         ]
         assert torch.equal(tree_sum(parts).view(torch.int32), expected.view(torch.int32))
         assert expected[0, 3].signbit()
     for wrong in (-1, 50):
         with pytest.raises(ValueError, match="vocabulary"):
-            CpuOps(1).embed(torch.tensor([wrong]), weight[:16], 1.0, (0, 50))
+            CpuOps(1).embed(torch.tensor([wrong]), as_packed(weight[:16]), 1.0, (0, 50))
 
 
 def require_near(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -28,11 +28,10 @@ from nano_inference.engine.workers.replay import Draw, Forward, StepReplay, Step
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.rank_exchange import RankExchange
+from nano_inference.models.rank_exchange import RankClock, RankExchange
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import allocate, param_table, read, slots, write
-from nano_inference.parallel.clock import RankClock
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nano_inference import SamplingParams, SamplingPipeline
 from nano_inference.columns import Entries, columns_of
-from nano_inference.ops.cpu import head
+from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.sampling import pipeline
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.logprobs import best_tokens
@@ -80,7 +80,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
     if request.param == "torch":
         return reference.sample
     kernels = cpu_kernels.kernels()
-    return lambda logits, batch: head.draw_logits(kernels, logits, batch, num_threads=2)
+    return lambda logits, batch: CpuHead(kernels, 2).sample_logits(logits, batch)
 
 
 def logits_of(seed: int, rows: int = 3, vocab: int = VOCAB) -> Tensor:

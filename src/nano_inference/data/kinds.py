@@ -7,8 +7,8 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.types import TrainingSample
@@ -20,45 +20,23 @@ class Mismatch(Exception):
     """A plain value is not of the field's type; the caller knows where it stands."""
 
 
-class Kind(Protocol):
-    """How values of one type are written."""
+class Kind(NamedTuple):
+    """How values of one type are written.
 
-    def to_plain(self, value: Any) -> Any:
-        """The value out of numbers, strings, None, lists and dicts."""
-        ...
+    Attributes:
+        to_plain: the value out of numbers, strings, None, lists and dicts.
+        from_plain: the value again. Raises `Mismatch`.
+        arrow: the type of its column, given the module pyarrow.
+        is_scalar: a list of such values is plain as it is.
+    """
 
-    def from_plain(self, plain: Any) -> Any:
-        """The value again. Raises `Mismatch`."""
-        ...
-
-    def arrow(self, pa: Any) -> Any:
-        """The type of its column; `pa` is the module pyarrow."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scalar:
-    type: type
-    choices: tuple[str, ...] | None = None
-
-    def to_plain(self, value: Any) -> Any:
-        # a caller's 1 is 1.0 in a column of floats
-        return float(value) if self.type is float else value
-
-    def from_plain(self, plain: Any) -> Any:
-        if self.type is float:
-            return _to_float(plain)
-        if type(plain) is not self.type:
-            raise Mismatch(f"{plain!r} is not of type {self.type.__name__}.")
-        if self.choices is not None and plain not in self.choices:
-            raise Mismatch(f"{plain!r} is none of {', '.join(self.choices)}.")
-        return plain
-
-    def arrow(self, pa: Any) -> Any:
-        return {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}[self.type]
+    to_plain: Callable[[Any], Any]
+    from_plain: Callable[[Any], Any]
+    arrow: Callable[[Any], Any]
+    is_scalar: bool = False
 
 
-def _to_float(plain: Any) -> float:
+def _float_from(plain: Any) -> float:
     if plain is None:
         return math.nan
     if isinstance(plain, str) and plain in _INFINITIES:
@@ -71,138 +49,121 @@ def _to_float(plain: Any) -> float:
     raise Mismatch(f"{plain!r} is not a number.")
 
 
-@dataclasses.dataclass(frozen=True)
-class _List:
-    item: Kind
+# a caller's 1 is 1.0 in a column of floats
+_FLOAT = Kind(float, _float_from, lambda pa: pa.float64(), is_scalar=True)
 
-    def to_plain(self, value: Any) -> Any:
-        return (
-            list(value)
-            if isinstance(self.item, _Scalar)
-            else [self.item.to_plain(item) for item in value]
-        )
 
-    def from_plain(self, plain: Any) -> Any:
+def _scalar(type_: type, choices: tuple[str, ...] | None = None) -> Kind:
+    def from_plain(plain: Any) -> Any:
+        if type(plain) is not type_:
+            raise Mismatch(f"{plain!r} is not of type {type_.__name__}.")
+        if choices is not None and plain not in choices:
+            raise Mismatch(f"{plain!r} is none of {', '.join(choices)}.")
+        return plain
+
+    def arrow(pa: Any) -> Any:
+        return {int: pa.int64(), str: pa.string(), bool: pa.bool_()}[type_]
+
+    return Kind(lambda value: value, from_plain, arrow, is_scalar=True)
+
+
+def _list(item: Kind) -> Kind:
+    def from_plain(plain: Any) -> Any:
         if not isinstance(plain, list | tuple):
             raise Mismatch(f"{plain!r} is not a list.")
-        return tuple(self.item.from_plain(item) for item in plain)
+        return tuple(map(item.from_plain, plain))
 
-    def arrow(self, pa: Any) -> Any:
-        return pa.list_(self.item.arrow(pa))
+    return Kind(
+        list if item.is_scalar else lambda value: list(map(item.to_plain, value)),
+        from_plain,
+        lambda pa: pa.list_(item.arrow(pa)),
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Set:
-    """A set of scalars, written in rising order."""
+def _set(item: Kind) -> Kind:
+    """Of scalars, written in rising order."""
+    items = _list(item)
 
-    item: Kind
-
-    def to_plain(self, value: Any) -> Any:
-        return sorted(value)
-
-    def from_plain(self, plain: Any) -> Any:
-        items = _List(self.item).from_plain(plain)
-        if len(set(items)) < len(items):
+    def from_plain(plain: Any) -> Any:
+        found = items.from_plain(plain)
+        if len(set(found)) < len(found):
             raise Mismatch(f"{plain!r} holds an item twice.")
-        return frozenset(items)
+        return frozenset(found)
 
-    def arrow(self, pa: Any) -> Any:
-        return pa.list_(self.item.arrow(pa))
+    return Kind(sorted, from_plain, items.arrow)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Table:
+def _table(key: Kind, value: Kind) -> Kind:
     """A mapping, as a list of objects: JSON and Parquet have no keys but strings."""
 
-    key: Kind
-    value: Kind
+    def to_plain(table: Any) -> Any:
+        return [{"key": key.to_plain(k), "value": value.to_plain(v)} for k, v in table.items()]
 
-    def to_plain(self, value: Any) -> Any:
-        return [
-            {"key": self.key.to_plain(k), "value": self.value.to_plain(v)} for k, v in value.items()
-        ]
-
-    def from_plain(self, plain: Any) -> Any:
+    def from_plain(plain: Any) -> Any:
         if not isinstance(plain, list) or not all(
             isinstance(e, dict) and e.keys() == {"key", "value"} for e in plain
         ):
             raise Mismatch(f"{plain!r} is not a list of objects with key, value.")
-        table = {
-            self.key.from_plain(entry["key"]): self.value.from_plain(entry["value"])
-            for entry in plain
-        }
+        table = {key.from_plain(entry["key"]): value.from_plain(entry["value"]) for entry in plain}
         if len(table) < len(plain):
             raise Mismatch(f"{plain!r} holds a key twice.")
         return table
 
-    def arrow(self, pa: Any) -> Any:
-        return pa.list_(pa.struct([("key", self.key.arrow(pa)), ("value", self.value.arrow(pa))]))
+    return Kind(
+        to_plain,
+        from_plain,
+        lambda pa: pa.list_(pa.struct([("key", key.arrow(pa)), ("value", value.arrow(pa))])),
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Record:
+def _record(make: Any) -> Kind:
     """A dataclass or a named tuple."""
+    kinds = {name: kind_of(hint) for name, hint in typing.get_type_hints(make).items()}
 
-    type: Any
-    fields: Mapping[str, Kind]
-
-    def to_plain(self, value: Any) -> Any:
-        return {name: kind.to_plain(getattr(value, name)) for name, kind in self.fields.items()}
-
-    def from_plain(self, plain: Any) -> Any:
-        if not isinstance(plain, dict) or plain.keys() != self.fields.keys():
-            raise Mismatch(f"{plain!r} is not an object with {', '.join(self.fields)}.")
+    def from_plain(plain: Any) -> Any:
+        if not isinstance(plain, dict) or plain.keys() != kinds.keys():
+            raise Mismatch(f"{plain!r} is not an object with {', '.join(kinds)}.")
         try:
-            return self.type(
-                **{name: kind.from_plain(plain[name]) for name, kind in self.fields.items()}
-            )
+            return make(**{name: kind.from_plain(plain[name]) for name, kind in kinds.items()})
         except InvalidRequest as problem:  # a record that checks itself
             raise Mismatch(str(problem)) from problem
 
-    def arrow(self, pa: Any) -> Any:
-        return pa.struct(
-            [(name, column_type(pa, name, kind)) for name, kind in self.fields.items()]
-        )
+    return Kind(
+        lambda value: {n: kind.to_plain(getattr(value, n)) for n, kind in kinds.items()},
+        from_plain,
+        lambda pa: pa.struct([(name, column_type(pa, name, kind)) for name, kind in kinds.items()]),
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Either:
+def _either(kinds: Mapping[str, Kind]) -> Kind:
     """One of several scalars, under its type's name; the others are None: a column has one type."""
 
-    kinds: Mapping[str, Kind]
-
-    def to_plain(self, value: Any) -> Any:
-        return {name: value if type(value).__name__ == name else None for name in self.kinds}
-
-    def from_plain(self, plain: Any) -> Any:
+    def from_plain(plain: Any) -> Any:
         given = (
             [name for name, item in plain.items() if item is not None]
             if isinstance(plain, dict)
             else []
         )
-        if len(given) != 1 or plain.keys() != self.kinds.keys():
+        if len(given) != 1 or plain.keys() != kinds.keys():
             raise Mismatch(
-                f"{plain!r} is not an object with one of {', '.join(self.kinds)}, and null for "
+                f"{plain!r} is not an object with one of {', '.join(kinds)}, and null for "
                 "the others."
             )
-        return self.kinds[given[0]].from_plain(plain[given[0]])
+        return kinds[given[0]].from_plain(plain[given[0]])
 
-    def arrow(self, pa: Any) -> Any:
-        return pa.struct([(name, kind.arrow(pa)) for name, kind in self.kinds.items()])
+    return Kind(
+        lambda value: {name: value if type(value).__name__ == name else None for name in kinds},
+        from_plain,
+        lambda pa: pa.struct([(name, kind.arrow(pa)) for name, kind in kinds.items()]),
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Optional:
-    kind: Kind
-
-    def to_plain(self, value: Any) -> Any:
-        return None if value is None else self.kind.to_plain(value)
-
-    def from_plain(self, plain: Any) -> Any:
-        return None if plain is None else self.kind.from_plain(plain)
-
-    def arrow(self, pa: Any) -> Any:
-        return self.kind.arrow(pa)
+def _optional(kind: Kind) -> Kind:
+    return Kind(
+        lambda value: None if value is None else kind.to_plain(value),
+        lambda plain: None if plain is None else kind.from_plain(plain),
+        kind.arrow,
+    )
 
 
 def column_type(pa: Any, name: str, kind: Kind) -> Any:
@@ -214,21 +175,20 @@ def kind_of(annotation: Any) -> Kind:
     """How values of this type are written. Raises TypeError where there is no way yet."""
     arguments = typing.get_args(annotation)
     match typing.get_origin(annotation):
-        case None if annotation in (int, float, str, bool):
-            return _Scalar(annotation)
+        case None if annotation is float:
+            return _FLOAT
+        case None if annotation in (int, str, bool):
+            return _scalar(annotation)
         case None if dataclasses.is_dataclass(annotation) or hasattr(annotation, "_fields"):
-            return _Record(
-                annotation,
-                {name: kind_of(hint) for name, hint in typing.get_type_hints(annotation).items()},
-            )
+            return _record(annotation)
         case typing.Literal:
-            return _Scalar(str, arguments)
+            return _scalar(str, arguments)
         case origin if origin is tuple and arguments[1:] == (...,):
-            return _List(kind_of(arguments[0]))
+            return _list(kind_of(arguments[0]))
         case origin if origin is frozenset:
-            return _Set(kind_of(arguments[0]))
+            return _set(kind_of(arguments[0]))
         case collections.abc.Mapping:
-            return _Table(kind_of(arguments[0]), kind_of(arguments[1]))
+            return _table(kind_of(arguments[0]), kind_of(arguments[1]))
         case typing.Union | types.UnionType:
             return _union(arguments)
         case _:
@@ -240,15 +200,15 @@ def _union(members: tuple[Any, ...]) -> Kind:
     kind = (
         kind_of(some[0])
         if len(some) == 1
-        else _Either({member.__name__: kind_of(member) for member in some})
+        else _either({member.__name__: kind_of(member) for member in some})
     )
     if len(some) == len(members):
         return kind
-    if kind == _Scalar(float):
+    if kind is _FLOAT:
         raise TypeError(
             "None and nan would be the same in JSON; use another type than float | None"
         )
-    return _Optional(kind)
+    return _optional(kind)
 
 
 # The columns: every field of a sample, in its order.

@@ -243,10 +243,9 @@ class DecodeGraphs:
         model, results, parameters = self.model, self.results, self._parameters
         inputs = DecodeInputs(self._inputs, size, self.max_blocks)
         inputs.clear()
-        # What a graph asks of the unit map must be answered without a copy: `bind` brings it up to
-        # date.
-        view = self.storage.bind(inputs.batch.block_tables, inputs.batch.seq_lens)
-
+        view = self.storage
+        if view.unit_map is not None:
+            view.unit_map.units()  # what a graph asks of it must be answered without a copy
         few_rows = model.ops.few_rows if size <= FEW_ROWS else None
 
         def forward() -> Tensor:

@@ -1,5 +1,6 @@
 """`ModelRunner`: runs batches on one device, one forward a weight set, and draws the samples."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,6 +107,10 @@ class ModelRunner:
         """
         return [(self.clock.busy, self.clock.waiting)]
 
+    def _working_time(self) -> int:
+        """Nanoseconds that go on while it does not wait for another stage."""
+        return time.perf_counter_ns() - self.clock.waiting
+
     @property
     def storage(self) -> KVStorage:
         """The policy's KV tensors."""
@@ -126,10 +131,10 @@ class ModelRunner:
         """Copy blocks, then compute every batch; returns what samples are drawn from, and the
         scores of all.
         """
-        mark = self.clock.begin()
+        began = self._working_time()
         self._copy_blocks(block_copies)
         result = self._compute([to_device(batch, self.device) for batch in batches], previous)
-        self.clock.end(mark)
+        self.clock.busy += self._working_time() - began
         return result
 
     def idle(self) -> None:
@@ -163,11 +168,11 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:
         """Draw the samples of a step."""
-        mark = self.clock.begin()
+        began = self._working_time()
         sampled = Sampled(
             self._draw(result, to_device(batch, self.device)), result.scores, result.best
         )
-        self.clock.end(mark)
+        self.clock.busy += self._working_time() - began
         return sampled
 
     def watch(self, shared: "SharedLoop") -> None:

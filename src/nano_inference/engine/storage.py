@@ -98,7 +98,8 @@ class UnitMap:
 
 
 class KVStorage:
-    """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, head_dim].
+    """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, head_dim]. A
+    `KvcacheView`.
 
     The head stands before the block, so that a gather over slots gives one contiguous matrix a
     head. Without `units` a block is one unit of all layers. With them, each layer of a block lies
@@ -183,31 +184,13 @@ class KVStorage:
         unit, place = self.places[layer]
         return place, blocks if self.unit_map is None else self.unit_map.units()[unit][blocks]
 
-    def bind(self, page_table: Tensor, total_len: Tensor) -> "BoundKVStorage":
-        """The storage seen through block tables [S, blocks] and context lengths [S]."""
-        return BoundKVStorage(self, page_table, total_len)
-
-
-class BoundKVStorage:
-    """A `KvcacheView`: the storage, and the tables of one batch. Slots are of blocks, whatever
-    stands behind them.
-    """
-
-    def __init__(self, storage: KVStorage, page_table: Tensor, total_len: Tensor) -> None:
-        self.block_size = storage.block_size
-        self.storage = storage
-        self.page_table = page_table
-        self.total_len = total_len
-        self._places = storage.places
-        self._units = storage.unit_map.units() if storage.unit_map is not None else None
-
     @property
     def _keys(self) -> Tensor:
-        return self.storage.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, head_dim]
+        return self.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, head_dim]
 
     @property
     def _values(self) -> Tensor:
-        return self.storage.values.flatten(2, 3)
+        return self.values.flatten(2, 3)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, kv heads, head_dim] at slots [N]."""
@@ -225,18 +208,17 @@ class BoundKVStorage:
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's keys and values themselves: two of [kv heads, slots, head_dim]."""
-        if self._units is not None:
+        if self.unit_map is not None:
             raise RuntimeError(
                 "slots of units are not slots of blocks; plan_memory keeps them apart."
             )
-        place = self._places[layer][1]
+        place = self.places[layer][1]
         return self._keys[place], self._values[place]
 
     def _find(self, layer: int, slots: Tensor) -> tuple[int, Tensor]:
         """Where a layer lies in its units, and the slots of those units."""
-        unit, place = self._places[layer]
-        if self._units is None:
+        unit, place = self.places[layer]
+        if self.unit_map is None:
             return place, slots
-        return place, self._units[unit][
-            slots // self.block_size
-        ] * self.block_size + slots % self.block_size
+        units = self.unit_map.units()[unit][slots // self.block_size]
+        return place, units * self.block_size + slots % self.block_size

@@ -5,18 +5,22 @@ cache).
 from collections.abc import Iterable, Sequence
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, PrefixKeys
-from nano_inference.kv_cache.block_pool import Block, BlockPool
+from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.manager import KVCacheManager
 
 
-class HashIndex:
-    """Full blocks by the hash of everything up to their end. Implements `PrefixIndex`."""
+class PagedKVCache(KVCacheManager):
+    """A KV cache with a hash table over full blocks: by the hash of everything up to their end.
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self._pool = pool
-        self._block_size = block_size
+    Blocks without a name are reused first, then the longest unused.
+    """
 
-    def match(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> list[int]:
+    @property
+    def hash_to_block(self) -> dict[int, int]:
+        """Of every full block that can be matched: its hash, and its id."""
+        return self._pool.names
+
+    def _found(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> list[int]:
         """Blocks that hold the head of a sequence. The token ids of every hit are compared."""
         block_ids: list[int] = []
         for index in range(min(len(prefix.hashes), num_blocks)):
@@ -38,43 +42,43 @@ class HashIndex:
             block, name = self._pool.blocks[table[index]], prefix.hashes[index]
             other = self._pool.names.get(name)
             if other is not None and self._pool.blocks[other].stripped and not block.stripped:
-                self.forget(self._pool.blocks[other])
+                self._forget(self._pool.blocks[other])
             if block.hash == NO_PREFIX and name not in self._pool.names:
-                start = index * self._block_size
+                start = index * self.block_size
                 block.parent = prefix.parent(index)
-                block.token_ids = tuple(token_ids[start : start + self._block_size])
+                block.token_ids = tuple(token_ids[start : start + self.block_size])
                 self._pool.give_name(block, name, prefix.namespace)
 
-    def contents(self, block_ids: Sequence[int]) -> list[int]:
+    def _contents(self, block_ids: Sequence[int]) -> list[int]:
         """Token ids of named blocks."""
         return [
             token_id for block_id in block_ids for token_id in self._pool.blocks[block_id].token_ids
         ]
 
-    def forget(self, block: Block) -> None:
+    def _forget(self, block: Block) -> None:
         """Drop a block."""
         self._pool.forget(block)
 
     def drop_version(self, weight_set: str, version: int) -> None:
-        """Drop the blocks of a dead weight version."""
+        """Forget the prefixes of a dead weight version; their free blocks are reused first."""
         for block in self._named():
             space = block.namespace
             if space is not None and (space.weight_set, space.version) == (weight_set, version):
-                self.forget(block)
+                self._forget(block)
 
     def flush(self) -> None:
-        """Drop every block."""
+        """Forget every prefix. Blocks in use stay in use."""
         for block in self._named():
-            self.forget(block)
+            self._forget(block)
 
-    def check(self, tables: Sequence[Sequence[int]]) -> None:
+    def _check_names(self, tables: Sequence[Sequence[int]]) -> None:
         """Assert that names and index agree, whatever the tables are."""
         for block in self._pool.blocks:
             named = block.hash != NO_PREFIX
             assert not named or self._pool.names.get(block.hash) == block.block_id, (
                 "a name without an index entry"
             )
-            assert not named or len(block.token_ids) == self._block_size, (
+            assert not named or len(block.token_ids) == self.block_size, (
                 "a named block that is not full"
             )
         for name, block_id in self._pool.names.items():
@@ -86,23 +90,9 @@ class HashIndex:
     def _holds(
         self, block: Block, token_ids: Sequence[int], prefix: PrefixKeys, index: int
     ) -> bool:
-        start = index * self._block_size
+        start = index * self.block_size
         return (
-            block.token_ids == tuple(token_ids[start : start + self._block_size])
+            block.token_ids == tuple(token_ids[start : start + self.block_size])
             and block.parent == prefix.parent(index)
             and block.namespace == prefix.namespace
         )
-
-
-class PagedKVCache(KVCacheManager):
-    """A KV cache with a hash table over full blocks.
-
-    Blocks without a name are reused first, then the longest unused.
-    """
-
-    new_index = HashIndex
-
-    @property
-    def hash_to_block(self) -> dict[int, int]:
-        """Of every full block that can be matched: its hash, and its id."""
-        return self._pool.names

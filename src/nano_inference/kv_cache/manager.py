@@ -1,12 +1,13 @@
-"""`KVCacheManager`: block tables over one block pool. A prefix index, a hash table or a radix tree,
-finds what can be shared.
+"""`KVCacheManager`: block tables over one block pool. What can be shared is found by a hash table
+or a radix tree.
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
@@ -61,47 +62,12 @@ class Found(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-class PrefixIndex(Protocol):
-    """Which blocks hold which prefixes. A block is named (its `hash` is set) exactly while the
-    index knows it.
-    """
+class KVCacheManager(ABC):
+    """Block tables over one block pool. A block table is a list of block ids owned by one sequence;
+    its first `layout.num_slid(tokens computed)` blocks have left its window.
 
-    def match(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> Sequence[int]:
-        """Blocks that hold the head of a sequence, at most `num_blocks`. Writes nothing."""
-        ...
-
-    def publish(
-        self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
-    ) -> None:
-        """Name these full blocks, unless their contents have a block already that is not
-        stripped.
-        """
-        ...
-
-    def contents(self, block_ids: Sequence[int]) -> list[int]:
-        """Token ids of named blocks."""
-        ...
-
-    def forget(self, block: Block) -> None:
-        """Drop a named block that is about to be reused."""
-        ...
-
-    def drop_version(self, weight_set: str, version: int) -> None:
-        """Drop every block of a weight version."""
-        ...
-
-    def flush(self) -> None:
-        """Drop every block."""
-        ...
-
-    def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Assert every invariant of the index."""
-        ...
-
-
-class KVCacheManager:
-    """Block tables over one block pool and one prefix index. A block table is a list of block ids
-    owned by one sequence; its first `layout.num_slid(tokens computed)` blocks have left its window.
+    How prefixes are found is left to `PagedKVCache` and `RadixKVCache`. A block is named (its
+    `hash` is set) exactly while they find it.
 
     A block is matchable from the launch of the step that fills it until it is reused. Only full
     blocks have a name, and a named block is never written again, so sharing needs no lock; a
@@ -110,8 +76,6 @@ class KVCacheManager:
     Where layers have a window, `units` knows what memory stands behind a block; otherwise a block
     is its memory.
     """
-
-    new_index: ClassVar[Callable[[BlockPool, int], PrefixIndex]]
 
     def __init__(
         self,
@@ -142,7 +106,6 @@ class KVCacheManager:
         self.num_units = num_blocks if layout == UNIFORM else num_units
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
         self._pool = BlockPool(num_blocks, self.units.give_back if self.units else None)
-        self._index = type(self).new_index(self._pool, block_size)
 
     @property
     def blocks(self) -> list[Block]:
@@ -180,7 +143,7 @@ class KVCacheManager:
         The blocks within the window of the token after it have all their units; blocks before those
         may be stripped.
         """
-        found = self._index.match(token_ids, prefix, min(limit, len(token_ids)) // self.block_size)
+        found = self._found(token_ids, prefix, min(limit, len(token_ids)) // self.block_size)
         block_ids = tuple(found[: self._usable(found)])
         return CacheAllocation(block_ids, len(block_ids) * self.block_size)
 
@@ -248,13 +211,13 @@ class KVCacheManager:
             ]:
                 self.units.leave(self.blocks[block_id], still_held=True)
 
+    @abstractmethod
     def publish(
         self, table: Sequence[int], token_ids: Sequence[int], prefix: PrefixKeys, blocks: range
     ) -> None:
         """Make these full blocks matchable. Where the contents are already matchable elsewhere,
-        that stays.
+        that stays, unless stripped.
         """
-        self._index.publish(table, token_ids, prefix, blocks)
 
     def deallocate(self, block_ids: Sequence[int], num_slid: int = 0) -> None:
         """Let go of a block table, its tail first: heads of prefixes are reused last."""
@@ -264,13 +227,31 @@ class KVCacheManager:
         for place in reversed(range(len(block_ids))):
             self._release(self.blocks[block_ids[place]], in_window=place >= num_slid)
 
+    @abstractmethod
     def drop_version(self, weight_set: str, version: int) -> None:
         """Forget the prefixes of a dead weight version; their free blocks are reused first."""
-        self._index.drop_version(weight_set, version)
 
+    @abstractmethod
     def flush(self) -> None:
         """Forget every prefix. Blocks in use stay in use."""
-        self._index.flush()
+
+    @abstractmethod
+    def _found(
+        self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int
+    ) -> Sequence[int]:
+        """Blocks that hold the head of a sequence, at most `num_blocks`. Writes nothing."""
+
+    @abstractmethod
+    def _contents(self, block_ids: Sequence[int]) -> list[int]:
+        """Token ids of named blocks."""
+
+    @abstractmethod
+    def _forget(self, block: Block) -> None:
+        """Drop a named block that is about to be reused."""
+
+    @abstractmethod
+    def _check_names(self, tables: Sequence[Sequence[int]]) -> None:
+        """Assert that names and what finds them agree, for these tables."""
 
     # -- between engines ---------------------------------------------------------------------------
 
@@ -290,7 +271,7 @@ class KVCacheManager:
         namespace = self.blocks[block_ids[0]].namespace if block_ids else None
         if namespace is None:
             return Found(Namespace(), (), ())
-        prefix, token_ids = PrefixKeys(namespace), self._index.contents(block_ids)
+        prefix, token_ids = PrefixKeys(namespace), self._contents(block_ids)
         prefix.extend(token_ids, self.block_size)
         ours = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(prefix.hashes, names, strict=False)
@@ -351,7 +332,7 @@ class KVCacheManager:
             )
         named = {block.hash: block.block_id for block in self.blocks if block.hash != NO_PREFIX}
         assert self._pool.names == named, "names and blocks disagree"
-        self._index.check(tables)
+        self._check_names(tables)
         if self.units is not None:
             outside = [0] * len(tables) if num_slid is None else num_slid
             users = Counter(
@@ -389,10 +370,10 @@ class KVCacheManager:
         if self.units is not None:
             while len(self.units.free) < self.layout.num_units:
                 if not self.units.reclaim():
-                    self._index.forget(self._pool.first_named())
+                    self._forget(self._pool.first_named())
         block = self._pool.first_free()
         if block.hash != NO_PREFIX:
-            self._index.forget(block)
+            self._forget(block)
         self._pool.hold(block)
         if self.units is not None:
             self.units.assign(block)

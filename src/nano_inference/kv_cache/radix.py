@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
-from nano_inference.kv_cache.block_pool import Block, BlockPool
+from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.manager import KVCacheManager
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 
 
 @dataclass(slots=True, eq=False)
@@ -33,22 +34,32 @@ class Node:
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict[tuple[int, ...], "Node"])
 
 
-class RadixTree:
-    """A tree for each namespace, whose edges are runs of whole blocks. Implements `PrefixIndex`.
+class RadixKVCache(KVCacheManager):
+    """A KV cache with a tree over token ids for each namespace. Its edges are runs of whole blocks.
 
     Token ids alone decide where a block hangs; its hash is only a mark that it hangs somewhere. The
     pool knows for each block the one above it, and so reuses leaves first; the tree knows only
     contents. A block hangs in the tree as long as everything above it does: a block whose ancestors
     are gone is not published, and if one is reused after all, what hangs below goes with it.
+
+    Blocks without a name are reused first, then leaves of the tree, the longest unused first. Using
+    a block uses its whole path, and a path stays as long as a table holds anything on it, unless
+    nothing else is free.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        layout: BlockLayout = UNIFORM,
+        num_units: int | None = None,
+    ) -> None:
+        super().__init__(num_blocks, block_size, layout=layout, num_units=num_units)
         self.roots: dict[Namespace, Node] = {}
-        self._pool = pool
-        self._block_size = block_size
         self._node_of: dict[int, Node] = {}  # block id -> the run that it is in
 
-    def match(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> list[int]:
+    def _found(self, token_ids: Sequence[int], prefix: PrefixKeys, num_blocks: int) -> list[int]:
         """Blocks that hold the head of a sequence. Splits nothing and counts as no use."""
         root = self.roots.get(prefix.namespace)
         return [] if root is None else self._follow(root, 0, _as_list(token_ids), 0, num_blocks)[0]
@@ -86,7 +97,7 @@ class RadixTree:
             self._node_of[block.block_id] = node
             above = block
 
-    def forget(self, block: Block) -> None:
+    def _forget(self, block: Block) -> None:
         """Drop a block, and what hangs below it: there is something only where no leaf is free."""
         node = self._node_of[block.block_id]
         for child in node.children.values():
@@ -99,17 +110,17 @@ class RadixTree:
         self._cut(node, length)
 
     def drop_version(self, weight_set: str, version: int) -> None:
-        """Drop the trees of a dead weight version."""
+        """Forget the prefixes of a dead weight version; their free blocks are reused first."""
         for namespace in list(self.roots):
             if (namespace.weight_set, namespace.version) == (weight_set, version):
                 self._drop(self.roots.pop(namespace))
 
     def flush(self) -> None:
-        """Drop every tree."""
+        """Forget every prefix. Blocks in use stay in use."""
         for namespace in list(self.roots):
             self._drop(self.roots.pop(namespace))
 
-    def contents(self, block_ids: Sequence[int]) -> list[int]:
+    def _contents(self, block_ids: Sequence[int]) -> list[int]:
         """Token ids of named blocks. O(1) each where they follow each other down the tree."""
         token_ids: list[int] = []
         node, place = None, 0
@@ -121,7 +132,7 @@ class RadixTree:
             token_ids += self._run(node.token_ids, place, place + 1)
         return token_ids
 
-    def check(self, tables: Sequence[Sequence[int]]) -> None:
+    def _check_names(self, tables: Sequence[Sequence[int]]) -> None:
         """Assert that runs, their order, contents and names agree, and that every table hangs along
         a path.
         """
@@ -134,7 +145,7 @@ class RadixTree:
                 assert node.namespace is namespace or node.namespace == namespace, (
                     "a run in the wrong tree"
                 )
-                assert len(node.token_ids) == len(node.block_ids) * self._block_size, (
+                assert len(node.token_ids) == len(node.block_ids) * self.block_size, (
                     "a run whose contents do not fit"
                 )
                 assert node is root or node.block_ids, "an empty run"
@@ -198,12 +209,12 @@ class RadixTree:
             return most
         return (
             next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-            // self._block_size
+            // self.block_size
         )
 
     def _run(self, tokens: list[int], first: int, end: int) -> list[int]:
         """Token ids of blocks [first, end)."""
-        return tokens[first * self._block_size : end * self._block_size]
+        return tokens[first * self.block_size : end * self.block_size]
 
     # -- changing the tree -------------------------------------------------------------------------
 
@@ -232,7 +243,7 @@ class RadixTree:
         """Leave the first `length` blocks of a run where they are; the rest becomes its only
         child.
         """
-        size = length * self._block_size
+        size = length * self.block_size
         lower = Node(
             node.namespace, node, node.block_ids[length:], node.token_ids[size:], node.children
         )
@@ -254,7 +265,7 @@ class RadixTree:
         for block_id in reversed(node.block_ids[length:]):
             del self._node_of[block_id]
             self._pool.forget(self._pool.blocks[block_id])
-        del node.block_ids[length:], node.token_ids[length * self._block_size :]
+        del node.block_ids[length:], node.token_ids[length * self.block_size :]
 
     def _detach(self, node: Node) -> None:
         """Take a run out of its parent's children, and its tree out of the roots if it was the
@@ -280,17 +291,6 @@ class RadixTree:
         for key, child in node.children.items():
             assert child.parent is node, "a child of another run"
             assert list(key) == self._run(child.token_ids, 0, 1), "a child under the wrong key"
-
-
-class RadixKVCache(KVCacheManager):
-    """A KV cache with a radix tree over token ids.
-
-    Blocks without a name are reused first, then leaves of the tree, the longest unused first. Using
-    a block uses its whole path, and a path stays as long as a table holds anything on it, unless
-    nothing else is free.
-    """
-
-    new_index = RadixTree
 
 
 def _as_list(token_ids: Sequence[int]) -> list[int]:

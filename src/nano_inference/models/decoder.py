@@ -3,7 +3,8 @@ given.
 """
 
 import copy
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,9 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.columns import to_device
 from nano_inference.models.context import SharedContext
-from nano_inference.models.rank_exchange import AddBias, RankExchange
+from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.rope import rope_table
-from nano_inference.models.routes import RecordedMoe, RouteRecord
+from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
@@ -23,14 +24,6 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
 
 BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
-
-
-class KvCache(Protocol):
-    """What the decoder needs of the KV storage: a view for the block tables of one batch."""
-
-    def bind(self, page_table: Tensor, total_len: Tensor) -> KvcacheView:
-        """The storage seen through block tables [S, blocks] and context lengths [S]."""
-        ...
 
 
 class BestTokens(NamedTuple):
@@ -79,6 +72,7 @@ class Decoder:
             rank_exchange if rank_exchange is not None else RankExchange(shard_of(spec))
         )
         self.part = self.rank_exchange.part
+        self.is_last_stage = self.part.place.is_last_stage
         self.context = self._shared_context()
         matrix = params["layers.0.qkv"]
         self.device = matrix.device
@@ -109,9 +103,8 @@ class Decoder:
         group = self.rank_exchange.tensor
         return self.ops if group is None else ShardedHead(self.ops, group, self.part.vocab_bounds)
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> ForwardResult:
+    def forward(self, batch: ForwardBatch, view: KvcacheView) -> ForwardResult:
         """Compute the rows of a batch and store their keys and values."""
-        view = cache.bind(batch.block_tables, batch.seq_lens)
         if self.context is not None:
             return self._forward_own(batch, view, self.context)
         return self._forward(batch, view)
@@ -124,7 +117,7 @@ class Decoder:
         """
         own = context.own_rows(batch, view.block_size)
         hidden, scores, best = self._forward(own, view)
-        if not self.part.place.is_last_stage:
+        if not self.is_last_stage:
             return ForwardResult(hidden, scores)
         step = own.context
         return ForwardResult(
@@ -137,7 +130,7 @@ class Decoder:
 
     def _forward(self, batch: ForwardBatch, view: KvcacheView) -> ForwardResult:
         hidden = self._hidden(batch, view)
-        if not self.part.place.is_last_stage:
+        if not self.is_last_stage:
             return ForwardResult(hidden[:0], torch.empty(0, device=self.device))
         divisor = self.spec.logits_divisor
         if len(batch.score_rows):
@@ -218,9 +211,9 @@ class Decoder:
         """All rows after the last norm, [N, H]; good until the next call."""
         if self.ops.compile is None:
             return self.trunk(self.ops, batch, view)
-        if view.storage not in self.recorded:
-            self.recorded[view.storage] = self.ops.compile(self.trunk, batch, view, self.dtype)
-        return self.recorded[view.storage](batch)
+        if view not in self.recorded:
+            self.recorded[view] = self.ops.compile(self.trunk, batch, view, self.dtype)
+        return self.recorded[view](batch)
 
     def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
         """Everything but the head, by calls of `ops` alone: a backend may record them once and
@@ -246,7 +239,7 @@ class Decoder:
                 x, residual, self._norm(name + "mlp_norm"), spec.residual_scale
             )
             x = self._after(ops, self._mlp(ops, batch, normed, name, layer), name + "mlp_out_norm")
-        if not self.part.place.is_last_stage:
+        if not self.is_last_stage:
             _, residual = ops.rms_norm(
                 x, residual, Norm(None, 0.0, 0.0, torch.float32), spec.residual_scale
             )
@@ -320,7 +313,7 @@ class Decoder:
         if rank_exchange.tensor is None:
             return ops.linear(x, weight, bias, segments if self.ops.in_segments else None)
         segments = segments if segments is not None else (0, weight.shape[1])
-        add_up = rank_exchange.add_up if bias is None else AddBias(rank_exchange, bias)
+        add_up = partial(rank_exchange.add_up, bias=None if bias is None else bias.float())
         return ops.call(
             batch,
             add_up,
@@ -336,9 +329,8 @@ class Decoder:
             experts = self._experts(name, self.spec.moe)
             if self.routes is None:
                 return ops.moe(normed, experts, self.rank_exchange.exchange)
-            noted = RecordedMoe(
-                self.ops.moe, experts, self.rank_exchange.exchange, self.routes, layer
-            )
+            moe = partial(self.ops.moe, experts=experts, exchange=self.rank_exchange.exchange)
+            noted = partial(self.routes.compute, layer, moe)
             return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
         gated = ops.gate(
             ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation
@@ -372,7 +364,7 @@ class Decoder:
 
 
 @torch.inference_mode()
-def model_forward(model: Decoder, inputs: ForwardBatch, cache: KvCache) -> Tensor:
+def model_forward(model: Decoder, inputs: ForwardBatch, cache: KvcacheView) -> Tensor:
     """One forward pass: rows of `inputs` through `model`, keys and values into `cache`; logits
     float32 [L, V].
     """

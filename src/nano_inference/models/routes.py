@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.models.spec import MoeSpec
-from nano_inference.ops.moe import Exchange, Experts, Moe
+from nano_inference.ops.moe import Moe
 
 
 class RouteRecord:
@@ -30,6 +30,20 @@ class RouteRecord:
         self._places = {layer: counts[layer] for layer, mixed in enumerate(moe.layers) if mixed}
         shape = (len(self._places), num_blocks * block_size + 1, moe.experts_per_token)
         self._ids = torch.full(shape, -1, dtype=torch.int16, device=device)
+
+    def compute(self, layer: int, moe: Moe, batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
+        """A layer of experts in the middle of a trunk (`Ops.call`): rows x [N, H] -> `out` [N, H].
+        Its choices are noted.
+        """
+        found: list[Tensor] = []
+        out.copy_(moe(x, note=found.append))
+        ids = torch.cat(found)
+        if len(ids) != len(batch.slot_mapping):
+            raise RuntimeError(
+                f"{len(ids)} rows were routed here of {len(batch.slot_mapping)}; other ranks "
+                "route some."
+            )
+        self.write(layer, batch.slot_mapping, ids)
 
     def write(self, layer: int, slots: Tensor, ids: Tensor) -> None:
         """Note the experts [N, K] of rows whose keys lie in slots [N]; a slot below 0 is that of no
@@ -53,25 +67,3 @@ class RouteRecord:
         pairs = torch.tensor(copies, device=self._ids.device)
         blocks = self._ids[:, :-1].unflatten(1, (-1, self.block_size))
         blocks[:, pairs[:, 1]] = blocks[:, pairs[:, 0]]
-
-
-class RecordedMoe:
-    """A layer of experts in the middle of a trunk (`Ops.call`) whose choices are noted."""
-
-    def __init__(
-        self, moe: Moe, experts: Experts, exchange: Exchange | None, record: RouteRecord, layer: int
-    ) -> None:
-        self._moe, self._experts, self._exchange = moe, experts, exchange
-        self._record, self._layer = record, layer
-
-    def __call__(self, batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
-        """Rows x [N, H] -> `out` [N, H]."""
-        found: list[Tensor] = []
-        out.copy_(self._moe(x, self._experts, self._exchange, found.append))
-        ids = torch.cat(found)
-        if len(ids) != len(batch.slot_mapping):
-            raise RuntimeError(
-                f"{len(ids)} rows were routed here of {len(batch.slot_mapping)}; other ranks "
-                "route some."
-            )
-        self._record.write(self._layer, batch.slot_mapping, ids)

@@ -65,26 +65,17 @@ class ParamSpec:
     fused: tuple[str, tuple[int, ...]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one checkpoint tensor goes: what `take` gives becomes rows [start, start + n) of a
-    parameter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot(Source):
+    """Where a source goes: what `take` gives becomes rows [start, start + n) of a parameter.
 
-    `shape` is the checkpoint's. `axis` and `parts` are those of `Source`. `tied_to` is for a tied
-    head: the tensor whose slot this is. The head is compared with it, and never written.
+    `tied_to` is for a tied head: the tensor whose slot this is. The head is compared with it, and
+    never written.
     """
 
     param: str
     start: int
-    shape: tuple[int, ...]
-    axis: int = 0
-    parts: tuple[tuple[int, int], ...] | None = None
     tied_to: str | None = None
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of what is taken."""
-        return Source("", self.shape, self.axis, self.parts).local_shape
 
     def take(self, tensor: Any) -> Tensor:
         """This rank's part of a checkpoint tensor, or of what safetensors reads by slices; a view
@@ -322,7 +313,14 @@ def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
     for param in table:
         start = 0
         for source in param.sources:
-            found[source.name] = Slot(param.name, start, source.shape, source.axis, source.parts)
+            found[source.name] = Slot(
+                source.name,
+                source.shape,
+                source.axis,
+                source.parts,
+                param=param.name,
+                start=start,
+            )
             start += source.local_shape[0]
     return found
 
@@ -333,7 +331,7 @@ def named_slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
     for param in table:
         if param.tied is not None:
             name = param.sources[0].name
-            found[param.tied] = replace(found[name], tied_to=name)
+            found[param.tied] = replace(found[name], name=param.tied, tied_to=name)
     return found
 
 

@@ -21,12 +21,21 @@ Joint = Callable[..., None]  # (batch, out, *inputs); see `Ops.call`
 
 
 class KvcacheView(Protocol):
-    """The KV tensors together with the block tables of one batch: what attention reads and
-    writes.
+    """The KV tensors, which attention reads and writes. Slots are of blocks, whatever stands behind
+    them.
+
+    Attributes:
+        block_size: tokens of a block.
+        keys, values: [layers of a unit, kv heads, units, block_size, head_dim].
+        places: of each layer: which of a block's units it lies in, and where in there.
+        unit_map: tells which units stand behind which block; None: a block is its unit.
     """
 
     block_size: int
-    storage: Any  # whose view it is
+    keys: Tensor
+    values: Tensor
+    places: list[tuple[int, int]]
+    unit_map: Any
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, num_kv_heads, head_dim] at slots [N]."""

@@ -79,16 +79,14 @@ class FlashInferAttention:
                 blocks.
             ValueError: queries or cache are not of 16 bits.
         """
-        if view.storage.unit_map is not None:
+        if view.unit_map is not None:
             raise RuntimeError(
                 "FlashInfer reads whole blocks; plan_memory keeps them apart from units."
             )
-        _, place = view.storage.places[layer]
+        _, place = view.places[layer]
         # [kv heads, blocks, block_size, D] -> its layout "HND": [blocks, kv heads, block_size, D],
         # by strides
-        keys, values = (
-            cache[place].transpose(0, 1) for cache in (view.storage.keys, view.storage.values)
-        )
+        keys, values = (cache[place].transpose(0, 1) for cache in (view.keys, view.values))
         for dtype in (q.dtype, keys.dtype):
             if dtype not in DTYPES:
                 raise ValueError(f"FlashInfer computes in bfloat16 and float16, not in {dtype}.")

@@ -26,7 +26,7 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
-from nano_inference.ops.moe import Exchange, Experts, Note, mixture
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,
@@ -34,7 +34,6 @@ from nano_inference.ops.reference_attention import (
     plan_attention,
     plan_states,
 )
-from nano_inference.ops.reference_moe import steps_of
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
@@ -275,7 +274,38 @@ def _whole_vectors(weight: Tensor) -> Tensor:
     return functional.pad(weight, missing) if any(missing) else weight
 
 
-MOE = steps_of(linear, gate)
+def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """See `MoeSteps`."""
+    logits = linear(x.float(), experts.router.float())
+    order = logits.sort(dim=-1, descending=True, stable=True).indices  # of equal ones the lower id
+    ids = order[:, : experts.per_token].sort(dim=-1).values
+    sizes = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    chosen = sizes.gather(1, ids)
+    return ids, chosen / (chosen if experts.renormalized else sizes).sum(dim=-1, keepdim=True)
+
+
+def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
+    """See `MoeSteps`. The rows of each expert are a product of their own, where a row's bits depend
+    on it alone.
+    """
+    out = torch.empty((len(rows), x.shape[1]), dtype=x.dtype, device=x.device)
+    gate_ups, downs = experts.gate_up.chunk(experts.num_held), experts.down.chunk(experts.num_held)
+    for expert in held.unique().tolist():
+        own = (held == expert).nonzero()[:, 0]
+        inner = gate(linear(x[rows[own]], gate_ups[expert]), experts.activation)
+        out[own] = linear(inner, downs[expert])
+    return out
+
+
+def combine(products: Tensor, weights: Tensor) -> Tensor:
+    """See `MoeSteps`."""
+    total = torch.zeros((len(products), products.shape[2]), device=products.device)
+    for k in range(products.shape[1]):
+        total += weights[:, k, None] * products[:, k].float()
+    return total
+
+
+MOE = MoeSteps(route, products, combine)
 
 
 def moe(

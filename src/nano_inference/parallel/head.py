@@ -9,7 +9,7 @@ by parts.
 
 from collections.abc import Generator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,40 +25,16 @@ T = TypeVar("T")
 SCORE_TILE = 256  # rows whose logits travel at once where only one number of each is wanted
 
 
-class HeadOps(Protocol):
-    """What the head needs of a backend: see `Ops`."""
-
-    @property
-    def logits(self) -> Any:
-        """Logits of hidden rows."""
-        ...
-
-    @property
-    def sample_logits(self) -> Any:
-        """Draws from logits."""
-        ...
-
-    @property
-    def score_logits(self) -> Any:
-        """Log-probabilities of given tokens."""
-        ...
-
-    @property
-    def head_parts(self) -> Any:
-        """Both by parts of the head, or None."""
-        ...
-
-
 class ShardedHead:
     """Draws, logits and scores by the rows of the head that this rank holds.
 
     Args:
-        ops: of the backend.
+        ops: the `Ops` of the backend.
         group: the ranks that share the head.
         bounds: rank r holds tokens [bounds[r], bounds[r + 1]).
     """
 
-    def __init__(self, ops: HeadOps, group: ProcessGroup, bounds: Sequence[int]) -> None:
+    def __init__(self, ops: Any, group: ProcessGroup, bounds: Sequence[int]) -> None:
         self.part = VocabPart(tuple(bounds), group.rank)
         self._ops, self._group = ops, group
         parts = ops.head_parts

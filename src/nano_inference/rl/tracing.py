@@ -203,8 +203,8 @@ class _Schedules:
         trace = _Trace()
         for start, batch in self._batches(ends):
             tracer = _Tracer(self.model, trace, batch)
-            view = self.storage.bind(batch.block_tables, batch.seq_lens)
-            hidden = self.model.trunk(tracer.around(_plain(ops, self.model.dtype)), batch, view)
+            around = tracer.around(_plain(ops, self.model.dtype))
+            hidden = self.model.trunk(around, batch, self.storage)
             self._head(ops, tracer, hidden, start)
         _name_layers(trace)
         return trace
@@ -240,11 +240,14 @@ class _Schedules:
             hidden.append(_marks(model.forward(batch, self.storage).hidden))
         assert batch is not None
         trace = _Trace()
-        view = self.storage.bind(batch.block_tables, batch.seq_lens)
         for layer in range(model.spec.num_layers):
             trace.steps.append(_Step(layer, "keys and values"))
             trace.marks.append(
-                [_stored_marks(view, layer, torch.arange(len(self.tokens), device=model.device))]
+                [
+                    _stored_marks(
+                        self.storage, layer, torch.arange(len(self.tokens), device=model.device)
+                    )
+                ]
             )
         trace.steps.append(_Step(None, "rms_norm (norm)"))
         trace.marks.append(hidden)
@@ -352,7 +355,7 @@ def _name_layers(trace: _Trace) -> None:
             layer = step.layer
 
 
-def _stored_marks(view: Any, layer: int, slots: Tensor) -> Tensor:
+def _stored_marks(view: KVStorage, layer: int, slots: Tensor) -> Tensor:
     """Marks of the keys and values at slots [N]; the block table is 0, 1, 2 ..., so that slots are
     positions.
     """

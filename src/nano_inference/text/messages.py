@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.text import sandbox
@@ -79,18 +79,13 @@ def object_of(arguments: object) -> object:
 # -- asking a template -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Words:
+class _Words(NamedTuple):
     """What is looked for in a rendered call."""
 
     name: str
     key: str
     value: str
     answer: str
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return self.name, self.key, self.value, self.answer
 
 
 def ask(word: str, render: Render) -> CallShape:
@@ -162,7 +157,7 @@ def _well_rendered(text: str, before: str, words: _Words) -> bool:
     """All of a call and its answer is there, and arguments are neither Python's nor JSON within
     JSON.
     """
-    there = all(text.count(each) > before.count(each) for each in words.all)
+    there = all(text.count(each) > before.count(each) for each in words)
     return there and not any(
         text.count(f"{quote}{words.key}") > before.count(f"{quote}{words.key}") for quote in _ODD
     )

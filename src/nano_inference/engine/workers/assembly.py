@@ -26,10 +26,9 @@ from nano_inference.engine.workers.rendezvous import Rendezvous
 from nano_inference.engine.workers.runner import RankedRunner
 from nano_inference.engine.workers.worker_group import WorkerGroup
 from nano_inference.errors import ConfigError, RankLost, WeightUpdateError
-from nano_inference.models.rank_exchange import RankExchange
+from nano_inference.models.rank_exchange import RankClock, RankExchange
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.shard_checks import mesh_of
-from nano_inference.parallel.clock import RankClock
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup
 

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView, Norm, Ops, call
-from nano_inference.ops.cpu import head, library
+from nano_inference.ops.cpu import library
+from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.partial import partial_attention
 from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.recorder import Heads, Recorder
-from nano_inference.ops.cpu.weights import PackedWeight, as_packed
-from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.ops.cpu.weights import PackedWeight
 
 VERSION = 3  # counted up whenever any bit may change
 DTYPES = (torch.bfloat16, torch.float32)
@@ -30,16 +29,19 @@ class CpuOps:
 
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self.num_threads = num_threads
-        self.kernels = library.load(instruction_set).c
+        self.kernels = library.load(instruction_set)
         self.moe = CpuMoe(self.kernels, num_threads)
         self.arena = Arena()
         self.partial = partial_attention(self.kernels, num_threads)
-        self.head_parts = head.head_parts(self.kernels, num_threads)
+        head = CpuHead(self.kernels, num_threads)
+        self.logits, self.head_parts = head.logits, head.head_parts
+        self.sample, self.sample_logits = head.sample, head.sample_logits
+        self.gather_logprobs, self.score_logits = head.gather_logprobs, head.score_logits
 
     def embed(
         self,
         input_ids: Tensor,
-        weight: Any,
+        weight: PackedWeight,
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Tensor:
@@ -55,7 +57,7 @@ class CpuOps:
     def linear(
         self,
         x: Tensor,
-        weight: Any,
+        weight: PackedWeight,
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Tensor:
@@ -91,14 +93,13 @@ class CpuOps:
         norms: tuple[Norm, Norm] | None = None,
     ) -> Tensor:
         """See `Ops.rope_and_store`."""
-        storage: Any = view.storage
         q = self._run(
             lambda r, x: r.rope_and_store(
                 x, cos, sin, positions, view, layer, slot_mapping, num_heads, num_kv_heads, norms
             ),
             qkv.float() if norms is None else qkv.float().clone(),  # norms work in place
-            dtype=storage.keys.dtype,
-            storage=storage,
+            dtype=view.keys.dtype,
+            storage=view,
             positions=positions,
             slot_mapping=slot_mapping,
         )[0]
@@ -114,52 +115,21 @@ class CpuOps:
         self, q: Tensor, view: KvcacheView, layer: int, plan: tuple[ForwardBatch, int], scale: float
     ) -> Tensor:
         """See `Ops.attention`."""
-        storage: Any = view.storage
         batch, window = plan
         num_heads, head_dim = q.shape[1:]
-        kv_heads = storage.keys.shape[1]
+        kv_heads = view.keys.shape[1]
 
         def record(recorder: Recorder, x: Any) -> Any:
             recorder.describe_heads(Heads(num_heads, kv_heads, head_dim))
             return recorder.attention(x, view, layer, window, scale)
 
         return self._run(
-            record, q.flatten(1).contiguous(), dtype=q.dtype, storage=storage, batch=batch
+            record, q.flatten(1).contiguous(), dtype=q.dtype, storage=view, batch=batch
         )[0]
 
     def gate(self, x: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:
         """See `Ops.gate`; `dtype` is what it is rounded to, by default that of x."""
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
-
-    def logits(self, hidden: Tensor, weight: Any, divisor: float = 1.0) -> Tensor:
-        """See `Ops.logits`."""
-        return head.logits(self.kernels, hidden, as_packed(weight), divisor, self.num_threads)
-
-    def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
-        """See `Ops.sample`."""
-        return head.draw(self.kernels, hidden, as_packed(weight), divisor, batch, self.num_threads)
-
-    def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
-        """See `Ops.sample_logits`."""
-        return head.draw_logits(self.kernels, logits, batch, self.num_threads)
-
-    def gather_logprobs(
-        self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor, temperatures: Tensor
-    ) -> Tensor:
-        """See `Ops.gather_logprobs`."""
-        return head.score(
-            self.kernels,
-            hidden,
-            as_packed(weight),
-            divisor,
-            token_ids,
-            temperatures,
-            self.num_threads,
-        )
-
-    def score_logits(self, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
-        """See `Ops.score_logits`."""
-        return head.score_logits(self.kernels, logits, token_ids, temperatures, self.num_threads)
 
     def allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -170,13 +140,11 @@ class CpuOps:
 
     def compile(
         self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype
-    ) -> Any:
+    ) -> Program:
         """Record what `trunk` calls; returns a function of a batch that replays it."""
-        storage: Any = view.storage
         recorder = Recorder(dtype, self.moe)
         hidden = trunk(recorder, batch, view)
-        program = Program(recorder, (), (hidden,), storage, self.num_threads, self.kernels)
-        return Replay(program)
+        return Program(recorder, (), (hidden,), view, self.num_threads, self.kernels)
 
     def _run(
         self, record: Callable[..., Any], *inputs: Tensor | None, **options: Any
@@ -184,17 +152,6 @@ class CpuOps:
         return run_once(
             record, *inputs, num_threads=self.num_threads, kernels=self.kernels, **options
         )
-
-
-class Replay:
-    """A recorded decoder."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        """What the last norm gives, [N, H]; good until the next call."""
-        return self.program.run(len(batch.input_ids), batch=batch)[0]
 
 
 def cpu_ops(num_threads: int, instruction_set: str | None = None) -> Ops:

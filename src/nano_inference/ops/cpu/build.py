@@ -15,14 +15,13 @@ import platform
 import shutil
 import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nano_inference.cache_folder import cache_folder
+from nano_inference.cache_folder import cache_folder, unfinished
 from nano_inference.errors import ConfigError
 
 logger = logging.getLogger("nano_inference")
@@ -129,10 +128,9 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
     if folder.exists():
         logger.warning("The CPU kernels in %s are damaged.", folder)
     logger.warning("Building the CPU kernels (%s) with %s, once; it takes seconds.", name, compiler)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with unfinished(folder) as new:
         sources = sorted(SOURCES.glob("*.cpp"))
-        objects = [unfinished / f"{source.stem}.o" for source in sources]
+        objects = [new / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
                 pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", str(target)])
@@ -140,17 +138,15 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
             ]
             for job in jobs:
                 job.result()
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(unfinished / LIBRARY)])
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(new / LIBRARY)])
         for target in objects:
             target.unlink()
         try:
-            put(unfinished, LIBRARY, folder)
+            put(new, LIBRARY, folder)
         except OSError:
             # else another process was first, where there are no locks
             if not is_whole(folder / LIBRARY):
                 raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     logger.warning("Built the CPU kernels in %.1f s: %s", time.perf_counter() - start, folder)
 
 
@@ -232,23 +228,23 @@ def is_whole(library: Path) -> bool:
         return False
 
 
-def put(unfinished: Path, library: str, folder: Path) -> None:
-    """Write the manifest of what stands in `unfinished`, and make that `folder`, in the place of
+def put(new: Path, library: str, folder: Path) -> None:
+    """Write the manifest of what stands in `new`, and make that `folder`, in the place of
     whatever stood there.
 
     All is on the disk before it has its name: a machine that loses its power has the old folder or
     the new one.
     """
-    (unfinished / MANIFEST).write_text(_sha256(unfinished / library) + "\n", encoding="ascii")
-    for path in (unfinished / library, unfinished / MANIFEST, unfinished):
+    (new / MANIFEST).write_text(_sha256(new / library) + "\n", encoding="ascii")
+    for path in (new / library, new / MANIFEST, new):
         _sync(path)
     if folder.exists():
-        old = unfinished.with_name(f"{unfinished.name}.old")
+        old = new.with_name(f"{new.name}.old")
         folder.rename(old)  # who has loaded it keeps it
-        unfinished.rename(folder)
+        new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     else:
-        unfinished.rename(folder)
+        new.rename(folder)
     _sync(folder.parent)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nano_inference.ops.backend import HeadParts
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.weights import PackedWeight, as_packed
+from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import COLUMNS, SamplingBatch
@@ -53,142 +53,138 @@ _tensors_of = attrgetter(
 _RESULTS = tuple(each.name for each in fields(Draw))
 
 
-def draw(
-    kernels: Any,
-    hidden: Tensor,
-    weight: PackedWeight,
-    divisor: float,
-    batch: SamplingBatch,
-    num_threads: int,
-) -> Draw:
-    """Draw one token for each sample, without storing the logits.
-
-    Args:
-        kernels: the library, as `library.load` gives it.
-        hidden: [L, H] rows after the last norm, of the weight's dtype.
-        weight: [V, H].
-        divisor: of the products.
-        batch: R samples; `batch.rows` says which row each one draws from.
-        num_threads: how many share the work; no bit depends on it.
+class CpuHead:
+    """What `Ops` does with hidden rows or logits, by the kernels, run by so many threads: no bit
+    depends on how many. See `Ops`; weights are [V, H], and hidden rows have their dtype.
 
     Raises:
-        IndexError: a sample names a row or a token that is not there.
+        IndexError: a sample names a row, or a token, that is not there.
+        ValueError: rows do not fit the weight, or logits are not float32 [L, V].
     """
-    return _draw(kernels, products(hidden, weight, divisor, num_threads), batch)
 
+    def __init__(self, kernels: Any, num_threads: int) -> None:
+        self.kernels, self._num_threads = kernels, num_threads
+        self.head_parts = HeadParts(BLOCK, self._sample_part, self._score_part)
 
-def draw_logits(kernels: Any, logits: Tensor, batch: SamplingBatch, num_threads: int) -> Draw:
-    """The same from logits that are there already: float32 [L, V], divided by what they are to be
-    divided by.
-    """
-    given, _alive = _given(logits, num_threads)
-    return _draw(kernels, given, batch)
+    def sample(
+        self, hidden: Tensor, weight: PackedWeight, divisor: float, batch: SamplingBatch
+    ) -> Draw:
+        """See `Ops.sample`. The logits are not stored."""
+        return self._draw(self._products(hidden, weight, divisor), batch)
 
+    def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
+        """See `Ops.sample_logits`."""
+        given, _alive = self._given(logits)
+        return self._draw(given, batch)
 
-def _given(logits: Tensor, num_threads: int) -> tuple[Any, Tensor]:
-    """The input that says so, and the tensor that it points to."""
-    if logits.dtype != torch.float32 or logits.dim() != 2:
-        raise ValueError(f"logits must be float32 [L, V], not {logits.dtype} {list(logits.shape)}.")
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    num_rows, vocab = logits.shape
-    given = HeadInput(
-        None, None, logits.data_ptr(), 0, logits.stride(0), num_rows, vocab, 0, 4, num_threads, 1.0
-    )
-    return given, logits
+    def gather_logprobs(
+        self,
+        hidden: Tensor,
+        weight: PackedWeight,
+        divisor: float,
+        token_ids: Tensor,
+        temperatures: Tensor,
+    ) -> Tensor:
+        """See `Ops.gather_logprobs`: at temperature 1 the raw logprob, at another that of a sample
+        that was drawn there without filters.
+        """
+        return self._score(self._products(hidden, weight, divisor), token_ids, temperatures)
 
+    def score_logits(self, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
+        """See `Ops.score_logits`."""
+        given, _alive = self._given(logits)
+        return self._score(given, token_ids, temperatures)
 
-def score(
-    kernels: Any,
-    hidden: Tensor,
-    weight: PackedWeight,
-    divisor: float,
-    token_ids: Tensor,
-    temperatures: Tensor,
-    num_threads: int,
-) -> Tensor:
-    """Log-probability of one token a row under softmax(logits / temperature).
+    def logits(self, hidden: Tensor, weight: PackedWeight, divisor: float = 1.0) -> Tensor:
+        """See `Ops.logits`."""
+        given = self._products(hidden, weight, divisor)
+        out = torch.empty((given.num_rows, given.vocab))
+        check(self.kernels.nano_logits(ctypes.addressof(given), out.data_ptr()), given)
+        return out
 
-    It is to the bit what `draw` reports of that token: at temperature 1 as the raw logprob, at
-    another as the logprob of a sample that was drawn there without filters.
+    def _draw(self, given: Any, batch: SamplingBatch) -> Draw:
+        try:
+            call = _idle.pop()
+        except IndexError:  # others draw meanwhile, or none has yet
+            call = DrawCall()
+        drawn = call.bind(batch, given.vocab)
+        check(self.kernels.nano_draw(ctypes.addressof(given), call.address), given)
+        _idle.append(call)
+        return drawn
 
-    Args:
-        kernels: as in `draw`, like all that is not said here.
-        hidden: [L, H].
-        weight: [V, H].
-        divisor: of the products.
-        token_ids: int64 [L].
-        temperatures: [L], above 0.
-        num_threads: as in `draw`.
+    def _score(self, given: Any, token_ids: Tensor, temperatures: Tensor) -> Tensor:
+        targets = Targets(token_ids, temperatures)
+        check(self.kernels.nano_score(ctypes.addressof(given), targets.address), given)
+        return targets.logprobs
 
-    Returns:
-        float32 [L].
-
-    Raises:
-        IndexError: a token is not in the vocabulary.
-    """
-    given, targets = (
-        products(hidden, weight, divisor, num_threads),
-        Targets(token_ids, temperatures),
-    )
-    check(kernels.nano_score(ctypes.addressof(given), targets.address), given)
-    return targets.logprobs
-
-
-def score_logits(
-    kernels: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor, num_threads: int
-) -> Tensor:
-    """The same from logits that are there already, as in `draw_logits`."""
-    given, targets = _given(logits, num_threads), Targets(token_ids, temperatures)
-    check(kernels.nano_score(ctypes.addressof(given[0]), targets.address), given[0])
-    return targets.logprobs
-
-
-def logits(
-    kernels: Any, hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int
-) -> Tensor:
-    """Products over the divisor, float32 [L, V]; arguments as in `draw`."""
-    out = torch.empty((len(hidden), weight.rows))
-    given = products(hidden, weight, divisor, num_threads)
-    check(kernels.nano_logits(ctypes.addressof(given), out.data_ptr()), given)
-    return out
-
-
-def products(hidden: Tensor, weight: PackedWeight, divisor: float, num_threads: int) -> Any:
-    """The input of calls that multiply. Raises ValueError for rows that do not fit."""
-    if (
-        hidden.dtype != weight.dtype
-        or hidden.shape[1:] != (weight.columns,)
-        or hidden.stride(1) != 1
-    ):
-        raise ValueError(
-            f"hidden rows must be {weight.dtype} [L, {weight.columns}] with whole rows, "
-            f"not {hidden.dtype} {list(hidden.shape)}."
-        )
-    return HeadInput(
-        hidden.data_ptr(),
-        weight.data_ptr(),
-        None,
-        hidden.stride(0),
-        0,
-        len(hidden),
-        weight.rows,
-        weight.columns,
-        hidden.element_size(),
-        num_threads,
-        divisor,
-    )
-
-
-def _draw(kernels: Any, given: Any, batch: SamplingBatch) -> Draw:
-    try:
-        call = _idle.pop()
-    except IndexError:  # others draw meanwhile, or none has yet
+    def _sample_part(
+        self,
+        hidden: Tensor,
+        weight: PackedWeight,
+        divisor: float,
+        batch: SamplingBatch,
+        part: VocabPart,
+    ) -> Generator[Tensor, list[Tensor], Draw]:
+        """See `HeadParts.sample`."""
         call = DrawCall()
-    drawn = call.bind(batch, given.vocab)
-    check(kernels.nano_draw(ctypes.addressof(given), call.address), given)
-    _idle.append(call)
-    return drawn
+        drawn = call.bind(batch, part.vocab_size)
+        given = _part_of(self._products(hidden, weight, divisor), part)
+        calls = self.kernels.nano_draw_part, self.kernels.nano_draw_whole
+        yield from _exchange(calls, given, call.address, len(batch), part)
+        return drawn
+
+    def _score_part(
+        self,
+        hidden: Tensor,
+        weight: PackedWeight,
+        divisor: float,
+        token_ids: Tensor,
+        temperatures: Tensor,
+        part: VocabPart,
+    ) -> Generator[Tensor, list[Tensor], Tensor]:
+        """See `HeadParts.score`."""
+        targets = Targets(token_ids, temperatures)
+        given = _part_of(self._products(hidden, weight, divisor), part)
+        calls = self.kernels.nano_score_part, self.kernels.nano_score_whole
+        yield from _exchange(calls, given, targets.address, len(token_ids), part)
+        return targets.logprobs
+
+    def _given(self, logits: Tensor) -> tuple[Any, Tensor]:
+        """The input of calls that have logits, and the tensor that it points to."""
+        if logits.dtype != torch.float32 or logits.dim() != 2:
+            raise ValueError(
+                f"logits must be float32 [L, V], not {logits.dtype} {list(logits.shape)}."
+            )
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        rows, vocab = logits.shape
+        address, stride, threads = logits.data_ptr(), logits.stride(0), self._num_threads
+        return HeadInput(None, None, address, 0, stride, rows, vocab, 0, 4, threads, 1.0), logits
+
+    def _products(self, hidden: Tensor, weight: PackedWeight, divisor: float) -> Any:
+        """The input of calls that multiply."""
+        if (
+            hidden.dtype != weight.dtype
+            or hidden.shape[1:] != (weight.columns,)
+            or hidden.stride(1) != 1
+        ):
+            raise ValueError(
+                f"hidden rows must be {weight.dtype} [L, {weight.columns}] with whole rows, "
+                f"not {hidden.dtype} {list(hidden.shape)}."
+            )
+        return HeadInput(
+            hidden.data_ptr(),
+            weight.data_ptr(),
+            None,
+            hidden.stride(0),
+            0,
+            len(hidden),
+            weight.rows,
+            weight.columns,
+            hidden.element_size(),
+            self._num_threads,
+            divisor,
+        )
 
 
 class Targets:
@@ -278,36 +274,6 @@ def check(error: int, given: Any) -> None:
         )
     if error == _ID:
         raise IndexError(f"a token id is not below the vocabulary's {given.whole or given.vocab}.")
-
-
-def head_parts(kernels: Any, num_threads: int) -> HeadParts:
-    """The two generators, by these kernels."""
-
-    def sample(
-        hidden: Tensor, weight: PackedWeight, divisor: float, batch: SamplingBatch, part: VocabPart
-    ) -> Generator[Tensor, list[Tensor], Draw]:
-        call = DrawCall()
-        drawn = call.bind(batch, part.vocab_size)
-        given = _part_of(products(hidden, as_packed(weight), divisor, num_threads), part)
-        calls = kernels.nano_draw_part, kernels.nano_draw_whole
-        yield from _exchange(calls, given, call.address, len(batch), part)
-        return drawn
-
-    def score(
-        hidden: Tensor,
-        weight: PackedWeight,
-        divisor: float,
-        token_ids: Tensor,
-        temperatures: Tensor,
-        part: VocabPart,
-    ) -> Generator[Tensor, list[Tensor], Tensor]:
-        targets = Targets(token_ids, temperatures)
-        given = _part_of(products(hidden, as_packed(weight), divisor, num_threads), part)
-        calls = kernels.nano_score_part, kernels.nano_score_whole
-        yield from _exchange(calls, given, targets.address, len(token_ids), part)
-        return targets.logprobs
-
-    return HeadParts(BLOCK, sample, score)
 
 
 def _part_of(given: Any, part: VocabPart) -> Any:

@@ -7,17 +7,13 @@ that stands in another as the only one of its type lends it its fields.
 """
 
 import ctypes
-import functools
 import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nano_inference.ops.cpu.build import KernelsUnavailable, best_instruction_set, build
-from nano_inference.ops.cpu.memory import Arena
 
 SOURCES = Path(__file__).parent / "kernels"
 _TYPES: dict[str, Any] = {
@@ -89,44 +85,25 @@ def declare_functions(library: ctypes.CDLL) -> None:
         ]
 
 
-class Library:
-    """The kernels of one instruction set."""
-
-    def __init__(self, path: Path, instruction_set: str) -> None:
-        self.path, self.instruction_set = path, instruction_set
-        try:
-            self.c = ctypes.CDLL(str(path))
-        except OSError as problem:
-            raise KernelsUnavailable(
-                f"the CPU kernels cannot be loaded from {path}: {problem}"
-            ) from problem
-        sizes = (ctypes.c_int64 * 3)()
-        self.c.nano_sizes(sizes)
-        if list(sizes) != [ctypes.sizeof(struct(name)) for name in ("Op", "ProgramSpec", "Step")]:
-            raise KernelsUnavailable(f"{path} was built from another source than this package's.")
-        declare_functions(self.c)
-
-    def ping(self, rounds: int = 20000) -> float:
-        """Seconds for one barrier of two threads: how far apart their cores are."""
-        return self.c.nano_ping(rounds)
-
-    def read_rate(self, num_bytes: int = 2**28, num_threads: int = 2) -> float:
-        """Bytes a second that threads read from memory; the best of three passes."""
-        data = Arena().take((num_bytes // 4,), torch.float32)
-        data.fill_(1.0)
-        return max(
-            self.c.nano_read_rate(data.data_ptr(), data.numel(), num_threads) for _ in range(3)
-        )
-
-    def product_rate(self, num_threads: int = 2) -> float:
-        """Operations a second of bf16 products out of the caches, two for each pair of numbers; the
-        best of three.
-        """
-        return max(self.c.nano_product_rate(num_threads) for _ in range(3))
+def open_library(path: Path) -> ctypes.CDLL:
+    """The kernels that were built there. Raises `KernelsUnavailable`."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as problem:
+        raise KernelsUnavailable(
+            f"the CPU kernels cannot be loaded from {path}: {problem}"
+        ) from problem
+    sizes = (ctypes.c_int64 * 3)()
+    library.nano_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(struct(name)) for name in ("Op", "ProgramSpec", "Step")]:
+        raise KernelsUnavailable(f"{path} was built from another source than this package's.")
+    declare_functions(library)
+    return library
 
 
-@functools.cache
-def load(instruction_set: str | None = None) -> Library:
-    """The kernels, built if need be. Raises `KernelsUnavailable`."""
-    name = instruction_set or best_instruction_set()
-    return Library(build(name), name)
+@cache
+def load(instruction_set: str | None = None) -> ctypes.CDLL:
+    """The kernels of an instruction set, by default the best here; built if need be. Raises
+    `KernelsUnavailable`.
+    """
+    return open_library(build(instruction_set or best_instruction_set()))

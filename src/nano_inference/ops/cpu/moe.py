@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from nano_inference.ops.cpu.weights import LANES, as_packed
+from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
 ROW_BLOCK = 512
@@ -32,7 +32,7 @@ class CpuMoe:
 
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """See `MoeSteps`."""
-        router = as_packed(experts.router)
+        router = experts.router
         _require_rows(x, router.columns, router.dtype)
         ids = torch.empty((len(x), experts.per_token), dtype=torch.int64)
         weights = torch.empty((len(x), experts.per_token))
@@ -57,7 +57,7 @@ class CpuMoe:
 
     def products(self, x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
         """See `MoeSteps`; float32."""
-        gate_up, down = as_packed(experts.gate_up), as_packed(experts.down)
+        gate_up, down = experts.gate_up, experts.down
         hidden, inner = gate_up.columns, down.columns
         require_sizes(hidden, inner)
         _require_rows(x, hidden, gate_up.dtype)

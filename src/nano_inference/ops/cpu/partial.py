@@ -70,10 +70,9 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
     """The operations, run by so many threads."""
 
     def states(q: Tensor, view: KvcacheView, layer: int, plan: SegmentPlan, scale: float) -> Tensor:
-        storage: Any = view.storage
-        (num_rows, num_heads, head_dim), keys = q.shape, storage.keys
-        unit, place = storage.places[layer]
-        units = None if storage.unit_map is None else storage.unit_map.units()[unit].data_ptr()
+        (num_rows, num_heads, head_dim), keys = q.shape, view.keys
+        unit, place = view.places[layer]
+        units = None if view.unit_map is None else view.unit_map.units()[unit].data_ptr()
         if (
             q.dtype != keys.dtype
             or plan.block_size != keys.shape[3]
@@ -84,7 +83,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
             )
         out = torch.empty((int(plan.first_states[-1]), num_heads, 1 + LANES + head_dim))
         shape = Shape(num_heads, keys.shape[1], head_dim, plan.block_size, 0, scale)
-        addresses = (units, keys[place].data_ptr(), storage.values[place].data_ptr())
+        addresses = (units, keys[place].data_ptr(), view.values[place].data_ptr())
         problem = Problem(shape, q.dtype == torch.bfloat16, keys.shape[2], *addresses, plan.rows)
         rows = q.contiguous()
         begins = None if plan.begins is None else plan.begins.data_ptr()

@@ -82,11 +82,16 @@ class Program:
         )
         self._capacity = 0
         self._memory: list[Tensor] = []
+        self._views: dict[Buffer, Tensor] = {}  # of all rows that there is memory for
 
     def __del__(self) -> None:
         if getattr(self, "_program", None):
             self._c.nano_program_free(self._program)
             self._program = None
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Run a recorded decoder: what its last norm gives, [N, H]; good until the next run."""
+        return self.run(len(batch.input_ids), batch=batch)[0]
 
     def run(
         self,
@@ -155,10 +160,6 @@ class Program:
         inputs = [self._view(buffer, num_rows) for buffer in operation.inputs]
         operation.function(batch, self._view(operation.output, num_rows), *inputs)
 
-    def timed(self) -> "Timed":
-        """Seconds by operation, added up over the runs inside of a `with` block."""
-        return Timed(self._step, self.operations)
-
     def _grow(self, num_rows: int) -> None:
         if num_rows <= self._capacity:
             return
@@ -171,13 +172,14 @@ class Program:
             offset = -memory.data_ptr() % ALIGNMENT
             self._memory[index] = memory[offset : offset + self._capacity * self._sizes[index]]
             self._pointers[index] = self._memory[index].data_ptr()
+        self._views.clear()
 
     def _view(self, buffer: Buffer, num_rows: int) -> Tensor:
-        memory = self._memory[self._places[buffer.index]]
-        whole = memory.view(buffer.dtype).view(
-            self._capacity, buffer.row_bytes // buffer.dtype.itemsize
-        )[:num_rows]
-        return whole[:, buffer.first : buffer.first + buffer.columns]
+        if buffer not in self._views:
+            memory = self._memory[self._places[buffer.index]].view(buffer.dtype)
+            whole = memory.view(self._capacity, -1)
+            self._views[buffer] = whole[:, buffer.first : buffer.first + buffer.columns]
+        return self._views[buffer][:num_rows]
 
     def _spec(self, recorder: Recorder, storage: Any) -> tuple[Any, tuple[Any, ...]]:
         """The structure, and the arrays that it points to."""
@@ -212,21 +214,6 @@ def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
     """
     calls = [place for place, operation in enumerate(operations) if operation.kind == CALL]
     return list(zip([0, *(place + 1 for place in calls)], [*calls, len(operations)], strict=True))
-
-
-class Timed:
-    """Measures a program while it is entered."""
-
-    def __init__(self, step: Any, operations: Sequence[Any]) -> None:
-        self._step, self.operations = step, operations
-        self.seconds = torch.zeros(len(operations), dtype=torch.float64)
-
-    def __enter__(self) -> "Timed":
-        self._step.seconds = self.seconds.data_ptr()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._step.seconds = None
 
 
 def _layers(storage: Any, recorder: Recorder, heads: Heads) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference.ops.backend import Joint, Norm
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.weights import as_packed
+from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.moe import Exchange, Experts
 from nano_inference.parallel.bounds import check_segments
 
@@ -62,7 +62,7 @@ class Operation:
     inputs: tuple[Buffer, ...]
     output: Buffer
     residual: Buffer | None = None  # read and, where something is added, written
-    weight: Any = None
+    weight: Any = None  # a `PackedWeight`
     bias: Tensor | None = None
     norms: tuple[Norm, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
@@ -98,10 +98,13 @@ class Recorder:
         return self.buffers[-1]
 
     def embed(
-        self, _input_ids: Any, weight: Any, scale: float = 1.0, part: tuple[int, int] | None = None
+        self,
+        _input_ids: Any,
+        weight: PackedWeight,
+        scale: float = 1.0,
+        part: tuple[int, int] | None = None,
     ) -> Buffer:
         """See `Ops.embed`."""
-        weight = as_packed(weight)
         out = self.new(weight.columns, torch.float32)
         values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
         if part is not None:
@@ -112,12 +115,11 @@ class Recorder:
     def linear(
         self,
         x: Buffer,
-        weight: Any,
+        weight: PackedWeight,
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Buffer:
         """See `Ops.linear`; the sums stay in float32."""
-        weight = as_packed(weight)
         _require(
             x.columns == weight.columns, f"x has {x.columns} columns, the weight {weight.columns}."
         )

@@ -1,7 +1,5 @@
 """`PackedWeight`: a matrix laid out as the kernels read it, written and read by rows."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -64,7 +62,7 @@ class PackedWeight:
             )
         source = tensor.detach().to(self.device)
         source = (source if source.dtype in DTYPES else source.float()).contiguous()
-        load().c.nano_pack(
+        load().nano_pack(
             source.data_ptr(),
             source.dtype == torch.bfloat16,
             self.data_ptr(),
@@ -97,7 +95,7 @@ class PackedWeight:
             raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
         out = torch.empty((count, self.columns), dtype=self.dtype)
         is_bf16 = self.dtype == torch.bfloat16
-        load().c.nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
+        load().nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)
         return out
 
     def clone(self) -> "PackedWeight":
@@ -105,13 +103,3 @@ class PackedWeight:
         copy = PackedWeight(self.rows, self.columns, self.dtype, self.num_threads)
         copy.data.copy_(self.data)
         return copy
-
-
-def as_packed(weight: Any) -> PackedWeight:
-    """A weight as the kernels read it; a plain tensor [rows, columns] is packed."""
-    if isinstance(weight, PackedWeight):
-        return weight
-    rows, columns = weight.shape
-    packed = PackedWeight(rows, columns, weight.dtype, num_threads=1)
-    packed.write(0, weight)
-    return packed

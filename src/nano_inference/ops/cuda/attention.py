@@ -120,12 +120,12 @@ class Attention:
         nothing.
         """
         num_rows, num_heads, head_dim = q.shape
-        unit, place = view.storage.places[layer]
+        unit, place = view.places[layer]
         # [kv heads, units, block_size, D]
-        keys, values = view.storage.keys[place], view.storage.values[place]
+        keys, values = view.keys[place], view.values[place]
         kv_heads = keys.shape[0]
         out = q.new_empty((num_rows, num_heads * head_dim))
-        unit_map = view.storage.unit_map
+        unit_map = view.unit_map
         shape = (kv_heads, num_heads // kv_heads, head_dim, keys.dtype, unit_map is not None)
         if shape not in plan.work:
             plan.work[shape] = self._work(plan, *shape, q.device)

@@ -104,7 +104,7 @@ def write_mask(
     """Which tokens the filters kept: bool [R, V], written. Arguments as in `apply`."""
     num, vocab = kept.shape
     blocks = num_blocks(vocab)
-    _mask_kernel[num, blocks](
+    _kept_kernel[num, blocks](
         logits, maxima, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p,
         filtered.bounds, kept.view(torch.uint8), num,
         V=vocab, BLOCKS=blocks, WIDTH=triton.next_power_of_2(blocks), CHANGED=changed, BLOCK=BLOCK,
@@ -495,7 +495,7 @@ def keeps(distance, ids, bounds, sample, num, least):
 
 
 @triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=[*_SCALARS, "bounds"])
-def _mask_kernel(
+def _kept_kernel(
     logits,
     maxima,
     rows,

@@ -257,10 +257,10 @@ def rope_and_store(
     qkv = aligned(qkv)
     q_norm = _norm_arguments(qkv, norms and norms[0], 0, num_heads, head_dim)
     k_norm = _norm_arguments(qkv, norms and norms[1], num_heads, num_kv_heads, head_dim)
-    unit, place = view.storage.places[layer]
-    unit_map = view.storage.unit_map
+    unit, place = view.places[layer]
+    unit_map = view.unit_map
     # [kv heads, units, block_size, D]
-    keys, values = view.storage.keys[place], view.storage.values[place]
+    keys, values = view.keys[place], view.values[place]
     half = triton.next_power_of_2(head_dim // 2)
     group = min(triton.next_power_of_2(num_kv_heads), _MOST_HEADS)
     parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
@@ -320,38 +320,22 @@ def _factor_kernel(
 
 @triton.jit
 def _normed(
-    first,
-    second,
-    row,
-    places,
-    inside,
-    weight,
-    factors,
-    eps,
-    offset,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Halves of heads [heads, D / 2], float32, of unit root mean square and rounded; `places`: of
-    their weights.
-    """
+    first, second, row, heads, columns, inside, weight, factors, eps, offset,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Halves of heads [heads, D / 2], float32, of unit root mean square and rounded."""
     if weight is not None:
         if KIND == _HEAD:
+            places = tl.broadcast_to(columns[None, :], first.shape)
             squares = tl.sum(first * first + second * second, axis=1)
             factor = tl.rsqrt(squares / D + eps)[:, None]
         else:
+            places = heads[:, None] * D + columns[None, :]
             factor = tl.load(factors + row)
-        first = (
-            first
-            * factor
-            * (tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + offset)
-        )
-        second = (
-            second
-            * factor
-            * (tl.load(weight + places + D // 2, mask=inside, other=0.0).to(tl.float32) + offset)
-        )
+        scale = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + offset
+        first = first * factor * scale
+        scale = tl.load(weight + places + D // 2, mask=inside, other=0.0).to(tl.float32) + offset
+        second = second * factor * scale
     if KIND != _NO_NORM:
         first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
     return first, second
@@ -389,41 +373,15 @@ def _rope_kernel(
 
     if not is_value:
         if is_query:
-            weights = (
-                places if Q_KIND == _FULL else tl.broadcast_to(columns[None, :], (GROUP, HALF))
-            )
             first, second = _normed(
-                first,
-                second,
-                row,
-                weights,
-                inside,
-                q_weight,
-                q_factors,
-                q_eps,
-                q_offset,
-                Q_KIND,
-                Q_DTYPE,
-                D,
-            )
+                first, second, row, heads, columns, inside, q_weight, q_factors, q_eps, q_offset,
+                Q_KIND, Q_DTYPE, D,
+            )  # fmt: skip
         else:
-            weights = (
-                places if K_KIND == _FULL else tl.broadcast_to(columns[None, :], (GROUP, HALF))
-            )
             first, second = _normed(
-                first,
-                second,
-                row,
-                weights,
-                inside,
-                k_weight,
-                k_factors,
-                k_eps,
-                k_offset,
-                K_KIND,
-                K_DTYPE,
-                D,
-            )
+                first, second, row, heads, columns, inside, k_weight, k_factors, k_eps, k_offset,
+                K_KIND, K_DTYPE, D,
+            )  # fmt: skip
         angle = tl.load(positions + row) * (D // 2) + columns
         cosine = tl.load(cos + angle, mask=columns < D // 2, other=0.0)[None, :]
         sine = tl.load(sin + angle, mask=columns < D // 2, other=0.0)[None, :]

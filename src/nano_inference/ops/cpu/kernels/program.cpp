@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -18,8 +17,6 @@ constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalises 
 constexpr double UNEVEN = 1.08;           // how much more than its share a thread may get to own whole sequences
 
 enum Problem { NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABLE = 4, BAD_LENGTHS = 5 };
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // How threads share a step. COLUMNS: each product is cut by columns, with a barrier after every operation. ROWS: a
 // thread has the same rows in every operation, with barriers around attention. SEQUENCES: rows of whole sequences, so
@@ -118,20 +115,9 @@ class Program {
       for (int64_t t = 0; t <= threads; t++) cuts_[t] = n * t / threads;
   }
 
-  struct Clock {
-    explicit Clock(double* seconds) : seconds(seconds), last(seconds ? now() : 0) {}
-    void lap(size_t op) {
-      if (!seconds) return;
-      const double time = now();
-      seconds[op] += time - last, last = time;
-    }
-    double *seconds, last;
-  };
-
   template <class T>
   void perform(Team& team) {
-    Clock clock(team.thread == 0 ? step_->seconds : nullptr);
-    if (sharing_ == Sharing::COLUMNS) return perform_by_columns<T>(team, clock);
+    if (sharing_ == Sharing::COLUMNS) return perform_by_columns<T>(team);
     const int64_t row = cuts_[team.thread], end_row = cuts_[team.thread + 1];
     const size_t last = size_t(step_->last);
     for (size_t i = size_t(step_->first); i < last;) {
@@ -142,20 +128,18 @@ class Program {
           const int64_t to = std::min(from + BLOCK_OF_ROWS, end_row);
           if (ops_[k].kind == Kind::LINEAR) product<T>(k, from, to, 0, 1);
           else by_rows<T>(ops_[k], from, to);
-          clock.lap(k);
         }
       if (end < last) {
         if (sharing_ == Sharing::ROWS) team.wait();
         attend<T>(end, team);
         if (sharing_ == Sharing::ROWS) team.wait();
-        clock.lap(end);
       }
       i = end + 1;
     }
   }
 
   template <class T>
-  void perform_by_columns(Team& team, Clock& clock) {
+  void perform_by_columns(Team& team) {
     const int64_t n = step_->rows.num_rows;
     static thread_local std::vector<T> own;  // normalised rows of this thread
     bool has_own = false;
@@ -166,7 +150,6 @@ class Program {
         for (int64_t row = 0; row < n; row++)
           rms_norm<T>(nullptr, 1.f, at<float>(op.residual, row), op.norm, op.columns, own.data() + row * op.columns);
         has_own = true;
-        clock.lap(i);
         continue;
       }
       if (op.kind == Kind::ATTENTION) attend<T>(i, team);
@@ -175,7 +158,6 @@ class Program {
       else by_rows<T>(op, team.begin(n), team.end(n));
       has_own = false;
       team.wait();
-      clock.lap(i);
     }
   }
 

@@ -57,7 +57,6 @@ struct Step {
   const int64_t* row_bytes;  // of each buffer
   int64_t num_threads;
   int64_t first, last;  // operations to run; a step begins with a run from operation 0
-  double* seconds;  // [num_ops] time of each operation as the first thread sees it, added up; or null
 };
 
 }  // namespace nano
