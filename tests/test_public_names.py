@@ -54,7 +54,7 @@ NAMES = {
         "SequenceStatus",
         "Block",
     ),
-    *("AsyncInferenceEngine", "Delta", "TopLogprobs", "SamplingPipeline"),
+    *("AsyncInferenceEngine", "Delta", "Grammar", "TopLogprobs", "SamplingPipeline"),
     *(
         "KVCacheManager",
         "PagedKVCache",
@@ -93,6 +93,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "cuda_graphs": True,
         "num_threads": None,
         "max_request_entries": 5_000_000,
+        "grammar_backend": "llguidance",
         "seed": None,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
@@ -123,6 +124,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "cache_salt": None,
         "priority": 0,
         "prompt_top_logprobs": 0,
+        "grammar": None,
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,

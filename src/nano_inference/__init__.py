@@ -30,6 +30,7 @@ from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import Sequence, SequenceStatus
+from nano_inference.structured.grammar import Grammar
 from nano_inference.types import (
     ContextVersions,
     Delta,
@@ -75,6 +76,7 @@ __all__ = [
     "EngineConfig",
     "EngineDead",
     "EngineStats",
+    "Grammar",
     "InferenceEngine",
     "InvalidRequest",
     "KVCacheManager",

@@ -16,6 +16,7 @@ from nano_inference.columns import column
 from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
+from nano_inference.structured.masks import without
 
 ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -180,6 +181,7 @@ class BatchBuilder:
         self._draws = SamplingTable()
         self._scored = np.zeros(0, dtype=np.bool_)  # [slots] some of its rows are to be scored
         self._undrawn = np.zeros(0, dtype=np.bool_)  # [slots] it does not know this one yet
+        self._structured = np.zeros(0, dtype=np.bool_)  # [slots] it has a grammar
 
     def chunks(
         self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences
@@ -265,6 +267,12 @@ class BatchBuilder:
             counts.add(seq.token_ids[seq.request.num_prompt_tokens + counts.length :])
         early = np.flatnonzero(chunks.positions < self._least[chunks.slots]).tolist()
         banned = {place: sorted(chunks.sampled[place].request.stop_ids) for place in early}
+        for place in np.flatnonzero(self._structured[chunks.slots]).tolist():
+            grammar: Any = chunks.sampled[place].grammar
+            self._draws.set_mask(int(chunks.slots[place]), grammar.words)
+            # at the end of a grammar nothing but a stop id may follow, also before `min_tokens`
+            if place in banned and not without(grammar.words, banned[place]).any():
+                del banned[place]
         return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
 
     def _build(
@@ -354,6 +362,7 @@ class BatchBuilder:
                 self._least[slot] = seq.request.num_prompt_tokens + seq.request.params.min_tokens
                 self._scored[slot] = bool(seq.request.scored)
                 self._undrawn[slot] = True
+                self._structured[slot] = seq.grammar is not None
                 self._write_table(slot, seq.block_ids, 0)
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
@@ -371,9 +380,8 @@ class BatchBuilder:
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
             self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            columns = (self._prompts, self._least, self._scored, self._undrawn, self._marks)
-            padded = (np.pad(column, (0, more)) for column in columns)
-            self._prompts, self._least, self._scored, self._undrawn, self._marks = padded
+            for name in ("prompts", "least", "scored", "undrawn", "structured", "marks"):
+                setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, more)))
 
 
 class _Draws(NamedTuple):

@@ -15,6 +15,7 @@ from nano_inference.options import (
     option,
     strict_options,
 )
+from nano_inference.structured.grammar import BackendName
 
 CacheType = Literal["paged", "radix"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
@@ -109,6 +110,8 @@ class EngineConfig:
             all its samples together: a logprob, an id of a sampling mask, a bias …
             (docs/sampling.md). More is refused; a sample whose mask grows beyond its part of this
             ends.
+        grammar_backend: what makes the masks of grammars that name no backend (docs/structured.md):
+            `"llguidance"`, or `"xgrammar"` or `"outlines"`, which are packages of their own.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the
             first): 1, 2, 4, 8 ….
@@ -181,6 +184,7 @@ class EngineConfig:
         "Numbers that a request may ask for in all. Default: 5 million, or 40 million with --rl.",
         least=1,
     )
+    grammar_backend: BackendName = option("llguidance", ENGINE, "What makes masks of grammars.")
     seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
     tensor_parallel: int = option(
         1, RANKS, "Processes that share every layer of the model: 1, 2, 4, 8 …", least=1

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypedDict
 from nano_inference.checked import PENALTIES, biases, real, stop_strings, token_id_set, whole
 from nano_inference.errors import InvalidRequest
 from nano_inference.options import option, strict_options
+from nano_inference.structured.grammar import Grammar
 
 SAMPLING = "Sampling"  # group of options in `--help`
 
@@ -96,6 +97,8 @@ class SamplingParams:
         priority: lower goes first; equal ones by arrival.
         prompt_top_logprobs: also return the ids and logprobs of this many most probable tokens at
             every token of the prompt; needs `prompt_logprobs`.
+        grammar: that the completion follows (docs/structured.md). At the end of a text of it the
+            sample ends, also before `min_tokens`.
     """
 
     temperature: float = option(
@@ -149,6 +152,7 @@ class SamplingParams:
     cache_salt: str | None = None
     priority: int = 0
     prompt_top_logprobs: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -170,6 +174,8 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.cache_salt, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidRequest(f"cache_salt must be a string or None, not {self.cache_salt!r}.")
+        if not isinstance(self.grammar, Grammar | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidRequest(f"grammar must be a Grammar or None, not {self.grammar!r}.")
         if self.prompt_top_logprobs and not self.prompt_logprobs:
             raise InvalidRequest(
                 f"prompt_top_logprobs={self.prompt_top_logprobs} needs prompt_logprobs=True."
@@ -233,7 +239,9 @@ class SamplingParams:
         """Whether a mask or a filter can cut the distribution, so that `log_kept_mass` can be below
         0. At temperature 0 that is 0 whatever is cut, as logprobs are the raw ones.
         """
-        masks = self.allowed_token_ids is not None or self.min_tokens > 0
+        masks = (
+            self.allowed_token_ids is not None or self.min_tokens > 0 or self.grammar is not None
+        )
         return self.filters or (masks and self.temperature > 0)
 
 

@@ -14,15 +14,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nano_inference import SamplingParams, TrainingSample
+from nano_inference import Grammar, SamplingParams, TrainingSample
 from nano_inference.config import Backend
 from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, run, same_bits
 from tests.models.tiny import tiny_llama
+from tests.structured.vocabularies import byte_tokenizer
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 BACKENDS: tuple[Backend, ...] = ("cpu", "reference")
 VALUES_PER_TOKEN = 2 * 2 * 2 * 16  # keys and values, layers, kv heads, head_dim of the tiny model
+
+GRAMMARS = (
+    Grammar.regex("[a-f]{2,20}"),
+    Grammar.json_schema({"type": "array", "items": {"type": "integer"}}),
+    Grammar.choice(["yes", "no", "perhaps"]),
+)
 
 params = st.builds(
     lambda num_best, **options: SamplingParams(
@@ -44,6 +51,7 @@ params = st.builds(
     raw_logprobs=st.just(True),
     cache_salt=st.sampled_from([None, None, "salt"]),
     priority=st.sampled_from([0, 0, 0, 1]),
+    grammar=st.sampled_from([None, None, *GRAMMARS]),
 )
 
 
@@ -84,7 +92,9 @@ schedules = st.builds(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # the head's threads share it in blocks of 384
-    return tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=900)
+    folder = tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=900)
+    byte_tokenizer(folder)
+    return folder
 
 
 def fitted(schedule: Schedule, work: list[Request]) -> Schedule:

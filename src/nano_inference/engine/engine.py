@@ -14,7 +14,7 @@ from nano_inference.engine.block_exchange import BlockExchange
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.lockstep import Lockstep
-from nano_inference.engine.loop import Abort, EngineLoop
+from nano_inference.engine.loop import Abort, EngineLoop, GrammarReady
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
 from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
@@ -22,7 +22,8 @@ from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import InvalidRequest
-from nano_inference.scheduling.sequence import POLICY, REFERENCE
+from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.structured.matching import GrammarState
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
     Delta,
@@ -76,6 +77,7 @@ class InferenceEngine:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
+        self.loop.start_grammar = self._start_grammar
         self.shared = SharedLoop(self.loop, partial(why_dead, config=config, loop=self.loop))
         self.blocks = BlockExchange(
             self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
@@ -478,6 +480,7 @@ class InferenceEngine:
         """
         if "_async_engine" in self.__dict__:
             self._async_engine.stop()
+        self.intake.grammars.close()
         with self.shared.lock:
             self.runner.close()
             self.shared.end("the engine was shut down")
@@ -487,6 +490,10 @@ class InferenceEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _start_grammar(self, seq: Sequence) -> None:
+        assert isinstance(seq.grammar, GrammarState)
+        self.intake.grammars.start(seq.grammar, lambda: self.shared.post(GrammarReady(seq)))
 
     @cached_property
     def _async_engine(self) -> "AsyncInferenceEngine":

@@ -22,7 +22,10 @@ from nano_inference.scheduling.sequence import (
     Sequence,
     Sequences,
 )
-from nano_inference.text.detokenizer import OutputText
+from nano_inference.structured.backend import Vocabulary
+from nano_inference.structured.compiler import GrammarCompiler
+from nano_inference.structured.matching import GrammarState
+from nano_inference.text.detokenizer import Detokenizer, OutputText
 from nano_inference.types import Limits, SamplingParams
 
 
@@ -44,6 +47,10 @@ class Intake:
         self.numerics = numerics
         self._num_requests = 0
         self._counting = threading.Lock()
+        backend = checks.config.grammar_backend
+        self.grammars = GrammarCompiler(lambda: vocabulary_of(checks), backend)
+        # False: who hands in requests has checked their grammars, apart from the steps
+        self.checks_grammars = True
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def new_request_id(self) -> int:
@@ -108,6 +115,7 @@ class Intake:
         num_wanted = limits.get("num_wanted")
         _require_wanted(num_wanted, num_samples)
         stop_ids = checks.stop_ids(params)
+        grammar = self.grammar_of(params)
         text = None
         if params.stop or is_text(prompt):
             text = OutputText(checks.need_tokenizer("a stop string"), params.stop)
@@ -132,12 +140,37 @@ class Intake:
             num_samples,
             output_text=text,
             mask=GrowingMask(most_mask_ids),
+            grammar=grammar,
         )
+
+    def grammar_of(
+        self, params: SamplingParams, token_ids: Iterable[int] = ()
+    ) -> GrammarState | None:
+        """The state of a sample's grammar, if it has one, behind the tokens that it has already.
+        Raises `InvalidRequest`.
+        """
+        if params.grammar is None:
+            return None
+        if self.checks_grammars:
+            self.grammars.check(params.grammar)
+        self.grammars.begin(params.grammar)
+        return GrammarState(params.grammar, token_ids, params.allowed_token_ids)
 
     def _require_not_gone(self, version: int | None) -> None:
         serving = self.live.versions[POLICY]
         if version is not None and version < serving:
             raise VersionGone(f"exact_version={version} is gone; this engine serves {serving}.")
+
+
+def vocabulary_of(checks: RequestChecks) -> Vocabulary:
+    """The tokens that grammars of an engine are about. Raises `InvalidRequest`."""
+    tokenizer = checks.need_tokenizer("a grammar")
+    return Vocabulary(
+        tokenizer.backend.to_str(),
+        tokenizer.vocab_size,
+        tuple(sorted(checks.spec.eos_token_ids)),
+        lambda: Detokenizer(tokenizer, skip_special_tokens=False),
+    )
 
 
 def _require_version(name: str, value: int | None) -> None:

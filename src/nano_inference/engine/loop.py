@@ -37,7 +37,7 @@ from nano_inference.scheduling.sequence import (
     Sequences,
     SequenceStatus,
 )
-from nano_inference.scheduling.stopping import Finish, failure, take_text
+from nano_inference.scheduling.stopping import Finish, failure, grammar_failure, take_text
 from nano_inference.scheduling.versions import (
     begun,
     change_version,
@@ -91,7 +91,14 @@ class ChangeWeights:
     is_void: Callable[[], bool] = lambda: False
 
 
-Message = Add | Abort | ChangeWeights
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The grammar of a held sequence is compiled, or has failed."""
+
+    sequence: Sequence
+
+
+Message = Add | Abort | ChangeWeights | GrammarReady
 
 
 class Pending(Protocol):
@@ -197,6 +204,9 @@ class EngineLoop:
         # in order; the first may wait for sequences to end
         self.updates: deque[ChangeWeights] = deque()
         self.gate = Gate()
+        # gets a new sequence its matcher, or posts `GrammarReady` when that is there
+        self.start_grammar: Callable[[Sequence], None] = _no_grammars
+        self._compiling: set[int] = set()  # sequences of which no `GrammarReady` has come yet
         self.groups = SampleGroups(self.sequences)
         # called in this order with each sequence that finishes, not with one that is aborted
         self.on_finish: list[OnFinish] = [
@@ -225,6 +235,10 @@ class EngineLoop:
         if self.inbox or self.in_flight or (self.updates and self._may_change(self.updates[0])):
             return True
         return self.gate.is_due() or (not self.paused and self.is_busy())
+
+    def is_compiling(self) -> bool:
+        """Whether a sequence waits for its grammar."""
+        return not self._compiling.isdisjoint(self.sequences.by_id)
 
     def is_busy(self) -> bool:
         """Whether anything runs or waits to run."""
@@ -300,6 +314,8 @@ class EngineLoop:
                     finished += self._enter(sequence)
                 case Abort(request_ids):
                     finished += self._end(self.sequences.of_requests(request_ids))
+                case GrammarReady(sequence):
+                    finished += self._release(sequence)
                 case ChangeWeights() as update:
                     self.updates.append(update)
                     finished += self._change_weights()
@@ -391,10 +407,27 @@ class EngineLoop:
         # else the update would wait for ever
         if waits and waits[-1] is not None and seq.weight_set == POLICY:
             seq.behind = waits[-1]
+        if seq.grammar is not None:
+            self.start_grammar(seq)
+            if not seq.grammar.is_ready:
+                self._compiling.add(seq.seq_id)
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
+        if seq.grammar is not None and seq.grammar.problem is not None:
+            return self._release(seq)
         return self._end_outdated() if seq.request.exact_version is not None else []
+
+    def _release(self, seq: Sequence) -> list[TrainingSample]:
+        """A sequence's grammar is ready: let it go on, or end where it has failed."""
+        self._compiling.discard(seq.seq_id)
+        if seq.status is _FINISHED:
+            return []
+        if seq.grammar is not None and seq.grammar.problem is not None:
+            return self._end([seq], grammar_failure(seq.grammar.problem))
+        if self.admitting:
+            release_held(self.sequences)
+        return []
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
         """Whether an update of this policy could not be applied now: something keeps it, or one
@@ -557,6 +590,10 @@ class StepClock:
     def microseconds(self, num_steps: int) -> dict[str, float]:
         """Mean over steps, by phase."""
         return {phase: spent / 1e3 / max(num_steps, 1) for phase, spent in self.nanoseconds.items()}
+
+
+def _no_grammars(seq: Sequence) -> None:
+    raise RuntimeError("this loop compiles no grammars.")
 
 
 class Known(NamedTuple):

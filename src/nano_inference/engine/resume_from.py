@@ -85,6 +85,9 @@ def resumed(
         mask=GrowingMask(most_mask_ids),
     )
     _fill(seq, sample, len(appended))
+    # what was appended is no text of the grammar, which begins anew behind it
+    begins = request.appended[-1].stop if request.appended else 0
+    seq.grammar = intake.grammar_of(params, seq.token_ids[prompt_len + begins :])
     if sample.text is not None or params.stop:
         text = OutputText(checks.need_tokenizer("the text of a sample"), params.stop)
         for token_id in seq.token_ids[prompt_len:]:

@@ -28,6 +28,8 @@ logger = logging.getLogger("nano_inference")
 
 Sink = Callable[[Delta], None]
 
+PATIENCE = 0.5  # seconds that a step waits for a grammar where there is nothing else to do
+
 
 class FairLock:
     """Like `threading.RLock`, which a thread that steps in a loop would take again and again before
@@ -275,6 +277,8 @@ class SharedLoop:
         """Run one step; returns the samples that ended since the last call and that no thread
         waits for.
         """
+        if not self.has_work():
+            self._await_grammar(PATIENCE)
         self.advance()
         with self.lock:
             kept, self._unclaimed = self._unclaimed, []
@@ -294,6 +298,8 @@ class SharedLoop:
         self.require_alive()
         if self.has_work():
             self.advance()
+            return True
+        if self._await_grammar(patience):
             return True
         if self._running.is_set() and self.loop.admitting:  # else another thread is about to pause
             return False
@@ -325,7 +331,27 @@ class SharedLoop:
         if self._dead is not None:
             return False
         # The second look: what a step of another thread, which `has_work` waited for, has left.
-        return bool(self._unclaimed) or self.has_work() or bool(self._unclaimed)
+        return (
+            bool(self._unclaimed)
+            or self.has_work()
+            or self._is_compiling()
+            or bool(self._unclaimed)
+        )
+
+    def _is_compiling(self) -> bool:
+        with self.lock:
+            return self.loop.is_compiling()
+
+    def _await_grammar(self, patience: float) -> bool:
+        """Where a request waits for its grammar, wait for a message, for at most so many seconds.
+        False: none does.
+        """
+        if not self._is_compiling():
+            return False
+        self.work_arrived.clear()
+        if not self.loop.has_pending():  # else it came before
+            self.work_arrived.wait(patience)
+        return True
 
     def has_work(self) -> bool:
         """Whether a step would do anything. It says no only between two steps: in the middle of

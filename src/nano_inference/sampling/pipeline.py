@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.sampling.filters import FILTERS, Ranking, rank
-from nano_inference.sampling.sampling_batch import WORD, SamplingBatch
+from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.structured.masks import WORD
 
 
 class Distribution:

@@ -1,6 +1,6 @@
 """What the draw of a step needs, as tensors: one row a sample."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from nano_inference.columns import Entries, column, columns_of
 from nano_inference.sampling.filters import FilterColumns
 from nano_inference.sampling.noise import noise_streams, stream_keys
+from nano_inference.structured.masks import mask_of
 from nano_inference.types import SamplingParams
-
-WORD = 32  # tokens that a word of a mask tells of
 
 
 class DrawRequest(NamedTuple):
@@ -277,14 +276,6 @@ def greedy_batch(num_rows: int, most_top: int) -> SamplingBatch:
     table.put(0, SamplingParams(temperature=0, top_logprobs=most_top), 0, 0, ())
     slots = np.zeros(num_rows, dtype=np.int64)
     return table.batch(slots, np.arange(num_rows), slots, {})
-
-
-def mask_of(token_ids: Collection[int]) -> np.ndarray:
-    """A mask that allows these ids alone: int32 [words up to the highest]."""
-    ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
-    bits = np.zeros((int(ids.max(initial=0)) // WORD + 1) * WORD, dtype=np.bool_)
-    bits[ids] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _having(slots: np.ndarray, values: Mapping[int, T]) -> list[tuple[int, T]]:

@@ -18,6 +18,8 @@ from nano_inference.scheduling.stopping import (
     ends_by_id,
     failure,
     finish_of,
+    follow_grammar,
+    grammar_failure,
     may_stop,
     whole_text,
 )
@@ -125,6 +127,7 @@ def commit(
     full without the new token; the others go on.
     """
     finished: list[tuple[Sequence, Finish]] = []
+    followed: list[Sequence] = []
     gone, size = SequenceStatus.FINISHED, cache.block_size
     masked = sampled.masks is not None
     last: Sequence | None = None
@@ -143,10 +146,29 @@ def commit(
             if len(seq.token_ids) % size == 0:  # another block has a name
                 seq.prefix.extend(seq.token_ids, size)
                 publish(seq, cache)
-            finish = finish or finish_of(seq)
+            finish = finish or finish_of(seq) or follow_grammar(seq)
+            if seq.grammar is not None and finish is None:
+                followed.append(seq)
         if finish is not None:
             retire(seq, sequences, cache)
             finished.append((seq, finish))
+    return finished + _fill_masks(followed, sequences, cache)
+
+
+def _fill_masks(
+    seqs: Listed[Sequence], sequences: Sequences, cache: KVCacheManager
+) -> list[tuple[Sequence, Finish]]:
+    """Make the masks of the tokens that these sequences draw next; returns those that end because
+    they have none.
+    """
+    finished: list[tuple[Sequence, Finish]] = []
+    for seq in dict.fromkeys(seqs):  # of several tokens in this step the last one counts
+        assert seq.grammar is not None
+        if seq.status is not SequenceStatus.FINISHED:
+            seq.grammar.fill()
+            if seq.grammar.problem is not None:
+                retire(seq, sequences, cache)
+                finished.append((seq, grammar_failure(seq.grammar.problem)))
     return finished
 
 

@@ -65,6 +65,37 @@ class GrowingText(Protocol):
         ...
 
 
+class GrowingGrammar(Protocol):
+    """The grammar of a sample, as far as its tokens are known."""
+
+    @property
+    def is_ready(self) -> bool:
+        """False: it is being compiled."""
+        ...
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its text has ended."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot go on."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The sample goes on with this token."""
+        ...
+
+    def fill(self) -> None:
+        """Make the mask of the token that comes next."""
+        ...
+
+    def fork(self) -> "GrowingGrammar":
+        """Another sample's, with the same past."""
+        ...
+
+
 class GrowingMask:
     """Four bytes an id; Python's own integers only when the sample has ended.
 
@@ -183,6 +214,7 @@ class Sequence:
         score_best: the most probable tokens beside these; shared like the scores.
         output_text: where text is wanted.
         stop_string: the one that the newest token completed.
+        grammar: that its completion follows, where there is one.
     """
 
     seq_id: int
@@ -208,6 +240,7 @@ class Sequence:
     score_best: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     output_text: GrowingText | None = None
     stop_string: str | None = None
+    grammar: GrowingGrammar | None = None
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])
     output_log_kept_mass: list[float] = field(default_factory=list[float])
@@ -342,6 +375,7 @@ class Sequence:
             block_ids=list(self.block_ids),
             contexts=list(self.contexts),
             output_text=output_text,
+            grammar=self.grammar.fork() if self.grammar is not None else None,
             # it has no completion token yet
             version_starts=[],
             output_logprobs=[],

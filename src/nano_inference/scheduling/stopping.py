@@ -22,6 +22,25 @@ MASK_FULL = Finish(
 )
 
 
+def follow_grammar(seq: Sequence) -> Finish | None:
+    """Feed the newest token to the sequence's grammar. How that ends the sequence, or None."""
+    grammar = seq.grammar
+    if grammar is None:
+        return None
+    grammar.accept(seq.token_ids[-1])
+    if grammar.problem is not None:
+        return grammar_failure(grammar.problem)
+    if not grammar.is_ended:
+        return None
+    ended_by = seq.token_ids[-1] in seq.request.stop_ids
+    return Finish("stop", seq.token_ids[-1] if ended_by else None)
+
+
+def grammar_failure(problem: str) -> Finish:
+    """How a sequence ends whose grammar cannot go on."""
+    return Finish("abort", f"error: {problem}")
+
+
 def may_stop(seq: Sequence) -> bool:
     """Whether the newest known token may end this sequence by what it is."""
     request = seq.request

@@ -90,7 +90,9 @@ def outdated(sequences: Sequences) -> list[tuple[Sequence, Finish]]:
 
 
 def is_held(seq: Sequence, sequences: Sequences) -> bool:
-    """Whether it waits for a version that does not serve yet."""
+    """Whether it waits for a version that does not serve yet, or for its grammar."""
+    if seq.grammar is not None and not seq.grammar.is_ready:
+        return True
     return (
         max(seq.request.min_version or 0, seq.behind or 0, seq.request.exact_version or 0)
         > sequences.versions[POLICY]
@@ -98,7 +100,7 @@ def is_held(seq: Sequence, sequences: Sequences) -> bool:
 
 
 def release_held(sequences: Sequences) -> None:
-    """Let those wait in the queue whose version serves."""
+    """Let those wait in the queue whose version serves and whose grammar is ready."""
     for seq in [seq for seq in sequences.held if not is_held(seq, sequences)]:
         sequences.move(seq, SequenceStatus.WAITING)
 

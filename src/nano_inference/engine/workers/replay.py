@@ -19,6 +19,7 @@ from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import Applied
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence, Sequences, SequenceStatus
+from nano_inference.structured.matching import GrammarState
 from nano_inference.types import SamplingParams
 
 _REALS = [each.name for each in fields(SamplingParams) if isinstance(each.default, float)]
@@ -75,11 +76,13 @@ class Draw(msgspec.Struct, tag="draw", frozen=True):
     Attributes:
         places: which of the step's samples are drawn; None: all.
         counts, token_ids: as in `Forward`, of these samples, where penalties count their tokens.
+        masks: place among these samples, and its mask: of those that have a grammar.
     """
 
     places: list[int] | None
     counts: list[int]
     token_ids: list[int]
+    masks: list[tuple[int, bytes]] = []
 
 
 class StepSender:
@@ -130,9 +133,13 @@ class StepSender:
         if len(chunks.sampled) < len(self._sampled):
             wanted = {seq.seq_id for seq in chunks.sampled}
             places = [i for i, seq in enumerate(self._sampled) if seq.seq_id in wanted]
-        if self._penalizes:
-            return Draw(places, *self._new_tokens(chunks.sampled))
-        return Draw(places, [], [])
+        masks = [
+            (place, seq.grammar.words.tobytes())
+            for place, seq in enumerate(chunks.sampled)
+            if isinstance(seq.grammar, GrammarState)
+        ]
+        new = self._new_tokens(chunks.sampled) if self._penalizes else ([], [])
+        return Draw(places, *new, masks)
 
     def _enter(self, seqs: Iterable[Sequence], whole: bool) -> list[Sequence]:
         """Those that the workers do not know yet; from now on they do. `whole`: all tokens too."""
@@ -218,6 +225,10 @@ class StepReplay:
             chunks = chunks.drawing(message.places)
         if message.counts:
             _add_tokens(chunks.sampled, message.counts, message.token_ids)
+        for place, words in message.masks:
+            state = chunks.sampled[place].grammar
+            assert isinstance(state, GrammarState)
+            state.words = np.frombuffer(words, dtype=np.int32)
         self._newest = {seq.seq_id: place for place, seq in enumerate(chunks.sampled)}
         return self._builder.sampling_batch(chunks)
 
@@ -277,7 +288,8 @@ def _sequence(new: NewSequence) -> Sequence:
         score_temperature=new.score_temperature,
         num_best=new.num_best,
     )
-    return Sequence(new.seq_id, request, [], sample_index=new.sample_index)
+    grammar = GrammarState(new.params.grammar) if new.params.grammar is not None else None
+    return Sequence(new.seq_id, request, [], sample_index=new.sample_index, grammar=grammar)
 
 
 def _changed_units(pool: UnitPool) -> bytes:

@@ -1,0 +1,1 @@
+"""Structured output: grammars, and the tokens that they allow next. No torch here."""

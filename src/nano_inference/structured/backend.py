@@ -1,0 +1,126 @@
+"""What makes masks from grammars: the protocol of backends, and which there are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.structured.grammar import BackendName, Grammar
+
+
+class Reader(Protocol):
+    """Makes text of tokens as they come."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def copy(self) -> "Reader":
+        """Another one at the same place."""
+        ...
+
+
+class GrammarError(Exception):
+    """A matcher cannot go on: a limit was reached, or a token that its mask forbids was given."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that a matcher knows.
+
+    Attributes:
+        tokenizer_json: of the `tokenizers` library.
+        size: token ids.
+        eos_token_ids: that end a text; may be empty.
+        reader: makes a reader of a new text, special tokens included.
+    """
+
+    tokenizer_json: str
+    size: int
+    eos_token_ids: tuple[int, ...]
+    reader: Callable[[], Reader] = field(compare=False)
+
+    @cached_property
+    def key(self) -> str:
+        """Names it."""
+        told = f"{self.size} {self.eos_token_ids} {self.tokenizer_json}"
+        return sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class Matcher(Protocol):
+    """The place in a grammar that one sample has come to. One thread at a time uses it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end can follow."""
+        ...
+
+    def fill(self, words: np.ndarray) -> None:
+        """Write which tokens may follow, int32 [W]: bit i % 32 of word i // 32 is token i. Where a
+        text may end its end-of-sequence ids may follow. Raises `GrammarError`.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Go on with a token that is no end-of-sequence id. Raises `GrammarError`."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that the text must go on with, as the tokenizer would split them; maybe none.
+        Another split of the same text may be allowed too.
+        """
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted."""
+        ...
+
+    def copy(self) -> "Matcher":
+        """Another one at the same place."""
+        ...
+
+
+class Backend(Protocol):
+    """Compiles grammars."""
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise `InvalidRequest` for a grammar that cannot be compiled, as far as that shows
+        without a vocabulary.
+        """
+        ...
+
+    def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
+        """A matcher at the beginning of a text. Releases the interpreter's lock.
+
+        Raises `InvalidRequest`.
+        """
+        ...
+
+
+_MODULES: Mapping[str, tuple[str, str]] = {
+    "llguidance": ("llguidance_backend", "llguidance"),
+    "xgrammar": ("xgrammar_backend", "xgrammar"),
+    "outlines": ("outlines_backend", "outlines-core"),
+}
+_loaded: dict[str, Backend] = {}
+
+
+def backend_named(name: BackendName) -> Backend:
+    """The backend of a name. Raises `InvalidRequest` where its package is missing."""
+    if name not in _loaded:
+        module, package = _MODULES[name]
+        try:
+            loaded: Any = import_module(f"nano_inference.structured.{module}")
+        except ImportError as problem:
+            raise InvalidRequest(
+                f"the grammar backend {name} needs the package {package}: {problem}; install it, "
+                "or choose another backend."
+            ) from None
+        make: Callable[[], Backend] = loaded.make_backend
+        _loaded[name] = make()
+    return _loaded[name]

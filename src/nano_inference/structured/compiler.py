@@ -1,0 +1,202 @@
+"""`GrammarCompiler`: makes matchers beside the steps, so that none waits for a compiler."""
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.structured.backend import GrammarError, Matcher, Vocabulary, backend_named
+from nano_inference.structured.grammar import BackendName, Grammar
+from nano_inference.structured.masks import num_words
+from nano_inference.structured.matching import GrammarState
+
+logger = logging.getLogger("nano_inference")
+
+MOST_CACHED = 128  # compiled grammars that are kept
+TIME_LIMIT = 30.0  # seconds that a compilation may take
+MOST_STUCK = 4  # threads beyond their time limit that are replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar that is ready: a matcher at the beginning, to copy, and its first mask."""
+
+    template: Matcher
+    first: np.ndarray
+
+
+class GrammarCompiler:
+    """Compiled grammars of one vocabulary, by grammar. Any thread may call it.
+
+    Args:
+        vocabulary: of the model; called when the first grammar comes. Raises `InvalidRequest`
+            where there is none.
+        backend: for grammars that name none.
+        num_threads: compilations at once; None: half of the cores.
+        time_limit: seconds that one may take. It fails the requests that wait for it; for a later
+            request the grammar is compiled anew.
+
+    Attributes:
+        time_limit: as given.
+        num_compiled, num_failed: compilations so far.
+        seconds: that they took.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        backend: BackendName = "llguidance",
+        num_threads: int | None = None,
+        time_limit: float = TIME_LIMIT,
+    ) -> None:
+        self._read = vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._default: BackendName = backend
+        self.time_limit = time_limit
+        self._most_threads = num_threads or max((os.cpu_count() or 2) // 2, 1)
+        self._cache: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = self._num_stuck = 0
+        self.num_compiled = self.num_failed = 0
+        self.seconds = 0.0
+
+    @property
+    def num_cached(self) -> int:
+        """Grammars that are compiled, or being compiled."""
+        return len(self._cache)
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise `InvalidRequest` for a grammar that cannot be compiled, in the calling thread."""
+        with self._lock:
+            known = self._cache.get(grammar)
+        if known is None or not known.done() or known.exception() is not None:
+            backend_named(grammar.backend or self._default).check(grammar)
+
+    def start(self, state: GrammarState, when_ready: Callable[[], None]) -> None:
+        """Get a sample's matcher: at once where its grammar is compiled and the sample has no
+        token yet; else `when_ready` is called by another thread, once it is there or has failed.
+        """
+        compiled = self.begin(state.grammar)
+        if compiled.done() and not state.num_behind:
+            self._give(state, compiled)
+        elif compiled.done():  # many tokens take long
+            self._submit(lambda: self._give_and_tell(state, compiled, when_ready))
+        else:
+            compiled.add_done_callback(lambda done: self._give_and_tell(state, done, when_ready))
+
+    def close(self) -> None:
+        """Compile nothing more; what is being compiled ends by itself."""
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+
+    def vocabulary(self) -> Vocabulary:
+        """Of the model, read once. Raises `InvalidRequest`."""
+        if self._vocabulary is None:
+            self._vocabulary = self._read()
+        return self._vocabulary
+
+    def begin(self, grammar: Grammar) -> Future[Compiled]:
+        """Have a grammar compiled, if it is not yet."""
+        with self._lock:
+            found = self._cache.get(grammar)
+            if found is not None:
+                self._cache.move_to_end(grammar)
+                return found
+            promise = self._cache[grammar] = Future[Compiled]()
+            done = [each for each, future in self._cache.items() if future.done()]
+            for each in done[: max(len(self._cache) - MOST_CACHED, 0)]:
+                del self._cache[each]
+        self._submit(lambda: self._compile(grammar, promise))
+        return promise
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+        with self._lock:
+            if self._num_threads < self._most_threads:
+                self._add_thread()
+
+    def _add_thread(self) -> None:
+        self._num_threads += 1
+        threading.Thread(target=self._work, name="grammars", daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except _Abandoned:
+                return
+            except Exception:
+                logger.exception("a grammar's job raised: a bug of the engine.")
+
+    def _compile(self, grammar: Grammar, promise: Future[Compiled]) -> None:
+        clock = threading.Timer(self.time_limit, self._give_up, (grammar, promise))
+        clock.daemon = True
+        clock.start()
+        begun = time.perf_counter()
+        try:
+            vocabulary = self.vocabulary()
+            matcher = backend_named(grammar.backend or self._default).compile(grammar, vocabulary)
+            first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
+            matcher.fill(first)  # backends are lazy: a first mask may take longest
+            outcome: Compiled | Exception = Compiled(matcher, first)
+        except GrammarError as problem:
+            outcome = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
+        except Exception as problem:
+            outcome = problem
+        clock.cancel()
+        self.seconds += time.perf_counter() - begun
+        self.num_compiled += 1
+        self._keep(promise, outcome)
+
+    def _give_up(self, grammar: Grammar, promise: Future[Compiled]) -> None:
+        """A compilation is beyond its time limit; its thread is replaced, and ends with it."""
+        with self._lock:
+            self._cache.pop(grammar, None)
+            if self._num_stuck < MOST_STUCK:
+                self._num_stuck += 1
+                self._add_thread()
+        problem = f"its compilation took longer than {self.time_limit:g} seconds"
+        with_limit = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
+        with suppress(InvalidStateError):  # it came in that moment
+            promise.set_exception(with_limit)
+
+    def _keep(self, promise: Future[Compiled], outcome: Compiled | Exception) -> None:
+        try:
+            if isinstance(outcome, Compiled):
+                promise.set_result(outcome)
+            else:
+                self.num_failed += 1
+                promise.set_exception(outcome)
+        except InvalidStateError:
+            with self._lock:  # another thread has taken this one's place
+                self._num_stuck -= 1
+                self._num_threads -= 1
+            raise _Abandoned from None
+
+    def _give_and_tell(
+        self, state: GrammarState, compiled: Future[Compiled], when_ready: Callable[[], None]
+    ) -> None:
+        self._give(state, compiled)
+        when_ready()
+
+    def _give(self, state: GrammarState, compiled: Future[Compiled]) -> None:
+        problem = compiled.exception()
+        if problem is not None:
+            state.fail(str(problem) or repr(problem))
+            return
+        ready = compiled.result()
+        state.begin(ready.template.copy(), self.vocabulary(), ready.first)
+
+
+class _Abandoned(Exception):
+    """This thread was replaced."""

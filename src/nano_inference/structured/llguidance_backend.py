@@ -1,0 +1,146 @@
+"""Masks by llguidance, the default: sound, lazy, and bounded by fuel."""
+
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.structured.backend import Backend, GrammarError, Matcher, Vocabulary
+from nano_inference.structured.grammar import Grammar
+from nano_inference.structured.structural_tag import lark_of
+
+SILENT = 0  # log level
+# A lexer state takes 1 to 2 kB; what a grammar may take is bounded by their number.
+LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+
+
+def make_backend() -> Backend:
+    """The backend."""
+    return LlguidanceBackend()
+
+
+class LlguidanceBackend:
+    """Compiles with llguidance. Keeps the tokenizers that it has read."""
+
+    def __init__(self) -> None:
+        self._tokenizers: OrderedDict[str, LLTokenizer] = OrderedDict()
+        self._reading = threading.Lock()
+
+    def check(self, grammar: Grammar) -> None:
+        """See `Backend`."""
+        problem = LLMatcher.validate_grammar(_source(grammar), None, limits=LIMITS)
+        if problem and not problem.startswith("WARNING"):
+            raise InvalidRequest(_refusal(grammar, problem))
+
+    def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
+        """See `Backend`."""
+        tokenizer = self._tokenizer(vocabulary)
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=SILENT, limits=LIMITS)
+        if matcher.is_error():
+            raise InvalidRequest(_refusal(grammar, matcher.get_error()))
+        return LlguidanceMatcher(matcher)
+
+    def _tokenizer(self, vocabulary: Vocabulary) -> LLTokenizer:
+        with self._reading:
+            if vocabulary.key not in self._tokenizers:
+                # A grammar must be able to end: where no id does, one beyond the vocabulary stands
+                # for the end, and is never drawn.
+                ends = list(vocabulary.eos_token_ids) or [vocabulary.size]
+                size = max(vocabulary.size, *(end + 1 for end in ends))
+                try:
+                    self._tokenizers[vocabulary.key] = LLTokenizer(
+                        vocabulary.tokenizer_json, n_vocab=size, eos_token=ends
+                    )
+                except Exception as problem:
+                    raise InvalidRequest(
+                        f"llguidance cannot read this model's tokenizer: {problem}; grammars are "
+                        "not possible with it."
+                    ) from None
+                while len(self._tokenizers) > 4:
+                    self._tokenizers.popitem(last=False)
+            return self._tokenizers[vocabulary.key]
+
+
+class LlguidanceMatcher:
+    """See `Matcher`. In an error state llguidance's mask allows the end alone, which looks like a
+    clean one: every call asks for the error.
+    """
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self._inner = inner
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Matcher`."""
+        return self._inner.is_stopped()
+
+    def fill(self, words: np.ndarray) -> None:
+        """See `Matcher`."""
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._require_sound()
+
+    def accept(self, token_id: int) -> None:
+        """See `Matcher`."""
+        if not self._inner.consume_token(token_id):
+            self._require_sound()
+            raise GrammarError(f"token {token_id} cannot follow")
+
+    def forced(self) -> list[int]:
+        """See `Matcher`."""
+        return self._inner.compute_ff_tokens()
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+        if num_tokens and not self._inner.rollback(num_tokens):
+            raise GrammarError(f"{num_tokens} tokens cannot be taken back")
+
+    def copy(self) -> "LlguidanceMatcher":
+        """See `Matcher`."""
+        return LlguidanceMatcher(self._inner.deep_copy())
+
+    def _require_sound(self) -> None:
+        if self._inner.is_error():
+            raise GrammarError(_first_line(self._inner.get_error()))
+
+
+def _source(grammar: Grammar) -> str:
+    """A grammar as llguidance reads it. Raises `InvalidRequest`."""
+    try:
+        match grammar.kind:
+            case "json":
+                return LLMatcher.grammar_from_json_schema(
+                    grammar.text, overrides=json_options(grammar)
+                )
+            case "regex":
+                return LLMatcher.grammar_from_regex(grammar.text)
+            case "structural_tag":
+                text = lark_of(json.loads(grammar.text), json_options(grammar))
+                return LLMatcher.grammar_from_lark(text)
+            case kind:
+                return llguidance.grammar_from(kind, grammar.text)
+    except ValueError as problem:
+        raise InvalidRequest(_refusal(grammar, str(problem))) from None
+
+
+def json_options(grammar: Grammar) -> Any:
+    """Options of llguidance for JSON."""
+    options: dict[str, Any] = {"whitespace_flexible": bool(grammar.whitespace)}
+    if grammar.whitespace:
+        options["whitespace_pattern"] = grammar.whitespace
+    if grammar.lenient:
+        options |= {"lenient": True, "coerce_one_of": True}
+    return options
+
+
+def _refusal(grammar: Grammar, problem: str) -> str:
+    return f"the {grammar.kind} grammar cannot be enforced: {_first_line(problem)}."
+
+
+def _first_line(problem: str) -> str:
+    """The reason, without the state of the parser that follows it."""
+    return " ".join(problem.split("<state>")[0].split("\n\n")[0].split())[:500].rstrip(".")

@@ -1,0 +1,31 @@
+"""Masks: which tokens may be drawn, int32 [W]. Bit i % 32 of word i // 32 is token i; tokens beyond
+may not be drawn.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+
+WORD = 32  # tokens that a word of a mask tells of
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of a mask."""
+    return -(-vocab_size // WORD)
+
+
+def mask_of(token_ids: Collection[int]) -> np.ndarray:
+    """A mask that allows these ids alone: int32 [words up to the highest]."""
+    ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+    bits = np.zeros((int(ids.max(initial=0)) // WORD + 1) * WORD, dtype=np.bool_)
+    bits[ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def without(words: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
+    """A mask without some ids."""
+    left = words.copy()
+    if token_ids:
+        cut = mask_of(token_ids)[: len(left)]
+        left[: len(cut)] &= ~cut
+    return left

@@ -1,0 +1,162 @@
+"""`GrammarState`: the grammar of one sample, with the mask of the token that comes next."""
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from nano_inference.structured.backend import GrammarError, Matcher, Reader, Vocabulary
+from nano_inference.structured.grammar import Grammar
+from nano_inference.structured.masks import mask_of, without
+
+
+class GrammarState:
+    """The grammar of one sample, as far as its tokens are known.
+
+    Until `begin` it waits for its matcher. From then on `words` is the mask of the token that
+    comes next, whatever is accepted.
+
+    Args:
+        grammar: of the request.
+        token_ids: that the sample has already, from where the grammar begins: its own, or those
+            behind what was appended to it.
+        allowed: the only ids that the request may draw; None: all.
+
+    Attributes:
+        words: int32 [W], bit i % 32 of word i // 32 is token i; tokens beyond may not be drawn.
+        is_ended: the text has ended: by an end-of-sequence id, or because nothing may follow.
+        problem: why it cannot go on; None: it can.
+    """
+
+    __slots__ = (
+        "_allowed",
+        "_ends",
+        "_head",
+        "_marker",
+        "_matcher",
+        "_reader",
+        "_token_ids",
+        "grammar",
+        "is_ended",
+        "problem",
+        "words",
+    )
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        token_ids: Iterable[int] = (),
+        allowed: Collection[int] | None = None,
+    ) -> None:
+        self.grammar = grammar
+        self.words: np.ndarray = _NOTHING
+        self.is_ended = False
+        self.problem: str | None = None
+        self._token_ids = list(token_ids)
+        self._allowed = allowed if allowed is None else mask_of(allowed)
+        self._matcher: Matcher | None = None
+        self._ends: frozenset[int] = frozenset()
+        # while the grammar has not begun: the text behind which it does, and the newest text
+        self._marker, self._head = grammar.after, ""
+        self._reader: Reader | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it waits for nothing."""
+        return self._matcher is not None or self.problem is not None
+
+    @property
+    def num_behind(self) -> int:
+        """Tokens that its matcher will have to go through first."""
+        return len(self._token_ids)
+
+    def begin(self, matcher: Matcher, vocabulary: Vocabulary, first: np.ndarray) -> None:
+        """Take a matcher at the beginning of a text, this state's alone.
+
+        Args:
+            matcher: of the grammar.
+            vocabulary: that it was compiled for.
+            first: its first mask; shared, so it is not written.
+        """
+        self._matcher, self._ends = matcher, frozenset(vocabulary.eos_token_ids)
+        self.words = first
+        if self._marker:
+            self._reader = vocabulary.reader()
+            # the sample may not end before it has come to its grammar
+            self.words = without(np.full(len(first), -1, dtype=np.int32), self._ends)
+        self._cut()
+        if self._token_ids:
+            for token_id in self._token_ids:
+                self.accept(token_id)
+            self.fill()
+        self._token_ids = []
+
+    def fail(self, problem: str) -> None:
+        """It will not get a matcher."""
+        self.problem = problem
+
+    def accept(self, token_id: int) -> None:
+        """The sample goes on with this token. `fill` has to follow before the next draw."""
+        if self.is_ended or self.problem is not None:
+            return
+        assert self._matcher is not None
+        if self._marker:
+            self._seek(token_id)
+        elif token_id in self._ends:
+            self.is_ended = True
+        else:
+            try:
+                self._matcher.accept(token_id)
+                self.is_ended = not self._ends and self._matcher.is_complete
+            except GrammarError as problem:
+                self.problem = str(problem)
+
+    def fill(self) -> None:
+        """Make the mask of the next token."""
+        if self.is_ended or self.problem is not None:
+            return
+        assert self._matcher is not None
+        if self._marker:
+            return  # everything is still allowed
+        words = np.zeros(len(self.words), dtype=np.int32)  # a draw may still be reading the last
+        try:
+            self._matcher.fill(words)
+            self.words = words
+            self._cut()
+        except GrammarError as problem:
+            self.problem = str(problem)
+
+    def fork(self) -> "GrammarState":
+        """Another sample's, with the same past."""
+        other = GrammarState(self.grammar)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other._token_ids = list(self._token_ids)
+        if self._matcher is not None:
+            other._matcher = self._matcher.copy()
+        if self._reader is not None:
+            other._reader = self._reader.copy()
+        return other
+
+    def _cut(self) -> None:
+        """Leave what the request allows."""
+        if self._allowed is not None:
+            size = min(len(self._allowed), len(self.words))
+            cut = np.zeros_like(self.words)
+            np.bitwise_and(self.words[:size], self._allowed[:size], out=cut[:size])
+            self.words = cut
+        if not self.words.any():
+            also = "" if self._allowed is None else " and allowed_token_ids"
+            self.problem = f"the grammar{also} left no token to draw"
+
+    def _seek(self, token_id: int) -> None:
+        """Look for the text behind which the grammar begins. What follows it in the same token is
+        the grammar's first text, and is not checked: the mask begins with the next token.
+        """
+        assert self._reader is not None
+        text = self._reader.push([token_id])
+        self._head = self._head[-len(self._marker) :] + text
+        if self._marker in self._head:
+            self._marker, self._reader = "", None
+
+
+_NOTHING = np.zeros(0, dtype=np.int32)

@@ -1,0 +1,317 @@
+"""Requests with grammars in the loop: what waits, what ends and how, and that nobody else does."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import (
+    AsyncInferenceEngine,
+    Grammar,
+    InferenceEngine,
+    InvalidRequest,
+    SamplingParams,
+    TrainingSample,
+)
+from nano_inference.structured import backend as backends
+from nano_inference.structured.backend import GrammarError
+from nano_inference.structured.compiler import GrammarCompiler
+from nano_inference.structured.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
+from tests.engine.weight_cases import NEW, PROMPT, Build, bits, drain, drawn
+from tests.models.tiny import tiny_llama
+from tests.structured.vocabularies import EOS, byte_tokenizer
+
+PATIENCE = 20.0  # seconds
+DIGITS = SamplingParams(max_tokens=30, seed=3, grammar=Grammar.regex("[0-9]{4,8}"))
+PERSON = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["age", "ok"],
+    "additionalProperties": False,
+}
+OBJECT = SamplingParams(max_tokens=200, seed=5, grammar=Grammar.json_schema(PERSON))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_llama(tmp_path_factory.mktemp("grammar"), seed=0)
+    byte_tokenizer(folder)
+    return folder
+
+
+def text_of(engine: InferenceEngine, sample: TrainingSample) -> str:
+    return engine.tokenizer.decode(sample.completion_tokens)
+
+
+class Held:
+    """Compilations wait until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.began = threading.Event(), threading.Event()
+        compile_now = LlguidanceBackend.compile
+
+        def compile_later(*arguments: Any) -> Any:
+            self.began.set()
+            assert self.go.wait(PATIENCE)
+            return compile_now(*arguments)
+
+        monkeypatch.setattr(LlguidanceBackend, "compile", compile_later)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    found = Held(monkeypatch)
+    yield found
+    found.go.set()
+
+
+def test_samples_follow_their_grammar_and_end_with_it(build: Build) -> None:
+    engine = build()
+    samples = engine.generate([PROMPT, PROMPT[:5]], [DIGITS, OBJECT], 4)
+    for sample in samples:
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", EOS)
+    for sample in samples[:4]:
+        assert text_of(engine, sample).isdigit()
+    for sample in samples[4:]:
+        assert set(json.loads(text_of(engine, sample))) == {"age", "ok"}
+    assert len({sample.completion_tokens for sample in samples[:4]}) > 1
+
+
+def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build: Build) -> None:
+    engine = build()
+    params = replace(DIGITS, raw_logprobs=True)
+    (sample,) = engine.generate(PROMPT, params)
+    assert sample.log_kept_mass is not None
+    assert sample.raw_logprobs is not None
+    for logprob, mass, raw in zip(
+        sample.logprobs, sample.log_kept_mass, sample.raw_logprobs, strict=True
+    ):
+        assert mass < -0.1
+        assert logprob + mass == pytest.approx(raw, abs=1e-5), "at temperature 1"
+
+
+def test_nobody_waits_for_a_compilation(build: Build, held: Held) -> None:
+    engine, alone = build(), bits(build().generate(PROMPT, drawn(20))[0])
+    structured = engine.add_request(PROMPT, DIGITS)
+    free = engine.add_request(PROMPT, drawn(20))
+    assert held.began.wait(PATIENCE)
+    (sample,) = [sample for _ in range(25) for sample in engine.step()]
+    assert (sample.request_id, bits(sample)) == (free, alone)
+    assert engine.has_pending(), "the other one is not forgotten"
+    held.go.set()
+    (sample,) = drain(engine)
+    assert sample.request_id == structured
+    assert text_of(engine, sample).isdigit()
+
+
+def test_a_request_that_waits_for_its_grammar_can_be_aborted(build: Build, held: Held) -> None:
+    engine = build()
+    request_id = engine.add_request(PROMPT, DIGITS)
+    engine.step()
+    (sample,) = engine.abort(request_id)
+    assert (sample.finish_reason, sample.completion_tokens) == ("abort", ())
+    assert not engine.has_pending()
+    held.go.set()
+    assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
+
+
+def test_one_compilation_serves_all_samples_and_requests(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    engine.generate([PROMPT] * 3, DIGITS, 4)
+    engine.generate(PROMPT, DIGITS)
+    assert engine.intake.grammars.num_compiled == 1
+
+
+def test_a_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered(
+    build: Build, held: Held
+) -> None:
+    engine = build()
+    grammars = engine.intake.grammars
+    grammars.time_limit = 0.1
+    (sample,) = engine.generate(PROMPT, DIGITS)
+    assert sample.finish_reason == "abort"
+    assert "took longer than 0.1 seconds" in str(sample.stop_reason)
+    held.go.set()
+    grammars.time_limit = PATIENCE
+    assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(build: Build) -> None:
+    engine = build()
+    bad = replace(DIGITS, grammar=Grammar.json_schema({"uniqueItems": True}))
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="uniqueItems"):
+            engine.generate(PROMPT, bad)
+    assert not engine.has_pending()
+    engine.intake.checks_grammars = False  # as behind a server, which checks apart
+    (sample,) = engine.generate(PROMPT, bad)
+    assert sample.finish_reason == "abort"
+    assert "uniqueItems" in str(sample.stop_reason)
+
+
+def test_an_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    fill, count = LlguidanceMatcher.fill, [0]
+
+    def failing(self: LlguidanceMatcher, words: Any) -> None:
+        count[0] += 1
+        if count[0] == 4:
+            raise GrammarError("a limit of lexer states is reached")
+        fill(self, words)
+
+    alone = bits(build().generate(PROMPT, drawn(20))[0])
+    monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
+    broken, other = engine.generate([PROMPT, PROMPT], [OBJECT, drawn(20)])
+    assert broken.finish_reason == "abort"
+    assert broken.stop_reason == "error: a limit of lexer states is reached"
+    assert len(broken.completion_tokens) == 3
+    assert bits(other) == alone
+    assert engine.loop.leaked_blocks() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"allowed_token_ids": [50, 51, EOS]}, "the grammar and allowed_token_ids left no token"),
+        (
+            {"grammar": Grammar.lark("start: /[0-9]+/ & /[a-z]+/")},
+            "left no token|cannot be enforced",
+        ),
+    ],
+)
+def test_a_grammar_that_leaves_nothing_ends_by_name(
+    build: Build, options: dict[str, Any], reason: str
+) -> None:
+    engine = build()
+    engine.intake.checks_grammars = False
+    (sample,) = engine.generate(PROMPT, replace(DIGITS, **options))
+    assert sample.finish_reason == "abort"
+    assert re.search(reason, str(sample.stop_reason))
+
+
+def test_a_grammars_end_counts_before_min_tokens(build: Build) -> None:
+    engine = build()
+    params = SamplingParams(
+        max_tokens=20, min_tokens=10, seed=1, grammar=Grammar.choice(["yes", "no"])
+    )
+    (sample,) = engine.generate(PROMPT, params)
+    assert sample.finish_reason == "stop"
+    assert text_of(engine, sample) in ("yes", "no")
+    longer = replace(params, grammar=Grammar.regex("[0-9]{2,}"))
+    (sample,) = engine.generate(PROMPT, longer)
+    assert len(sample.completion_tokens) >= 10
+
+
+def test_a_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> None:
+    (sample,) = build().generate(PROMPT, replace(DIGITS, ignore_eos=True))
+    assert sample.finish_reason == "stop"
+    assert sample.completion_tokens[-1] == EOS
+
+
+def test_a_grammar_begins_behind_the_reasoning(build: Build) -> None:
+    engine = build()
+    grammar = replace(Grammar.regex("[0-9]{3}"), after="t")
+    params = SamplingParams(max_tokens=400, seed=2, grammar=grammar)
+    samples = engine.generate(PROMPT, params, 4)
+    for sample in samples:
+        _, marker, rest = text_of(engine, sample).partition("t")
+        assert sample.finish_reason == "stop"
+        assert marker, "it may not end before its grammar has begun"
+        assert re.fullmatch("[0-9]{3}", rest)
+    assert any(len(sample.completion_tokens) > 10 for sample in samples)
+
+
+def test_a_sample_is_gone_on_with_under_its_grammar(build: Build) -> None:
+    whole = build().generate(PROMPT, OBJECT)[0]
+    engine = build()
+    for cut in range(1, len(whole.completion_tokens)):
+        partial = replace(
+            whole,
+            completion_tokens=whole.completion_tokens[:cut],
+            logprobs=whole.logprobs[:cut],
+            log_kept_mass=(whole.log_kept_mass or ())[:cut],
+            loss_mask=whole.loss_mask[:cut],
+            finish_reason="abort",
+            stop_reason=None,
+            weight_versions=(),
+            kv_versions=(),
+        )
+        engine.resume_from(partial)
+        (sample,) = drain(engine)
+        assert bits(sample) == bits(whole), cut
+
+
+def test_a_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
+    engine = build()
+    first = engine.generate(PROMPT, DIGITS)[0]
+    engine.resume_from(first, append=[40, 41], max_new_tokens=20)
+    (sample,) = drain(engine)
+    told = sample.completion_tokens[len(first.completion_tokens) + 2 :]
+    assert engine.tokenizer.decode(told).isdigit()
+    assert sample.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
+def test_a_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
+    engine = build()
+    engine.add_request(PROMPT, OBJECT, 3)
+    for _ in range(6):
+        engine.step()
+    engine.update_weights(NEW, kv_policy=kv_policy)
+    samples = drain(engine)
+    assert [sample.weight_version for sample in samples] == [1, 1, 1]
+    for sample in samples:
+        assert set(json.loads(text_of(engine, sample))) == {"age", "ok"}
+
+
+def test_asyncio_callers_get_structured_samples(build: Build) -> None:
+    engine = build()
+    expected = bits(build().generate(PROMPT, OBJECT)[0])
+
+    async def main() -> list[TrainingSample]:
+        async with AsyncInferenceEngine(engine) as a:
+            return await asyncio.wait_for(a.generate([PROMPT, PROMPT], OBJECT), PATIENCE)
+
+    assert [bits(sample) for sample in asyncio.run(main())] == [expected] * 2
+
+
+def test_a_backend_whose_package_is_missing_is_named(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(backends._MODULES, "outlines", ("no_such_module", "outlines-core"))  # pyright: ignore
+    params = replace(DIGITS, grammar=replace(DIGITS.grammar, backend="outlines"))  # pyright: ignore
+    with pytest.raises(InvalidRequest, match="needs the package outlines-core"):
+        build().generate(PROMPT, params)
+
+
+def test_two_hundred_grammars_at_once(build: Build) -> None:
+    engine = build()
+    alone = bits(build().generate(PROMPT, drawn(20))[0])
+    each = [replace(DIGITS, grammar=Grammar.regex(f"[0-9]{{{n}}}")) for n in range(1, 21)]
+    many = [replace(DIGITS, grammar=Grammar.regex(f"a{n}")) for n in range(180)]
+    samples = engine.generate([PROMPT] * 201, [*each, *many, drawn(20)])
+    assert bits(samples[-1]) == alone
+    assert [len(sample.completion_tokens) for sample in samples[:20]] == list(range(2, 22))
+    assert [text_of(engine, sample) for sample in samples[20:200]] == [f"a{n}" for n in range(180)]
+
+
+def test_compiled_grammars_are_kept_up_to_a_number(build: Build, monkeypatch: Any) -> None:
+    monkeypatch.setattr("nano_inference.structured.compiler.MOST_CACHED", 4)
+    engine = build()
+    for n in range(8):
+        engine.generate(PROMPT, replace(DIGITS, grammar=Grammar.regex(f"a{n}")))
+    compiler: GrammarCompiler = engine.intake.grammars
+    assert compiler.num_cached <= 5

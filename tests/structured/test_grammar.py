@@ -1,0 +1,230 @@
+"""Grammars: what they allow, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference import Grammar, InvalidRequest, SamplingParams
+from nano_inference.structured.backend import GrammarError, backend_named
+from nano_inference.structured.grammar import COMPACT
+from nano_inference.text.tokenizer import Tokenizer
+from tests.depth import at_depth
+from tests.structured.vocabularies import EOS, accepts, byte_tokenizer, mask, vocabulary_of
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+TAG = {
+    "triggers": ["<f="],
+    "structures": [
+        {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=say>", "schema": {"enum": ["a", "b"]}, "end": "</f>"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "yes", "no"),
+    [
+        (Grammar.regex("[0-9]{3}"), ["123"], ["12", "1234", "a12"]),
+        (Grammar.choice(["yes", 'a "no"']), ["yes", 'a "no"'], ["ye", "no", "yess"]),
+        (Grammar.lark('start: "a" b\nb: /[bc]+/'), ["ab", "acb"], ["a", "b"]),
+        (Grammar.gbnf('root ::= "a" [0-9]+'), ["a1", "a22"], ["a", "1"]),
+        (Grammar.json_object(), ["{}", '{"a": [1, null]}'], ["[]", "1", '{"a"}']),
+        (
+            Grammar.json_schema(PERSON),
+            ['{"name": "A", "age": 1}', '{\n  "name": "A",\n  "age": 0\n}'],
+            ['{"name": "A"}', '{"name": "A", "age": -1}', '{"name": 1, "age": 1}', "{}"],
+        ),
+        (
+            Grammar.structural_tag(TAG),
+            ["free text", 'x <f=add>12</f> y <f=say>"b"</f>'],
+            ["x <f=add>a</f>", "x <f=no>", '<f=say>"c"</f>'],
+        ),
+        (
+            Grammar.structural_tag(
+                {
+                    "format": {
+                        "type": "sequence",
+                        "elements": [
+                            {"type": "const_string", "value": "<a>"},
+                            {
+                                "type": "or",
+                                "elements": [
+                                    {"type": "regex", "pattern": "[0-9]/[0-9]"},
+                                    {"type": "json_schema", "json_schema": {"type": "boolean"}},
+                                ],
+                            },
+                            {
+                                "type": "tag",
+                                "begin": "<b>",
+                                "content": {"type": "any_text"},
+                                "end": "</b>",
+                            },
+                        ],
+                    }
+                }
+            ),
+            ["<a>1/2<b>what you < like</b>", "<a>true<b></b>"],
+            ["<a>1<b></b>", "<a>true", "<a>true<b></b>!"],
+        ),
+        (
+            Grammar.structural_tag(
+                {
+                    "format": {
+                        "type": "tags_with_separator",
+                        "separator": ",",
+                        "at_least_one": True,
+                        "tags": [
+                            {
+                                "begin": "<t>",
+                                "content": {"type": "json_schema", "json_schema": True},
+                                "end": "</t>",
+                            }
+                        ],
+                    }
+                }
+            ),
+            ["<t>1</t>", '<t>1</t>,<t>{"a":2}</t>'],
+            ["", "<t>1</t><t>1</t>", "<t>1</t>,"],
+        ),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Grammar) else "",
+)
+def test_a_grammar_allows_its_language_alone(
+    grammar: Grammar, yes: list[str], no: list[str], tokenizer: Tokenizer
+) -> None:
+    assert [text for text in yes if not accepts(grammar, text, tokenizer)] == []
+    assert [text for text in no if accepts(grammar, text, tokenizer)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "bounded", "compact"),
+    [
+        ('{"a":1}', True, True),
+        ('{"a": 1}', True, False),
+        ('{"a":  1}', False, False),
+        ('{\n    "a": 1\n}', True, False),
+        ('{"a":\n\n1}', False, False),
+        ('{"a":1} ', False, False),
+    ],
+)
+def test_whitespace_is_bounded(
+    text: str, bounded: bool, compact: bool, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert accepts(Grammar.json_schema(schema), text, tokenizer) == bounded
+    assert accepts(Grammar.json_schema(schema, whitespace=COMPACT), text, tokenizer) == compact
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (Grammar.json_schema({"not": {"type": "string"}}), '"not"'),
+        (
+            Grammar.json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
+            "'a' is unsatisfiable",
+        ),
+        (Grammar.regex("(a"), "unclosed group"),
+        (Grammar.lark("start: nothing"), "unknown name"),
+        (Grammar.gbnf("root = x"), "Expected ::="),
+        (Grammar.structural_tag({"format": {"type": "poem"}}), "'poem'.*not known"),
+        (Grammar.structural_tag({}), "needs `format`"),
+        (Grammar.structural_tag({"triggers": ["<"], "structures": []}), "no tags"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        backend_named("llguidance").check(grammar)
+
+
+def test_lenient_passes_over_what_cannot_be_enforced(tokenizer: Tokenizer) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    grammar = Grammar.json_schema(schema, lenient=True)
+    backend_named("llguidance").check(grammar)
+    assert accepts(grammar, "[1, 1]", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Grammar("poem", "x"), "kind 'poem'"),  # pyright: ignore[reportArgumentType]
+        (lambda: Grammar("regex", 3), "text.*must be a string, not 3"),  # pyright: ignore[reportArgumentType]
+        (lambda: Grammar.regex(""), "0 characters"),
+        (lambda: Grammar.regex("a" * 2**21), "2097152 characters"),
+        (lambda: Grammar.choice([]), "one or more strings"),
+        (lambda: Grammar.choice(["a", ""]), "at least one character"),
+        (lambda: Grammar.json_schema("{"), "no JSON"),
+        (lambda: Grammar.json_schema("[" * 100_000), "no JSON"),
+        (lambda: Grammar.json_schema("3"), "must be an object, not 3"),
+        (lambda: Grammar.json_schema({"a": object()}), "cannot be written as JSON"),
+        (lambda: Grammar("regex", "a", backend="none"), "backend 'none'"),  # pyright: ignore[reportArgumentType]
+        (lambda: SamplingParams(grammar="[0-9]"), "must be a Grammar"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_a_bad_grammar_is_refused_at_construction(make: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        make()
+
+
+def test_a_token_that_cannot_follow_and_a_limit_are_errors_not_ends(tokenizer: Tokenizer) -> None:
+    """llguidance's own mask allows the end of the text then."""
+    vocabulary = vocabulary_of(tokenizer)
+    matcher = backend_named("llguidance").compile(Grammar.regex("[0-9]{3}"), vocabulary)
+    (letter,) = tokenizer.encode("x")
+    with pytest.raises(GrammarError, match="satisfy"):
+        matcher.accept(letter)
+    with pytest.raises(GrammarError):
+        mask(matcher, vocabulary)
+
+
+TEXT = st.text(st.characters(exclude_characters="\x7f", exclude_categories=["Cs"]), max_size=5)
+VALUES = st.recursive(  # llguidance wants DEL escaped, which JSON does not
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=at_depth(200), deadline=None, derandomize=True)
+@given(value=st.dictionaries(TEXT, VALUES, max_size=3), cut=st.integers(0, 10**6))
+def test_any_object_is_accepted_and_no_beginning_of_one(
+    value: dict[str, Any], cut: int, tokenizer: Tokenizer
+) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    grammar = Grammar.json_object()
+    assert accepts(grammar, text, tokenizer)
+    assert not accepts(grammar, text[: cut % len(text)], tokenizer)
+
+
+@settings(max_examples=at_depth(100), deadline=None, derandomize=True)
+@given(data=st.data())
+def test_rollback_and_copies_lead_back_to_the_same_masks(
+    data: st.DataObject, tokenizer: Tokenizer
+) -> None:
+    vocabulary = vocabulary_of(tokenizer)
+    matcher = backend_named("llguidance").compile(Grammar.json_schema(PERSON), vocabulary)
+    for token_id in tokenizer.encode('{"name": "'[: data.draw(st.integers(0, 10))]):
+        matcher.accept(token_id)
+    before, other = mask(matcher, vocabulary), matcher.copy()
+    taken = data.draw(st.integers(1, 6))
+    for _ in range(taken):
+        following = sorted(mask(matcher, vocabulary) - {EOS})
+        matcher.accept(data.draw(st.sampled_from(following)))
+    assert mask(other, vocabulary) == before
+    matcher.rollback(taken)
+    assert mask(matcher, vocabulary) == before
