@@ -14,7 +14,7 @@ def main() -> None:
     def build_slow(begin: Begin) -> Any:
         from nano_inference.engine.loop import EngineLoop
 
-        EngineLoop.step = slowed(EngineLoop.step)
+        EngineLoop.step = slowed(EngineLoop.step)  # pyright: ignore
         return build(begin)
 
     engine_process._build = build_slow

@@ -178,7 +178,7 @@ def test_moves_between_replicas_change_no_bit(model: Path) -> None:
 
             def num_steps() -> int:
                 return sum(
-                    each.client._core.engine.loop.num_steps
+                    each.client._core.engine.loop.num_steps  # pyright: ignore
                     for each in client.supervisor.replicas.values()
                 )
 
