@@ -18,7 +18,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.deltas import last_delta
 from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.lockstep import Lockstep, Member, not_together
-from nano_inference.engine.loop import Abort, Add, EngineLoop, Message
+from nano_inference.engine.loop import Abort, Add, EngineLoop, GrammarReady, Message
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
 from nano_inference.scheduling.sequence import POLICY, Sequence
@@ -247,6 +247,7 @@ class SharedLoop:
         self._explain = explain
         self.lock = FairLock()
         self.work_arrived = threading.Event()
+        self._grammar_arrived = threading.Event()
         self.delivery = Delivery()
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
         self._running = threading.Event()  # not set while the engine is paused
@@ -348,9 +349,9 @@ class SharedLoop:
         """
         if not self._is_compiling():
             return False
-        self.work_arrived.clear()
+        self._grammar_arrived.clear()
         if not self.loop.has_pending():  # else it came before
-            self.work_arrived.wait(patience)
+            self._grammar_arrived.wait(patience)
         return True
 
     def has_work(self) -> bool:
@@ -368,6 +369,8 @@ class SharedLoop:
         """Leave a message for the next step."""
         self.loop.inbox.append(message)
         self.work_arrived.set()
+        if isinstance(message, GrammarReady):
+            self._grammar_arrived.set()
 
     def enqueue_first(self, sequence: Sequence) -> int:
         """Queue a checked request before all that arrived since the lock was taken and the messages

@@ -94,6 +94,10 @@ class Backend(Protocol):
         """
         ...
 
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """Do beforehand what every grammar of a vocabulary needs. Raises `InvalidRequest`."""
+        ...
+
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
         """A matcher at the beginning of a text. Releases the interpreter's lock.
 

@@ -94,6 +94,17 @@ class GrammarCompiler:
         else:
             compiled.add_done_callback(lambda done: self._give_and_tell(state, done, when_ready))
 
+    def prepare(self) -> None:
+        """Read the tokenizer now, beside what else is done: a server's first grammar shall not make
+        a step wait for that.
+        """
+
+        def read() -> None:
+            with suppress(InvalidRequest):  # the first request is told
+                backend_named(self._default).prepare(self.vocabulary())
+
+        self._submit(read)
+
     def close(self) -> None:
         """Compile nothing more; what is being compiled ends by itself."""
         for _ in range(self._num_threads):

@@ -37,6 +37,12 @@ class LlguidanceBackend:
         if problem and not problem.startswith("WARNING"):
             raise InvalidRequest(_refusal(grammar, problem))
 
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """See `Backend`. Reading a tokenizer holds the interpreter's lock for a third of a
+        second.
+        """
+        self._tokenizer(vocabulary)
+
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
         """See `Backend`."""
         tokenizer = self._tokenizer(vocabulary)
