@@ -28,6 +28,7 @@ ROOMS = {
     "config": "EngineConfig",
     "budget": "what a request may cost",
     "types": "requests, samples, updates",
+    "structured": "grammars and the masks that they make",
     "checked": "checked values",
     "options": "options from fields",
     "child_process": "starting processes",
@@ -62,7 +63,7 @@ def colour(room: str) -> tuple[str, str]:
     """Outside blue, decisions green, tensors orange, nouns grey."""
     if room in ("cli", "ray", "serving", "rl"):
         return COLOURS[0]
-    if room in ("scheduling", "kv_cache"):
+    if room in ("scheduling", "kv_cache", "structured"):
         return COLOURS[1]
     if room in ("engine", "models", "text", "ops", "parallel", "batch", "sampling", "columns"):
         return COLOURS[2]
