@@ -171,14 +171,14 @@ class StagedChanges:
         """
         if not self.heads:
             return
-        slot = replace(self.heads[0].slot, tied_to=None)
+        head_slot = self.heads[0].slot
+        slot = replace(head_slot, name=head_slot.tied_to, tied_to=None)
         pending = [each for staged in before for each in staged.changes if each.slot == slot]
         own = [change for change in self.changes if change.slot == slot]
         head = _value_of(params, slot, [*pending, *self.heads])
         if not torch.equal(head, _value_of(params, slot, [*pending, *own])):
             raise WeightUpdateError(
-                f"{HEAD!r} is tied to {self.heads[0].slot.tied_to!r} in this model and differs "
-                "from it."
+                f"{HEAD!r} is tied to {head_slot.tied_to!r} in this model and differs from it."
             )
 
     def write(self, params: dict[str, Any]) -> None:
