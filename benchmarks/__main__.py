@@ -417,6 +417,48 @@ def rl_wire(
 
 
 @app.command()
+def mask(
+    data: Annotated[Path, typer.Option(help="a clone of guidance-ai/jsonschemabench")],
+    model: Annotated[str, typer.Option(help="whose tokenizer splits the documents")] = (
+        "smollm2-135m"
+    ),
+    backends: Annotated[
+        str, typer.Option(help="separated by commas; not given: all that are installed")
+    ] = "",
+    every: Annotated[int, typer.Option(help="of how many schemas one is taken", min=1)] = 20,
+    limit: Annotated[float, typer.Option(help="seconds a schema", min=1)] = 60.0,
+    out: Out = None,
+) -> None:
+    """MaskBench: documents that grammars of JSON schemas accept and refuse, and what masks take."""
+    from benchmarks.maskbench import NAMES, installed, measure
+
+    chosen = names(backends, NAMES) if backends else installed(NAMES)
+    options = {"every": every, "limit": limit}
+    write("mask", measure(data, model, chosen, every, limit), options, out, model)
+
+
+@app.command()
+def grammars(
+    model: Model = "smollm2-135m",
+    sequences: Annotated[int, typer.Option(help="that decode at once", min=1)] = 64,
+    steps: Annotated[int, typer.Option(help="that are timed, in each round", min=1)] = 48,
+    repeats: Annotated[
+        int, typer.Option("--repeats", "--rounds", help="rounds of each grammar once", min=1)
+    ] = 5,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """What a step costs more where its sequences follow grammars."""
+    from benchmarks.grammars import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    rows = measure(options, sequences, steps)
+    write("grammars", rows, asdict(options) | {"sequences": sequences, "steps": steps}, out, model)
+
+
+@app.command()
 def load(
     url: Annotated[str, typer.Argument(help="of the server, such as http://127.0.0.1:8000")],
     model: Annotated[

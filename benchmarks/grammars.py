@@ -1,0 +1,121 @@
+"""`python -m benchmarks grammars`: what a step costs more where its sequences follow grammars.
+
+Rows of 64 sequences decode with and without one, in turns on one engine: machines are not equally
+busy all the time. The ratio is of CPU seconds of the whole process; with `OMP_WAIT_POLICY=PASSIVE`
+threads that wait take none.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.measure import Row, show, spread
+from benchmarks.ours import Options, described, opened
+from nano_inference import Grammar, InferenceEngine, SamplingParams
+from nano_inference.engine.loop import PHASES
+
+PROMPT = "Write a long list of people as JSON: "
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["friend", "colleague", "other"]},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+# of those that follow a grammar; none of them can end within a window
+GRAMMARS: Mapping[str, Grammar | None] = {
+    "none": None,
+    "none again": None,  # how far two equal runs differ
+    "regex": Grammar.regex("[0-9a-f ]{4000}"),
+    "JSON schema": Grammar.json_schema({"type": "array", "items": PERSON, "minItems": 200}),
+    "any JSON": Grammar.json_schema({"type": "array", "items": {}, "minItems": 2000}),
+}
+
+
+def measure(options: Options, sequences: int, steps: int) -> list[Row]:
+    """A row a grammar: milliseconds a step, and their ratio to a step without one.
+
+    Args:
+        options: of the engine.
+        sequences: rows of a step.
+        steps: that are timed, of each grammar in each round.
+    """
+    windows: dict[str, list[dict[str, float]]] = {name: [] for name in GRAMMARS}
+    with opened(options, max_batch_size=sequences) as engine:
+        for round_ in range(options.repeats):
+            for name, grammar in GRAMMARS.items():
+                window = decode(engine, grammar, sequences, steps, round_)
+                windows[name].append(window)
+        config = described(engine)
+    rows = [
+        row(name, own, windows["none"]) | {"sequences": sequences, "steps": steps, "config": config}
+        for name, own in windows.items()
+    ]
+    show(f"{sequences} sequences, {options.model}: ms a step", COLUMNS, rows)
+    return rows
+
+
+def decode(
+    engine: InferenceEngine, grammar: Grammar | None, sequences: int, steps: int, seed: int
+) -> dict[str, float]:
+    """Milliseconds a step, when all sequences decode: of CPU and of wall, and of each phase."""
+    for place in range(sequences):
+        params = SamplingParams(
+            max_tokens=steps + 64,
+            ignore_eos=True,
+            seed=seed * sequences + place,
+            grammar=grammar,
+        )
+        engine.add_request(PROMPT, params)
+    loop = engine.loop
+    deadline = time.monotonic() + 120
+    while min((seq.num_completion_tokens for seq in loop.sequences.running), default=0) < 4 or (
+        len(loop.sequences.running) < sequences
+    ):
+        engine.step()
+        if time.monotonic() > deadline:
+            raise TimeoutError("not all sequences come to decode.")
+    loop.clock.nanoseconds = dict.fromkeys(PHASES, 0)
+    gc.collect()
+    began, busy = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        if engine.step():
+            raise AssertionError("a sequence has ended within the window.")
+    figures = {
+        "cpu": (time.process_time() - busy) * 1e3 / steps,
+        "wall": (time.perf_counter() - began) * 1e3 / steps,
+    } | {phase: us / 1e3 for phase, us in loop.clock.microseconds(steps).items()}
+    engine.abort()
+    engine.step()
+    return figures
+
+
+def row(name: str, own: list[dict[str, float]], plain: list[dict[str, float]]) -> Row:
+    """A row of the report; the ratio is of windows of the same round."""
+    return {
+        "name": name,
+        "cpu_ms": spread(each["cpu"] for each in own),
+        "cpu_ratio": spread(a["cpu"] / b["cpu"] for a, b in zip(own, plain, strict=True)),
+        "wall_ms": spread(each["wall"] for each in own),
+        "phases_ms": {
+            phase: round(statistics.median(each[phase] for each in own), 3) for phase in PHASES
+        },
+    }
+
+
+COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "grammar": lambda row: row["name"],
+    "CPU": lambda row: row["cpu_ms"],
+    "ratio": lambda row: row["cpu_ratio"],
+    "wall": lambda row: row["wall_ms"],
+    **{
+        phase: lambda row, phase=phase: row["phases_ms"][phase]
+        for phase in ("build", "forward", "commit", "sample")
+    },
+}

@@ -1,0 +1,115 @@
+"""MaskBench and the cost of a step with grammars, on a tiny vocabulary and a tiny model."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import grammars, maskbench
+from benchmarks.maskbench import examine, keyword_of, llguidance_alone, ours, summary
+from benchmarks.ours import Options
+from tests.models.tiny import tiny_llama
+from tests.structured.vocabularies import EOS, byte_tokenizer, vocabulary_of
+
+NUMBERS = {
+    "schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    "tests": [
+        {"valid": True, "data": [1, 2]},
+        {"valid": False, "data": [1, 2, 3]},
+        {"valid": False, "data": [1.5]},
+    ],
+}
+UNIQUE = {"schema": {"type": "array", "uniqueItems": True}, "tests": []}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder, as far as grammars need it."""
+    folder = tmp_path_factory.mktemp("model")
+    byte_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return folder
+
+
+@pytest.mark.parametrize("compiler", [ours, llguidance_alone])
+def test_documents_are_counted_by_what_masks_let_through(folder: Path, compiler: Any) -> None:
+    tokenizer = byte_tokenizer(folder)
+    compile_schema = compiler(vocabulary_of(tokenizer))
+    outcome = examine(compile_schema, NUMBERS, tokenizer.encode, (EOS,))
+    assert (outcome.right, outcome.wrongly_accepted, outcome.wrongly_refused) == (3, [], [])
+    mislabelled = NUMBERS | {"tests": [test | {"valid": True} for test in NUMBERS["tests"]]}
+    assert examine(compile_schema, mislabelled, tokenizer.encode, (EOS,)).wrongly_refused == [1, 2]
+    mislabelled = NUMBERS | {"tests": [test | {"valid": False} for test in NUMBERS["tests"]]}
+    assert examine(compile_schema, mislabelled, tokenizer.encode, (EOS,)).wrongly_accepted == [0]
+    assert outcome.masks
+    assert len(outcome.masks) == len(outcome.commits)
+    refusal = examine(compile_schema, UNIQUE, tokenizer.encode, (EOS,)).refusal
+    assert refusal is not None
+    assert keyword_of(refusal) == "uniqueItems"
+
+
+def test_a_document_that_stops_too_early_is_not_accepted() -> None:
+    class Endless:
+        words = np.full(1, ~(1 << EOS), dtype=np.int32)
+
+        def accept(self, token_id: int) -> None: ...
+
+        def fill(self) -> None: ...
+
+    outcome = maskbench.Outcome()
+    assert not maskbench.try_document(Endless(), [1, 3], (EOS,), outcome)
+    assert maskbench.try_document(Endless(), [1, 3], (EOS, 7), outcome)
+
+
+def test_every_nth_schema_of_a_clone_in_a_process_that_can_be_killed(
+    folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "maskbench" / "data"
+    data.mkdir(parents=True)
+    for place in range(4):
+        case = UNIQUE if place == 2 else NUMBERS
+        (data / f"schema{place}.json").write_text(json.dumps(case))
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "data"]):
+        subprocess.run([*git, *command], check=True)
+    (row,) = maskbench.measure(tmp_path, str(folder), ["ours"], 2, 60.0)
+    assert (row["schemas"], row["compiled"], row["refused_at_compile"]) == (2, 1, 1)
+    assert (row["wrongly_accepted"], row["wrongly_refused"]) == (0, 0)
+    assert (row["valid_documents"], row["invalid_documents"]) == (1, 2)
+    assert row["refused_keywords"] == {"uniqueItems": 1}
+    json.dumps(row)
+
+    worker = maskbench.Worker("ours", str(folder))
+    try:
+        began = time.monotonic()
+        many = NUMBERS | {"tests": NUMBERS["tests"] * 100_000}
+        assert worker.outcome(many, 0.5) == "time limit"
+        assert time.monotonic() - began < 30
+    finally:
+        worker.stop()
+    row = summary("ours", {"schema0": "time limit"}, {"schema0": NUMBERS})
+    assert (row["compiled"], row["killed"]) == (0, {"schema0": "time limit"})
+
+
+def test_data_that_is_no_clone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no clone of jsonschemabench"):
+        maskbench.schemas(tmp_path, 1)
+
+
+def test_a_step_with_grammars_against_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer(tmp_path)
+    tiny_llama(tmp_path, vocab_size=tokenizer.vocab_size, hidden=16, inner=16, layers=1)
+    chosen = {name: grammars.GRAMMARS[name] for name in ("none", "regex")}
+    monkeypatch.setattr(grammars, "GRAMMARS", chosen)
+    options = Options(str(tmp_path), "float32", "reference", threads=1, repeats=2)
+    rows = grammars.measure(options, sequences=3, steps=4)
+    assert [row["name"] for row in rows] == ["none", "regex"]
+    assert rows[0]["cpu_ratio"]["median"] == 1.0
+    assert all(row["cpu_ms"]["min"] > 0 for row in rows)
+    json.dumps(rows)
