@@ -355,8 +355,12 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(
             await until(lambda: not client.stalled(0.0))
             await client.call("pause")
             paused = client.submit([1, 2], params_of(0), stream=True)
-            told = client._progress
-            await until(lambda: client._progress > told)  # it has nothing to do, and says so
+            heard: list[float | None] = []
+            for _ in range(2):  # the first heartbeat may tell of steps
+                heard.append(client._heard)
+                await until(lambda: client._heard != heard[-1])
+            assert heard[-1] is not None
+            assert client._progress > heard[-1]  # it has nothing to do, and says so
             paused.close()
             os.kill(pid, signal.SIGSTOP)  # and now it does not listen when it is told to end
             monkeypatch.setattr(process_client, "STOP_PATIENCE", 0.5)

@@ -27,7 +27,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import get_rollout_replica_class
 
 FOLDER, STEPS, HANDED = sys.argv[1:]
-PATIENCE = 120.0  # seconds for anything at all
+PATIENCE = 300.0  # seconds for anything at all
 PROMPT = [5, 6, 7, 8, 9]
 PARAMS = {
     "temperature": 1.0,
