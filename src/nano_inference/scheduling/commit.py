@@ -161,14 +161,18 @@ def _fill_masks(
     """Make the masks of the tokens that these sequences draw next; returns those that end because
     they have none.
     """
+    left = [  # of several tokens in this step the last one counts
+        (seq, seq.grammar)
+        for seq in dict.fromkeys(seqs)
+        if seq.grammar is not None and seq.status is not SequenceStatus.FINISHED
+    ]
+    if left:
+        left[0][1].fill([grammar for _, grammar in left[1:]])
     finished: list[tuple[Sequence, Finish]] = []
-    for seq in dict.fromkeys(seqs):  # of several tokens in this step the last one counts
-        assert seq.grammar is not None
-        if seq.status is not SequenceStatus.FINISHED:
-            seq.grammar.fill()
-            if seq.grammar.problem is not None:
-                retire(seq, sequences, cache)
-                finished.append((seq, grammar_failure(seq.grammar.problem)))
+    for seq, grammar in left:
+        if grammar.problem is not None:
+            retire(seq, sequences, cache)
+            finished.append((seq, grammar_failure(grammar.problem)))
     return finished
 
 

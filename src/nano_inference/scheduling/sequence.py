@@ -10,7 +10,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.types import (
@@ -87,8 +87,8 @@ class GrowingGrammar(Protocol):
         """The sample goes on with this token."""
         ...
 
-    def fill(self) -> None:
-        """Make the mask of the token that comes next."""
+    def fill(self, others: Iterable[Any] = ()) -> None:
+        """Make the mask of the token that comes next, and those of other samples' grammars."""
         ...
 
     def fork(self) -> "GrowingGrammar":

@@ -56,6 +56,11 @@ class Matcher(Protocol):
     """The place in a grammar that one sample has come to. One thread at a time uses it."""
 
     @property
+    def backend(self) -> "Backend":
+        """That made it."""
+        ...
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing but the end can follow."""
         ...
@@ -104,6 +109,24 @@ class Backend(Protocol):
         Raises `InvalidRequest`.
         """
         ...
+
+    def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
+        """Write the masks of several of its matchers at once: int32 [R, W] of zeros, a row each as
+        `Matcher.fill` writes it. What is wrong with each.
+        """
+        ...
+
+
+def fill_each(matchers: Sequence[Matcher], table: np.ndarray) -> list[GrammarError | None]:
+    """`Backend.fill`, one matcher after the other."""
+    problems: list[GrammarError | None] = []
+    for matcher, words in zip(matchers, table, strict=True):
+        try:
+            matcher.fill(words)
+            problems.append(None)
+        except GrammarError as problem:
+            problems.append(problem)
+    return problems
 
 
 _MODULES: Mapping[str, tuple[str, str]] = {

@@ -1,22 +1,33 @@
 """Masks by llguidance, the default: sound, lazy, and bounded by fuel."""
 
 import json
+import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.structured.backend import Backend, GrammarError, Matcher, Vocabulary
+from nano_inference.structured.backend import (
+    Backend,
+    GrammarError,
+    Matcher,
+    Vocabulary,
+    fill_each,
+)
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.structural_tag import lark_of
 
 SILENT = 0  # log level
 # A lexer state takes 1 to 2 kB; what a grammar may take is bounded by their number.
 LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+FEW = 8  # matchers whose masks are made sooner by one thread
+MOST_THREADS = 16
 
 
 def make_backend() -> Backend:
@@ -49,7 +60,24 @@ class LlguidanceBackend:
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=SILENT, limits=LIMITS)
         if matcher.is_error():
             raise InvalidRequest(_refusal(grammar, matcher.get_error()))
-        return LlguidanceMatcher(matcher)
+        return LlguidanceMatcher(self, matcher)
+
+    def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
+        """See `Backend`. Many are filled by several threads, without the interpreter's lock."""
+        if len(matchers) < FEW:
+            return fill_each(matchers, table)
+        own = [each for each in matchers if isinstance(each, LlguidanceMatcher)]
+        self._executor.unsafe_compute_mask_ptr(
+            [(each.inner, row) for row, each in enumerate(own)],
+            table.ctypes.data,
+            table.strides[0],
+            len(table),
+        )
+        return [each.problem for each in own]
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
 
     def _tokenizer(self, vocabulary: Vocabulary) -> LLTokenizer:
         with self._reading:
@@ -77,41 +105,50 @@ class LlguidanceMatcher:
     clean one: every call asks for the error.
     """
 
-    def __init__(self, inner: LLMatcher) -> None:
-        self._inner = inner
+    def __init__(self, backend: Backend, inner: LLMatcher) -> None:
+        self.backend = backend
+        self.inner = inner
+
+    @property
+    def problem(self) -> GrammarError | None:
+        """Why it cannot go on; None: it can."""
+        if not self.inner.is_error():
+            return None
+        return GrammarError(_first_line(self.inner.get_error()))
 
     @property
     def is_complete(self) -> bool:
         """See `Matcher`."""
-        return self._inner.is_stopped()
+        return self.inner.is_stopped()
 
     def fill(self, words: np.ndarray) -> None:
         """See `Matcher`."""
-        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._require_sound()
 
     def accept(self, token_id: int) -> None:
         """See `Matcher`."""
-        if not self._inner.consume_token(token_id):
+        if not self.inner.consume_token(token_id):
             self._require_sound()
             raise GrammarError(f"token {token_id} cannot follow")
 
     def forced(self) -> list[int]:
         """See `Matcher`."""
-        return self._inner.compute_ff_tokens()
+        return self.inner.compute_ff_tokens()
 
     def rollback(self, num_tokens: int) -> None:
         """See `Matcher`."""
-        if num_tokens and not self._inner.rollback(num_tokens):
+        if num_tokens and not self.inner.rollback(num_tokens):
             raise GrammarError(f"{num_tokens} tokens cannot be taken back")
 
     def copy(self) -> "LlguidanceMatcher":
         """See `Matcher`."""
-        return LlguidanceMatcher(self._inner.deep_copy())
+        return LlguidanceMatcher(self.backend, self.inner.deep_copy())
 
     def _require_sound(self) -> None:
-        if self._inner.is_error():
-            raise GrammarError(_first_line(self._inner.get_error()))
+        problem = self.problem
+        if problem is not None:
+            raise problem
 
 
 def _source(grammar: Grammar) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from nano_inference.structured.backend import GrammarError, Matcher, Reader, Vocabulary
+from nano_inference.structured.backend import Backend, GrammarError, Matcher, Reader, Vocabulary
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.masks import mask_of, without
 
@@ -110,20 +110,21 @@ class GrammarState:
             except GrammarError as problem:
                 self.problem = str(problem)
 
-    def fill(self) -> None:
-        """Make the mask of the next token."""
-        if self.is_ended or self.problem is not None:
-            return
-        assert self._matcher is not None
-        if self._marker:
-            return  # everything is still allowed
-        words = np.zeros(len(self.words), dtype=np.int32)  # a draw may still be reading the last
-        try:
-            self._matcher.fill(words)
-            self.words = words
-            self._cut()
-        except GrammarError as problem:
-            self.problem = str(problem)
+    def fill(self, others: Iterable["GrammarState"] = ()) -> None:
+        """Make the mask of the next token, and those of other samples' next tokens, of each backend
+        at once.
+        """
+        found: dict[Backend, list[tuple[GrammarState, Matcher]]] = {}
+        for state in (self, *others):
+            matcher = state.changes
+            if matcher is not None:
+                found.setdefault(matcher.backend, []).append((state, matcher))
+        for backend, pairs in found.items():
+            # a draw may still be reading the last masks
+            table = np.zeros((len(pairs), len(pairs[0][0].words)), dtype=np.int32)
+            problems = backend.fill([matcher for _, matcher in pairs], table)
+            for (state, _), words, problem in zip(pairs, table, problems, strict=True):
+                state.take(words, problem)
 
     def fork(self) -> "GrammarState":
         """Another sample's, with the same past."""
@@ -136,6 +137,21 @@ class GrammarState:
         if self._reader is not None:
             other._reader = self._reader.copy()
         return other
+
+    @property
+    def changes(self) -> Matcher | None:
+        """What makes its next mask; None: the mask stays as it is."""
+        if self.is_ended or self.problem is not None or self._marker:
+            return None
+        return self._matcher
+
+    def take(self, words: np.ndarray, problem: GrammarError | None) -> None:
+        """The mask of the next token is made: int32 [W], this state's from now on."""
+        if problem is not None:
+            self.problem = str(problem)
+        else:
+            self.words = words
+            self._cut()
 
     def _cut(self) -> None:
         """Leave what the request allows."""

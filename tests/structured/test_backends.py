@@ -1,0 +1,83 @@
+"""Backends behind their protocol."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nano_inference import Grammar
+from nano_inference.structured.backend import Matcher, backend_named
+from nano_inference.structured.llguidance_backend import FEW, LlguidanceMatcher
+from nano_inference.structured.masks import num_words
+from nano_inference.structured.matching import GrammarState
+from nano_inference.text.tokenizer import Tokenizer
+from tests.structured.vocabularies import EOS, allowed, byte_tokenizer, vocabulary_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+
+
+GRAMMARS = (
+    Grammar.json_object(),
+    Grammar.regex("[ab]{40}|c+"),
+    Grammar("regex", "[0-9]{9}", after="x"),
+)
+
+
+def states_of(tokenizer: Tokenizer, number: int) -> list[GrammarState]:
+    vocabulary = vocabulary_of(tokenizer)
+    states: list[GrammarState] = []
+    for place in range(number):
+        states.append(GrammarState(GRAMMARS[place % len(GRAMMARS)]))
+        first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
+        matcher = backend_named("llguidance").compile(states[-1].grammar, vocabulary)
+        matcher.fill(first)
+        states[-1].begin(matcher, vocabulary, first)
+    return states
+
+
+@pytest.mark.parametrize("number", [2, FEW + 10])
+def test_masks_made_at_once_are_those_made_one_by_one(tokenizer: Tokenizer, number: int) -> None:
+    rng = random.Random(number)
+    together, alone = states_of(tokenizer, number), states_of(tokenizer, number)
+    for _ in range(20):
+        for one, other in zip(together, alone, strict=True):
+            if not one.is_ended:
+                token_id = rng.choice(sorted(allowed(one.words)))
+                one.accept(token_id)
+                other.accept(token_id)
+        before = [state.words for state in together]
+        copies = [words.copy() for words in before]
+        together[0].fill(together[1:])
+        for state in alone:
+            state.fill()
+        assert [state.problem for state in together] == [state.problem for state in alone]
+        for one, other in zip(together, alone, strict=True):
+            assert np.array_equal(one.words, other.words)
+        # a draw may still be reading the masks of the step before
+        assert all(map(np.array_equal, before, copies))
+
+
+def test_one_matcher_that_is_at_a_limit_spoils_no_other(tokenizer: Tokenizer) -> None:
+    vocabulary = vocabulary_of(tokenizer)
+    backend = backend_named("llguidance")
+    matchers: list[Any] = [backend.compile(GRAMMARS[1], vocabulary) for _ in range(FEW + 2)]
+    broken: LlguidanceMatcher = matchers[3]
+    broken.inner.consume_token(EOS + 1)  # an error state: its mask would allow the end alone
+    table = np.zeros((len(matchers), num_words(vocabulary.size)), dtype=np.int32)
+    problems = backend.fill(matchers, table)
+    assert [place for place, problem in enumerate(problems) if problem is not None] == [3]
+    assert allowed(table[2]) == allowed(table[4]) == set(tokenizer.encode("abc"))
+    states = states_of(tokenizer, FEW + 2)
+    states[4]._matcher = broken  # pyright: ignore
+    states[0].fill(states[1:])
+    assert [place for place, state in enumerate(states) if state.problem is not None] == [4]
+
+
+def test_a_copy_has_its_backend(tokenizer: Tokenizer) -> None:
+    backend = backend_named("llguidance")
+    matcher: Matcher = backend.compile(GRAMMARS[0], vocabulary_of(tokenizer))
+    assert matcher.copy().backend is backend
