@@ -21,6 +21,7 @@ from nano_inference.ray.fleet_client import RayFleetClient
 from nano_inference.ray.kept import Bucket
 from nano_inference.rl.verl.buckets import parcels_of
 from nano_inference.serving.errors import ApiError, EngineReplaced
+from nano_inference.structured.backend import backend_named
 from nano_inference.types import (
     EngineStats,
     PauseMode,
@@ -164,6 +165,8 @@ class RayFleet:
                 )
             token_ids = checked_ids(prompt, info.vocab_size)
             _require_fit(len(token_ids), params.max_tokens, info.max_model_len)
+            if (grammar := params.grammar) is not None:
+                backend_named(grammar.backend or info.grammar_backend).check(grammar)
             work.append(_Prompt(token_ids, params, num_samples_per_prompt, num_wanted))
         for prompt in work:  # all of them are well-formed: as one engine does it
             prompt.request_id = next(self._request_ids)

@@ -71,6 +71,7 @@ class EngineCore:
 
     def __init__(self, engine: InferenceEngine, emit: Callable[[FromEngine], None]) -> None:
         self.engine = engine
+        engine.intake.checks_grammars = False  # the other side does, and no step waits for it
         self.weights = EngineWeights(engine)
         self.block_link = BlockLink(engine.blocks)
         self._emit = emit
@@ -106,6 +107,7 @@ class EngineCore:
             block_size=engine.config.block_size,
             max_request_entries=engine.config.max_request_entries,
             sampling_defaults=generation_defaults(engine.model_folder),
+            grammar_backend=engine.config.grammar_backend,
         )
 
     def prepare(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from nano_inference.budget import DEFAULT_ENTRIES
 from nano_inference.config import EngineConfig
 from nano_inference.serving.log_lines import LogFormat
+from nano_inference.structured.grammar import BackendName
 from nano_inference.types import Delta, EngineStats, SamplingParams, TopLogprobs, TrainingSample
 
 # A log line: bytes, problem, how many others there were since the last such line.
@@ -63,6 +64,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         max_request_entries: as in its configuration.
         sampling_defaults: what the model's generation_config.json recommends, as fields of
             `SamplingParams`.
+        grammar_backend: as in its configuration.
     """
 
     model_path: str
@@ -77,6 +79,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     block_size: int = 16
     max_request_entries: int = DEFAULT_ENTRIES
     sampling_defaults: dict[str, float] = {}
+    grammar_backend: BackendName = "llguidance"
 
 
 # -- to the engine ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,15 +43,20 @@ from nano_inference.serving.protocols.generation import (
     answer,
     events,
 )
-from nano_inference.serving.protocols.requests import ApiProtocol
+from nano_inference.serving.protocols.requests import ApiProtocol, may_ask_for_grammar
+from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("nano_inference.serving")
 _prompts = logging.getLogger("nano_inference.prompts")
 
 
+Made = TypeVar("Made")
+
 # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
 LINGER = 10.0
+GRAMMAR_SECONDS = 20.0  # that reading a request with a grammar may take
+GRAMMAR_THREADS = 2
 _GLANCE = 0.2  # seconds between two looks at the engine
 
 
@@ -92,6 +98,7 @@ class Server:
         )
         self.metrics = Metrics(self.client)
         self.control = Control(self.client, self.config)
+        self._readers = ThreadPoolExecutor(GRAMMAR_THREADS, "read a grammar")
         self.admission = Admission(config, self.client, lambda: self.control.newest_version)
 
     def require_served(self) -> Served:
@@ -127,6 +134,20 @@ class Server:
         for end in list(self.exchanges):
             end(problem)
         self.client.end_calls(problem)
+
+    async def with_grammar(self, make: Callable[[], Made]) -> Made:
+        """What is made of a body that may hold a grammar, on threads of their own: compiling one
+        may take long. Raises what `make` does, and `ApiError` 400 where it takes too long.
+        """
+        try:
+            made = asyncio.get_running_loop().run_in_executor(self._readers, make)
+            return await asyncio.wait_for(made, GRAMMAR_SECONDS)
+        except TimeoutError:
+            raise ApiError(
+                400,
+                f"the request's grammar could not be checked within {GRAMMAR_SECONDS:g} seconds.",
+                headers=NO_RETRY,
+            ) from None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -224,8 +245,6 @@ def log_ready(config: ServerConfig, served: Served) -> None:
 
 LARGE = 32 * 1024  # bytes of a body that is read in a thread, so that others do not wait
 
-Made = TypeVar("Made")
-
 
 def generation_route(
     server: Server, protocol: ApiProtocol
@@ -296,6 +315,8 @@ async def read_request(
         async with bodies.read(request, limit) as body:
             server.exchanges.discard(end)
             served = server.require_served()
+            if may_ask_for_grammar(body):
+                return await server.with_grammar(partial(make, body, served))
             return (
                 await asyncio.to_thread(make, body, served)
                 if len(body) > LARGE
@@ -339,6 +360,9 @@ class Exchange:
         connection: Any = scope["state"].get("connection")
         for stream in self._generation.streams:
             stream.on_overflow = None if connection is None else connection.abort
+        # what its grammar cannot enforce is passed over
+        lenient = any(_is_lenient(ask.params.grammar) for ask in builder.asks)
+        self._headers = {"x-grammar": "lenient"} if lenient else {}
         self._wanted = wanted_version(builder), len(self._generation.choices)
         server.admission.hold(*self._wanted)
         server.exchanges.add(self.end)
@@ -353,7 +377,9 @@ class Exchange:
         try:
             with self._watched(receive):
                 body = await answer(self._generation)
-                return await reply_in_pieces(body, aside=self._generation.is_large)
+                reply = await reply_in_pieces(body, aside=self._generation.is_large)
+                reply.headers.update(self._headers)
+                return reply
         except Exception as problem:
             return refusal(problem, self._record)
 
@@ -365,6 +391,7 @@ class Exchange:
             failure=lambda problem: self._builder.failure(api_error_of(problem)),
             around=self._watched(receive),
             on_event=partial(self._server.metrics.sent, self._record),
+            headers=self._headers,
         )
 
     @contextmanager
@@ -405,6 +432,10 @@ class Exchange:
         self._server.metrics.ended(record, self._generation, seconds)
         if self._server.config.log_prompts:
             log_texts(self._generation, record.request_id)
+
+
+def _is_lenient(grammar: Grammar | None) -> bool:
+    return grammar is not None and grammar.lenient
 
 
 def log_texts(generation: Generation, request_id: str) -> None:

@@ -330,8 +330,8 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
             "sampling_params.max_new_tokens must be",
         ),
         (
-            {"input_ids": [5], "sampling_params": {"regex": "a"}},
-            "sampling_params.regex is not supported",
+            {"input_ids": [5], "sampling_params": {"regex": "("}},
+            "sampling_params.regex: the regex grammar cannot be enforced",
         ),
         ({"input_ids": [5], "sampling_params": {"n": 99999}}, "at most"),
         (

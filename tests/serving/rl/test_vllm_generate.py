@@ -313,8 +313,8 @@ def test_a_scored_token_is_the_first_of_its_row_and_has_a_rank_to_sort_by(rl_ser
         ({"token_ids": [300]}, "300"),
         ({"features": {"mm_hashes": {}}}, "features"),
         (
-            {"sampling_params": {"structured_outputs": {"regex": "a"}}},
-            "sampling_params.structured_outputs",
+            {"sampling_params": {"structured_outputs": {"regex": "("}}},
+            "sampling_params.structured_outputs.regex",
         ),
         ({"sampling_params": {"logprobs": 301}}, "sampling_params.logprobs"),
         ({"sampling_params": {"n": 5000}}, "sampling_params.n"),

@@ -51,6 +51,7 @@ from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, o
 from nano_inference.serving.protocols.requests import (
     MOST,
     ApiProtocol,
+    GrammarFields,
     OneOrMany,
     SamplingFields,
     Strict,
@@ -127,10 +128,6 @@ class SglangSampling(SamplingFields):
     custom_params: CustomParams | None = None
     ignored = ("spaces_between_special_tokens",)  # fast tokenizers know no such thing
     refused = SamplingFields.refused | {
-        "json_schema": ("",),
-        "regex": ("",),
-        "ebnf": ("",),
-        "structural_tag": ("",),
         "beam_width": (1,),
         "stream_interval": (1,),
         "watermark": (),
@@ -218,6 +215,7 @@ class SglangRequest(Strict):
         "bootstrap_port": (),
         "bootstrap_room": (),
     }
+    elsewhere = dict.fromkeys(GrammarFields.model_fields, "put it into sampling_params.")
 
 
 _Item = TypeVar("_Item")
@@ -512,6 +510,7 @@ class SglangBuilder(Builder):
                 "priority": None if request.priority is None else -request.priority,
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
             },
+            within="sampling_params.",
         )
 
     # -- a stream ----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, o
 from nano_inference.serving.protocols.requests import (
     MOST,
     ApiProtocol,
+    GrammarFields,
     OneOrMany,
     SamplingFields,
     Strict,
@@ -41,6 +42,7 @@ from nano_inference.serving.protocols.requests import (
     checked_prompt,
     checked_stop,
     need_tokenizer,
+    reasoning_end,
     require_at_most,
     require_logprobs,
     require_model,
@@ -115,14 +117,17 @@ class VllmRequest(Strict):
     )
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
-    # The last two are of grammars, which there are none of.
-    ignored = ("token_offsets", "reasoning_ended", "reasoning_parser_kwargs")
+    reasoning_ended: bool | None = Field(
+        None, description="false: a grammar begins behind the reasoning"
+    )
+    ignored = ("token_offsets", "reasoning_parser_kwargs")
     refused: ClassVar[dict[str, Sequence[Any]]] = {
         "features": (),
         "content_parts": ([],),
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
     }
+    elsewhere = dict.fromkeys(GrammarFields.model_fields, "put it into sampling_params.")
 
 
 class VllmBuilder(Builder):
@@ -209,6 +214,10 @@ class VllmBuilder(Builder):
                 "priority": request.priority,
                 "sampling_mask": sampling.return_sampling_mask or None,
             },
+            within="sampling_params.",
+            behind=reasoning_end(self._prompt, self._served)
+            if request.reasoning_ended is False
+            else "",
         )
 
     # -- a stream ----------------------------------------------------------------------------------

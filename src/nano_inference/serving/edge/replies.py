@@ -239,6 +239,7 @@ class EventStream(Response):
         around: entered before the first event is asked for, left after the last one was sent.
         on_event: called with each that is sent.
         keep_alive: seconds without an event before a comment is sent.
+        headers: beside those of every stream.
     """
 
     def __init__(
@@ -249,8 +250,11 @@ class EventStream(Response):
         around: AbstractContextManager[object],
         on_event: Callable[[], None],
         keep_alive: float = KEEP_ALIVE,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        more = (headers or {}).items()
+        self._headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in more)]
         self._events = events
         self._refuse = refuse
         self._failure = failure
@@ -297,7 +301,7 @@ class EventStream(Response):
         if not self._begun:
             self._begun = True
             await self._send(
-                {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+                {"type": "http.response.start", "status": 200, "headers": self._headers}
             )
 
     async def _write(self, data: bytes) -> None:

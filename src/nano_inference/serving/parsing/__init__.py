@@ -4,6 +4,7 @@ table row a family.
 
 from nano_inference.serving.parsing.formats import (
     REASONING_FORMAT_NAMES,
+    REASONING_FORMATS,
     TOOL_FORMAT_NAMES,
     ChatFormat,
     chat_format,
@@ -12,6 +13,7 @@ from nano_inference.serving.parsing.formats import (
 from nano_inference.serving.parsing.output import OutputParser, Parsed, ToolCallDelta
 
 __all__ = [
+    "REASONING_FORMATS",
     "REASONING_FORMAT_NAMES",
     "TOOL_FORMAT_NAMES",
     "ChatFormat",

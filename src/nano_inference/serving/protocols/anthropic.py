@@ -51,6 +51,7 @@ from nano_inference.serving.protocols.requests import (
     checked_stop,
     parser_of,
     read_body,
+    reasoning_end,
     sampling_params,
 )
 from nano_inference.types import TrainingSample
@@ -86,6 +87,7 @@ class MessageBuilder(Builder):
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
+            behind=reasoning_end(prompt, served, goes_on=request.messages[-1].role == "assistant"),
         )
         self.asks: Sequence[Ask] = [Ask(prompt, params)]
         self.stream = bool(request.stream)

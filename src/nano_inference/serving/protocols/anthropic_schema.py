@@ -13,7 +13,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    field_validator,
 )
 
 from nano_inference.serving.errors import bad_request, shown
@@ -22,6 +21,7 @@ from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, n
 from nano_inference.serving.protocols.requests import (
     MOST,
     SamplingFields,
+    Schema,
     Strict,
     Strings,
     encode_conversation,
@@ -178,17 +178,18 @@ class Thinking(Strict):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputFormat(Strict):
+    """What the answer has to be: JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = Field(None, alias="schema")
+
+
 class OutputConfig(Strict):
     """How the answer is to be. `effort` has no effect."""
 
     effort: str | None = None
-    format: Any = None
-
-    @field_validator("format", mode="before")
-    @classmethod
-    def _refuse(cls, value: object) -> None:
-        if value is not None:
-            raise ValueError("structured output is not supported yet.")
+    format: OutputFormat | None = None
 
 
 class CountRequest(Strict):
@@ -216,6 +217,7 @@ class MessagesRequest(CountRequest, SamplingFields):
     stop_sequences: Strings | None = None
     stream: bool | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="output_config's, older")
     # Prefixes are cached anyway, and the rest is between a client and Anthropic.
     ignored = (
         *("betas", "cache_control", "context_management", "diagnostics"),
@@ -231,8 +233,7 @@ class MessagesRequest(CountRequest, SamplingFields):
         "raw_logprobs": "use /v1/chat/completions.",
         "sampling_mask": "use /v1/chat/completions.",
         "return_token_ids": "use /v1/chat/completions.",
-        "response_format": "there is no structured output yet.",
-        "output_format": "there is no structured output yet.",
+        "response_format": "use output_config.format.",
         "mcp_servers": "let the client call them.",
         "container": "there are no containers here.",
     }

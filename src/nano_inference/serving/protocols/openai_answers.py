@@ -140,6 +140,7 @@ class OpenAIBuilder(Builder):
         max_tokens: int,
         top_logprobs: int,
         scored_prompt: int | None,
+        behind: str = "",
         **more: bool,
     ) -> Ask:
         """One prompt for the engine. Arguments: see `sampling_params`; `more`: of `Ask`."""
@@ -152,6 +153,7 @@ class OpenAIBuilder(Builder):
             top_logprobs=top_logprobs,
             scored_prompt=scored_prompt,
             defaults=self.served.sampling_defaults,
+            behind=behind,
         )
         return Ask(
             prompt,

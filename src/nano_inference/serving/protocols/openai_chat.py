@@ -25,6 +25,7 @@ from nano_inference.serving.protocols.requests import (
     encode_conversation,
     num_logprobs,
     parser_of,
+    reasoning_end,
     require_at_most,
     room,
     text_of,
@@ -181,7 +182,10 @@ class ChatBuilder(OpenAIBuilder):
             self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
         )
         max_tokens = room(self._prompt, asked, served, None, name)
-        self.asks = [self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs)]
+        behind = reasoning_end(self._prompt, served, goes_on=bool(request.continue_final_message))
+        self.asks = [
+            self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs, behind)
+        ]
         tools = bool(request.tools) and request.tool_choice != "none"
         self.make_parser = parser_of(self._prompt, served, tools=tools)
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)

@@ -21,6 +21,7 @@ from nano_inference.serving.protocols.requests import (
     OneOrMany,
     PromptLogprobs,
     SamplingFields,
+    Schema,
     Strict,
 )
 
@@ -88,6 +89,28 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(Strict):
+    """A schema with its name. What is not strict is enforced, too."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Schema = Field(None, alias="schema")
+
+
+class ResponseFormat(Strict):
+    """What the answer has to be. `schema` is llama.cpp's, `structures` to `format` of a structural
+    tag.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: Schema = Field(None, alias="schema")
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+    format: dict[str, Any] | None = None
+
+
 class OpenAIFields(SamplingFields):
     """What both routes take."""
 
@@ -121,13 +144,13 @@ class OpenAIFields(SamplingFields):
     )
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
+    response_format: ResponseFormat | None = None
     best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
     ignored = (
         *("user", "metadata", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     )
     refused = _without(SamplingFields.refused, "truncate_prompt_tokens") | {
-        "response_format": ({"type": "text"},),
         "moderation": (),
     }
 

@@ -19,8 +19,9 @@ from pydantic_core import PydanticCustomError
 from nano_inference.options import is_whole
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import SHOWN, ApiError, bad_request, shown
-from nano_inference.serving.parsing import OutputParser, make_parser
+from nano_inference.serving.parsing import REASONING_FORMATS, OutputParser, make_parser
 from nano_inference.serving.protocols.generation import Builder, Served
+from nano_inference.serving.protocols.grammars import ROWS, grammar_of
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingParams
@@ -296,7 +297,55 @@ PromptLogprobs = Annotated[
 ]
 
 
-class SamplingFields(Strict):
+def _of(*types: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": [*types, "null"]})
+
+
+# Checked where the grammar is made of it.
+Schema = Annotated[Any, _of("object", "boolean", "string")]
+Tag = Annotated[Any, _of("object", "string")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`: one grammar, and how it is to be taken."""
+
+    json_: Schema = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = None
+    structural_tag: Tag = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    lenient: bool | None = Field(
+        None, description="pass over keywords of a schema that cannot be enforced"
+    )
+    refused = {"disable_additional_properties": (False,)}
+
+
+class GrammarFields(Strict):
+    """What asks for structured output, in the words of vLLM, old and new, TRL, SGLang and
+    llama.cpp. What it means: `grammars.ROWS`.
+    """
+
+    structured_outputs: StructuredOutputs | None = None
+    structured_outputs_regex: str | None = None
+    guided_decoding_regex: str | None = None
+    guided_json: Schema = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: Schema = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = Field(None, description="llama.cpp's notation, or Lark's")
+    structural_tag: Tag = None
+
+
+class SamplingFields(GrammarFields):
     """The engine's own sampling parameters, which every protocol takes beside its own. Null: the
     default.
     """
@@ -323,16 +372,6 @@ class SamplingFields(Strict):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     # What other engines have.
     refused = {
-        "structured_outputs": ({},),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "structural_tag": (),
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
-        "grammar": ("",),
         "logits_processors": ([],),
         "custom_logit_processor": (),
         "use_beam_search": (False,),
@@ -538,6 +577,8 @@ def sampling_params(
     scored_prompt: int | None = None,
     defaults: Mapping[str, float] = _NONE,
     renamed: Mapping[str, Any] = _NONE,
+    within: str = "",
+    behind: str = "",
 ) -> SamplingParams:
     """The engine's parameters.
 
@@ -551,9 +592,11 @@ def sampling_params(
         defaults: for what the request leaves out, such as `Served.sampling_defaults`; without them
             it is neutral.
         renamed: fields that the protocol names otherwise; None: they are left out.
+        within: stands before the names of fields in what is said of a grammar.
+        behind: the text behind which a grammar begins; see `reasoning_end`.
 
     Raises:
-        ApiError: 400, a value is beyond the limits.
+        ApiError: 400, a value is beyond the limits, or a grammar is none.
         InvalidRequest: values that contradict each other.
     """
     vocab_size = served.engine.vocab_size
@@ -574,12 +617,36 @@ def sampling_params(
             given[name] = _token_ids(given[name], name, vocab_size)
     if scored_prompt is not None:
         given |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
+    grammar = grammar_of(
+        _said_of_grammars(fields, within), within, behind, served.engine.grammar_backend
+    )
+    if grammar is not None:
+        need_tokenizer(served)
+        given["grammar"] = grammar
     own = {"max_tokens": max_tokens, "stop": tuple(stop), "top_logprobs": top_logprobs}
     return SamplingParams(**{**defaults, **given, **own})
 
 
 # each protocol has its own range of temperatures
-_NAMES = {*SamplingFields.model_fields, "temperature"}
+_NAMES = {*SamplingFields.model_fields, "temperature"} - {*GrammarFields.model_fields}
+_OF_GRAMMARS = {*GrammarFields.model_fields, *(name.split(".")[0] for name in ROWS)}
+# What stands in a body that asks for a grammar; the last may hide a letter of a name.
+_WORDS = (
+    *(b"structured_outputs", b"guided_", b"response_format", b"output_format", b"output_config"),
+    *(b"json_schema", b"regex", b"ebnf", b"grammar", b"structural_tag", b"\\u00"),
+)
+
+
+def may_ask_for_grammar(body: bytes) -> bool:
+    """Whether reading a body may take seconds, because it holds a grammar."""
+    return any(word in body for word in _WORDS)
+
+
+def _said_of_grammars(fields: SamplingFields, within: str) -> dict[str, Any]:
+    if fields.structured_outputs is not None:
+        check_part(fields.structured_outputs, f"{within}structured_outputs")
+    names = {name for name in fields.model_fields_set if name in _OF_GRAMMARS}
+    return fields.model_dump(include=names, by_alias=True, exclude_unset=True) if names else {}
 
 
 def _bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
@@ -698,6 +765,27 @@ def _say_once() -> None:
     )
 
 
+def reasoning_end(prompt: Sequence[int], served: Served, *, goes_on: bool = False) -> str:
+    """The text behind which the answer to a prompt begins; "": it begins at once.
+
+    Args:
+        prompt: token ids. Where its template has closed the reasoning there is none.
+        served: knows how the model writes.
+        goes_on: the prompt ends with the beginning of the answer.
+    """
+    if served.chat_format.reasoning is None:
+        return ""
+    format = REASONING_FORMATS[served.chat_format.reasoning]
+    tail = _tail_of(prompt, served).rstrip()
+    if tail.endswith(format.begin):
+        return format.end
+    return "" if goes_on or tail.endswith(format.end) else format.end
+
+
+def _tail_of(prompt: Sequence[int], served: Served) -> str:
+    return need_tokenizer(served).decode(prompt[-_TAIL:], skip_special_tokens=False)
+
+
 def parser_of(
     prompt: Sequence[int], served: Served, *, tools: bool
 ) -> Callable[[], OutputParser] | None:
@@ -710,7 +798,7 @@ def parser_of(
     """
     if not (served.chat_format.reasoning or (tools and served.chat_format.tools)):
         return None
-    tail = need_tokenizer(served).decode(prompt[-_TAIL:], skip_special_tokens=False)
+    tail = _tail_of(prompt, served)
     return partial(make_parser, served.chat_format, tools=tools, reasoning=True, prompt_tail=tail)
 
 

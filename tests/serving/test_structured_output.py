@@ -1,0 +1,445 @@
+"""Structured output over HTTP: every field of every protocol, streamed and whole."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nano_inference import Grammar
+from nano_inference.config import EngineConfig
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
+from nano_inference.serving.dialects.vllm_generate import PROTOCOL as VLLM
+from nano_inference.serving.errors import ApiError
+from nano_inference.serving.main import running_server
+from nano_inference.serving.parsing import ChatFormat
+from nano_inference.serving.protocols.anthropic import PROTOCOL as MESSAGES
+from nano_inference.serving.protocols.generation import Served
+from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
+from nano_inference.serving.protocols.openai_completions import PROTOCOL as TEXTS
+from nano_inference.serving.protocols.requests import may_ask_for_grammar
+from nano_inference.structured.grammar import COMPACT
+from tests.cli.running import write_tokenizer
+from tests.models.tiny import tiny_llama
+from tests.serving.scripted import Script, ScriptedClient
+from tests.serving.streams import events, post
+
+CONFIG = ServerConfig(port=0, in_process=True, rl=True)
+USER = {"role": "user", "content": "Hello"}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["age", "ok"],
+    "additionalProperties": False,
+}
+UNKNOWN = {"type": "array", "uniqueItems": True}  # a keyword that cannot be enforced
+GBNF = 'root ::= "yes" | "no"'
+LARK = 'start: "yes" | "no"'
+TAG = {
+    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+    "triggers": ["<a>"],
+}
+TREE = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "a+"}, "end": "</a>"}
+CHOICES = ["yes", "no"]
+OF_SCHEMA = Grammar.json_schema(SCHEMA)
+
+
+def _of_openai(schema: Any = SCHEMA) -> dict[str, Any]:
+    format = {"name": "person", "strict": True, "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": format}}
+
+
+# of every protocol but Anthropic's own names
+EVERYWHERE: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar.json_schema(json.dumps(SCHEMA))),
+    ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+    ({"structured_outputs": {"regex": "a+"}}, Grammar.regex("a+")),
+    ({"structured_outputs": {"choice": CHOICES}}, Grammar.choice(CHOICES)),
+    ({"structured_outputs": {"grammar": GBNF}}, Grammar.gbnf(GBNF)),
+    ({"structured_outputs": {"grammar": LARK}}, Grammar.lark(LARK)),
+    ({"structured_outputs": {"structural_tag": TAG}}, Grammar.structural_tag(TAG)),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps({"format": TREE})}},
+        Grammar.structural_tag(json.dumps({"format": TREE})),
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        Grammar.json_schema(SCHEMA, whitespace=COMPACT),
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]?"}},
+        Grammar.json_schema(SCHEMA, whitespace="[ ]?"),
+    ),
+    (
+        {"structured_outputs": {"json": UNKNOWN, "lenient": True}},
+        Grammar.json_schema(UNKNOWN, lenient=True),
+    ),
+    ({"structured_outputs": {}}, None),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, None),
+    ({"structured_outputs": {"json_object": False, "disable_additional_properties": False}}, None),
+    ({"structured_outputs_regex": "a+"}, Grammar.regex("a+")),
+    ({"guided_decoding_regex": "a+"}, Grammar.regex("a+")),
+    ({"guided_json": SCHEMA}, OF_SCHEMA),
+    ({"guided_json": {}}, Grammar.json_schema({})),
+    ({"guided_json_object": True}, Grammar.json_object()),
+    ({"guided_regex": "a+"}, Grammar.regex("a+")),
+    ({"guided_choice": CHOICES}, Grammar.choice(CHOICES)),
+    ({"guided_grammar": GBNF}, Grammar.gbnf(GBNF)),
+    (
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": ""},
+        OF_SCHEMA,
+    ),
+    (
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": " *"},
+        Grammar.json_schema(SCHEMA, whitespace=" *"),
+    ),
+    ({"guided_regex": "a+", "guided_decoding_backend": "auto"}, Grammar.regex("a+")),
+    (
+        {"guided_regex": "a+", "guided_decoding_backend": "guidance:no-fallback"},
+        Grammar("regex", "a+", backend="llguidance"),
+    ),
+    ({"json_schema": SCHEMA}, OF_SCHEMA),
+    ({"json_schema": json.dumps(SCHEMA)}, Grammar.json_schema(json.dumps(SCHEMA))),
+    ({"json_schema": ""}, None),
+    ({"regex": "a+"}, Grammar.regex("a+")),
+    ({"regex": ""}, None),
+    ({"ebnf": GBNF}, Grammar.gbnf(GBNF)),
+    ({"grammar": GBNF}, Grammar.gbnf(GBNF)),
+    ({"grammar": ""}, None),
+    ({"structural_tag": json.dumps(TAG)}, Grammar.structural_tag(json.dumps(TAG))),
+]
+OF_OPENAI: list[tuple[dict[str, Any], Grammar | None]] = [
+    (_of_openai(), OF_SCHEMA),
+    ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, OF_SCHEMA),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, OF_SCHEMA),
+    ({"response_format": {"type": "text"}}, None),
+    (
+        {"response_format": {"type": "text"}, "guided_regex": "a+"},
+        Grammar.regex("a+"),
+    ),
+    (
+        _of_openai() | {"structured_outputs": {"disable_any_whitespace": True}},
+        Grammar.json_schema(SCHEMA, whitespace=COMPACT),
+    ),
+    (
+        {"response_format": {"type": "structural_tag", **TAG, "format": None}},
+        Grammar.structural_tag({"type": "structural_tag", **TAG}),
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": TREE}},
+        Grammar.structural_tag({"type": "structural_tag", "format": TREE}),
+    ),
+]
+OF_ANTHROPIC: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"output_format": {"type": "json_schema", "schema": SCHEMA}}, OF_SCHEMA),
+    ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, OF_SCHEMA),
+    ({"output_config": {"effort": "low"}}, None),
+]
+PROTOCOLS: dict[str, tuple[Any, dict[str, Any], bool]] = {  # and whether fields are nested
+    "chat": (CHATS, {"messages": [USER]}, False),
+    "completions": (TEXTS, {"prompt": "Hello"}, False),
+    "messages": (MESSAGES, {"model": "scripted", "messages": [USER], "max_tokens": 9}, False),
+    "vllm": (VLLM, {"token_ids": [5, 6]}, True),
+    "sglang": (SGLANG, {"input_ids": [5, 6]}, True),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedClient:
+    return ScriptedClient(max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def served(engine: ScriptedClient) -> Served:
+    return Served("scripted", engine._engine_info(), engine.tokenizer, ChatFormat(), CONFIG)
+
+
+def grammar_of(name: str, fields: dict[str, Any], served: Served) -> Grammar | None:
+    """What a request of these fields becomes."""
+    protocol, body, is_nested = PROTOCOLS[name]
+    whole = body | ({"sampling_params": fields} if is_nested else fields)
+    data = json.dumps(whole).encode()
+    (ask,) = protocol.prepare(data, served, "id").asks
+    assert may_ask_for_grammar(data) or ask.params.grammar is None
+    return ask.params.grammar
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_every_field_is_one_grammar(name: str, served: Served) -> None:
+    more = {"chat": OF_OPENAI, "completions": OF_OPENAI, "messages": OF_ANTHROPIC}.get(name, [])
+    for fields, grammar in [*EVERYWHERE, *more]:
+        assert grammar_of(name, fields, served) == grammar, fields
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the one at fault, a part of the reason
+    ({"guided_json": UNKNOWN}, "guided_json", "uniqueItems"),
+    ({"guided_json": 5}, "guided_json", "must be an object"),
+    ({"guided_json": "{"}, "guided_json", "no JSON"),
+    ({"guided_json": {"type": "strin"}}, "guided_json", "strin"),
+    ({"guided_regex": "("}, "guided_regex", "regex"),
+    ({"guided_regex": 5}, "guided_regex", "a string"),
+    ({"guided_choice": []}, "guided_choice", "one or more"),
+    ({"guided_choice": [""]}, "guided_choice", "at least one character"),
+    ({"guided_choice": "yes"}, "guided_choice", "a list"),
+    ({"guided_grammar": "root ::= other"}, "guided_grammar", "other"),
+    ({"guided_grammar": "begin: A"}, "guided_grammar", "start"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "regex"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "a string"),
+    ({"structured_outputs": {"json": UNKNOWN}}, "structured_outputs.json", "uniqueItems"),
+    ({"structured_outputs": []}, "structured_outputs", "an object"),
+    ({"structural_tag": {"a": 1}}, "structural_tag", "format"),
+    ({"ebnf": GBNF, "regex": "a"}, "regex", "ebnf"),
+    (
+        {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+        "structured_outputs.json",
+        "structured_outputs.regex",
+    ),
+    (
+        {"guided_regex": "a", "guided_decoding_backend": "mine"},
+        "guided_decoding_backend",
+        "guidance",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_what_is_wrong_is_named(name: str, served: Served) -> None:
+    within = "sampling_params." if PROTOCOLS[name][2] else ""
+    for fields, field, reason in BAD:
+        with pytest.raises(ApiError) as raised:
+            grammar_of(name, fields, served)
+        assert raised.value.status == 400, fields
+        where = (raised.value.param or "").replace(".<one>", "")
+        assert where == within + field, (fields, raised.value.message)
+        assert reason in raised.value.message, raised.value.message
+        assert field in raised.value.message, raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        (_of_openai(UNKNOWN), "response_format"),
+        (_of_openai() | {"guided_regex": "a"}, "response_format"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
+    ],
+)
+def test_formats_that_are_none(fields: dict[str, Any], field: str, served: Served) -> None:
+    with pytest.raises(ApiError) as raised:
+        grammar_of("chat", fields, served)
+    assert (raised.value.status, raised.value.param) == (400, field)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_fields_beside_sampling_params_are_refused(name: str, served: Served) -> None:
+    protocol, body, _ = PROTOCOLS[name]
+    with pytest.raises(ApiError, match="put it into sampling_params"):
+        protocol.prepare(json.dumps(body | {"regex": "a+"}).encode(), served, "id")
+
+
+def test_a_name_in_escapes_is_read_apart_too() -> None:
+    assert may_ask_for_grammar(rb'{"re\u0067ex": "a"}')
+    assert not may_ask_for_grammar(json.dumps({"messages": [USER]}).encode())
+
+
+# -- reasoning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "goes_on", "after"),
+    [
+        ("<|im_start|>assistant\n", False, "</think>"),
+        ("<|im_start|>assistant\n<think>\n", False, "</think>"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, ""),
+        ("<|im_start|>assistant\nIt is ", True, ""),
+        ("<|im_start|>assistant\n<think>", True, "</think>"),
+    ],
+)
+def test_a_grammar_begins_behind_the_reasoning(
+    end: str, goes_on: bool, after: str, engine: ScriptedClient
+) -> None:
+    from nano_inference.serving.protocols.requests import reasoning_end
+
+    thinking = ChatFormat(reasoning="think")
+    served = Served("scripted", engine._engine_info(), engine.tokenizer, thinking, CONFIG)
+    prompt = engine.tokenizer.encode("<think>Before.</think> Yes.<|im_end|>\n" + end)
+    assert reasoning_end(prompt, served, goes_on=goes_on) == after
+    for name in ("chat", "messages"):
+        grammar = grammar_of(name, {"guided_regex": "a+"}, served)
+        assert grammar is not None
+        assert grammar.after == "</think>"
+    for name in ("completions", "vllm"):
+        assert grammar_of(name, {"guided_regex": "a+"}, served) == Grammar.regex("a+")
+    body = {"token_ids": [5], "sampling_params": {"regex": "a"}, "reasoning_ended": False}
+    (ask,) = VLLM.prepare(json.dumps(body).encode(), served, "id").asks
+    assert ask.params.grammar == Grammar("regex", "a", after="</think>")
+
+
+# -- over HTTP -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scripted(engine: ScriptedClient) -> Iterator[str]:
+    with running_server(engine, CONFIG) as url:
+        yield url
+
+
+def test_a_bad_grammar_never_reaches_the_engine(scripted: str, engine: ScriptedClient) -> None:
+    before = len(engine.requests)
+    for body in ({"messages": [USER], **_of_openai(UNKNOWN)}, {"messages": [USER], "regex": "("}):
+        for stream in (False, True):
+            error = post(f"{scripted}/v1/chat/completions", body | {"stream": stream}, 400)["error"]
+            assert error["param"] in ("response_format", "regex")
+    assert len(engine.requests) == before
+    body = {"messages": [USER], **_of_openai()}
+    post(f"{scripted}/v1/chat/completions", body)
+    assert engine.requests[-1].params.grammar == OF_SCHEMA
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_that_keywords_were_passed_over(scripted: str, stream: bool) -> None:
+    for lenient in (False, True):
+        asked = {"json": SCHEMA, "lenient": lenient}
+        body = {"prompt": "Hello", "structured_outputs": asked, "stream": stream}
+        reply = httpx.post(f"{scripted}/v1/completions", json=body)
+        assert reply.status_code == 200
+        assert reply.headers.get("x-grammar") == ("lenient" if lenient else None)
+
+
+def test_a_grammar_that_takes_too_long_is_refused(
+    scripted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from nano_inference.serving import server
+    from nano_inference.structured.llguidance_backend import LlguidanceBackend
+
+    go = threading.Event()
+    monkeypatch.setattr(server, "GRAMMAR_SECONDS", 0.1)
+    monkeypatch.setattr(LlguidanceBackend, "check", lambda *_: go.wait(20))
+    try:
+        body = {"prompt": "Hello", "regex": "never seen before"}
+        error = post(f"{scripted}/v1/completions", body, 400)["error"]
+        assert "could not be checked within 0.1 seconds" in error["message"]
+        post(f"{scripted}/v1/completions", {"prompt": "Hello"})  # others go on
+    finally:
+        go.set()
+
+
+def test_a_failed_grammar_says_why() -> None:
+    with running_server(ScriptedClient(Script(fail_after=2)), CONFIG) as url:
+        error = post(f"{url}/v1/completions", {"prompt": "Hello", "regex": "a+"}, 500)["error"]
+        assert error["message"].startswith("the engine could not go on with this request")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = tiny_llama(tmp_path_factory.mktemp("structured"), seed=0)
+    write_tokenizer(folder, "{% for message in messages %}{{ message.content }}{% endfor %}")
+    config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**22, seed=0)
+    with running_server(config, CONFIG) as url:
+        yield url
+
+
+def is_person(text: str) -> bool:
+    read = json.loads(text)
+    return set(read) == {"age", "ok"} and 0 <= read["age"] <= 99 and isinstance(read["ok"], bool)
+
+
+def follows(fields: dict[str, Any], text: str) -> bool:
+    said = json.dumps(fields)
+    if "a+" in said:
+        return re.fullmatch("a+", text) is not None
+    if "yes" in said:
+        return text in CHOICES
+    return is_person(text)
+
+
+ASKED = [
+    fields
+    for fields, grammar in EVERYWHERE
+    if grammar is not None
+    and grammar.kind != "structural_tag"
+    and ("age" in grammar.text or grammar.kind != "json")
+]
+
+
+@pytest.mark.parametrize("fields", ASKED, ids=lambda fields: json.dumps(fields)[:40])
+def test_answers_follow_every_field(tiny: str, fields: dict[str, Any]) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 120, "seed": 3, "n": 2, **fields}
+    choices = post(f"{tiny}/v1/completions", body)["choices"]
+    for choice in choices:
+        assert choice["finish_reason"] == "length" or follows(fields, choice["text"])
+    texts = {0: "", 1: ""}
+    for event in events(f"{tiny}/v1/completions", body):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {choice["index"]: choice["text"] for choice in choices}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_follow_in_every_protocol(tiny: str, stream: bool) -> None:
+    room, said = {"max_tokens": 200, "seed": 7}, dict[str, str]()
+    formats = {
+        "/v1/chat/completions": {"messages": [USER], **room, **_of_openai()},
+        "/v1/messages": {
+            "model": "x",
+            "messages": [USER],
+            **room,
+            "output_format": {"type": "json_schema", "schema": SCHEMA},
+        },
+        "/inference/v1/generate": {
+            "token_ids": [5, 6],
+            "output_mode": "text",
+            "sampling_params": {**room, "structured_outputs": {"json": SCHEMA}},
+        },
+        "/generate": {
+            "input_ids": [5, 6],
+            "sampling_params": {"max_new_tokens": 200, "sampling_seed": 7, "json_schema": SCHEMA},
+        },
+    }
+    for path, body in formats.items():
+        if path == "/v1/messages":
+            model = httpx.get(f"{tiny}/v1/models").json()["data"][0]["id"]
+            body = body | {"model": model}
+        reply = httpx.post(tiny + path, json=body | {"stream": stream}, timeout=60)
+        assert reply.status_code == 200, reply.text
+        said[path] = _text_of(path, reply, stream)
+    assert all(is_person(text) for text in said.values()), said
+
+
+def _text_of(path: str, reply: httpx.Response, stream: bool) -> str:
+    whole = not stream
+    told = (
+        [reply.json()]
+        if whole
+        else [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
+    )
+    match path:
+        case "/v1/chat/completions":
+            name = "message" if whole else "delta"
+            parts = [each["choices"][0][name].get("content") for each in told if each["choices"]]
+        case "/v1/messages" if whole:
+            parts = [block["text"] for block in told[0]["content"]]
+        case "/v1/messages":
+            parts = [each["delta"].get("text") for each in told if "delta" in each]
+        case "/inference/v1/generate":
+            parts = [each["choices"][0]["text"] for each in told if each["choices"]]
+        case _:
+            parts = [told[-1]["text"]]
+    return "".join(part or "" for part in parts)
