@@ -26,6 +26,9 @@ class ToolFormat:
         separator: stands between calls. May be missing.
         end: closes a section. May be missing.
         no_arguments: a call may leave the arguments out.
+        opening, joint, closing: what models write between `begin` and the first call, between
+            calls, and behind the last.
+        arguments: the key of the arguments, as models write it.
     """
 
     begin: str
@@ -34,12 +37,34 @@ class ToolFormat:
     separator: str = ""
     end: str = ""
     no_arguments: bool = False
+    opening: str = ""
+    joint: str = ""
+    closing: str = ""
+    arguments: str = "arguments"
 
 
 TOOL_FORMATS = {
-    "hermes": ToolFormat(begin="<tool_call>", end="</tool_call>", no_arguments=True),
-    "llama": ToolFormat(begin="<|python_tag|>", bare=True, separator=";"),
-    "mistral": ToolFormat(begin="[TOOL_CALLS]", bare=True, opener="[", separator=",", end="]"),
+    "hermes": ToolFormat(
+        begin="<tool_call>",
+        end="</tool_call>",
+        no_arguments=True,
+        opening="\n",
+        joint="\n</tool_call>\n<tool_call>\n",
+        closing="\n</tool_call>",
+    ),
+    "llama": ToolFormat(
+        begin="<|python_tag|>", bare=True, separator=";", joint="; ", arguments="parameters"
+    ),
+    "mistral": ToolFormat(
+        begin="[TOOL_CALLS]",
+        bare=True,
+        opener="[",
+        separator=",",
+        end="]",
+        opening="[",
+        joint=", ",
+        closing="]",
+    ),
 }
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
