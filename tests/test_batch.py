@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ALL, BatchBuilder, Chunks, ForwardBatch, Rows, batch_of_rows
-from nano_inference.columns import Entries
+from nano_inference.columns import Entries, columns_of
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.kv_cache.hash_cache import PagedKVCache
@@ -62,9 +62,7 @@ class CheckedBuilder(BatchBuilder):
                 max(0, n - s) for n, s in zip(of_prompt, starts, strict=True)
             )
             assert all(tensor.is_contiguous() for tensor in tensors(batch))
-            assert {t.dtype for t in tensors(batch) if t is not batch.score_temperatures} == {
-                torch.int64
-            }
+            assert_declared_dtypes(batch)
         return batches
 
     def sampling_batch(self, chunks: Chunks) -> SamplingBatch:
@@ -106,6 +104,11 @@ class CheckedBuilder(BatchBuilder):
 def tensors(batch: ForwardBatch | SamplingBatch) -> list[Tensor]:
     values = [getattr(batch, field.name) for field in fields(batch)]
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def assert_declared_dtypes(batch: ForwardBatch) -> None:
+    for name, declared in columns_of(ForwardBatch).items():
+        assert getattr(batch, name).dtype == declared.dtype, name
 
 
 def as_rows(entries: Entries) -> dict[int, dict[int, float]]:
@@ -253,7 +256,7 @@ def test_rows_without_a_scheduler() -> None:
     assert batch.logits_indices.tolist() == [2, 3]
     assert (batch.score_rows.tolist(), batch.score_targets.tolist()) == ([0], [6])
     assert all(tensor.is_contiguous() for tensor in tensors(batch))
-    assert {t.dtype for t in tensors(batch) if t is not batch.score_temperatures} == {torch.int64}
+    assert_declared_dtypes(batch)
 
 
 def test_a_chunk_may_have_no_rows_beside_one_of_one_row() -> None:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from nano_inference.columns import column
-from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable
+from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable, mask_columns
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
-from nano_inference.structured.masks import without
+from nano_inference.structured.masks import bans_under
 
 ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)
 NO_TEMPERATURES = torch.empty(0, dtype=torch.float64)
+NO_MASKS = torch.empty((0, 0), dtype=torch.int32)
 
 
 class Scored(NamedTuple):
@@ -66,6 +67,9 @@ class ForwardBatch:
     score_targets: Tensor = column(torch.int64, "P", default=NOTHING)
     # under which the logprob is
     score_temperatures: Tensor = column(torch.float64, "P", default=NO_TEMPERATURES)
+    # and the tokens that it is among: row of the masks, -1 for all; see `SamplingBatch`
+    score_mask_rows: Tensor = column(torch.int64, "P", default=NOTHING)
+    score_mask_words: Tensor = column(torch.int32, "M", "W", default=NO_MASKS)
     # rows whose token the step before is sampling, and where in its samples it stands
     relay_rows: Tensor = column(torch.int64, "R", default=NOTHING)
     relay_sources: Tensor = column(torch.int64, "R", default=NOTHING)
@@ -129,6 +133,7 @@ def batch_of_rows(
         score_rows=_tensor([row for row, _ in scores]),
         score_targets=_tensor([target for _, target in scores]),
         score_temperatures=torch.ones(len(scores), dtype=torch.float64),
+        score_mask_rows=torch.full((len(scores),), -1),
         best_rows=_tensor([row for row, _ in scores]) if num_best else NOTHING,
         num_best=num_best,
     )
@@ -270,8 +275,7 @@ class BatchBuilder:
         for place in np.flatnonzero(self._structured[chunks.slots]).tolist():
             grammar: Any = chunks.sampled[place].grammar
             self._draws.set_mask(int(chunks.slots[place]), grammar.words)
-            # at the end of a grammar nothing but a stop id may follow, also before `min_tokens`
-            if place in banned and not without(grammar.words, banned[place]).any():
+            if place in banned and not bans_under(grammar.words, banned[place]):
                 del banned[place]
         return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
 
@@ -315,6 +319,7 @@ class BatchBuilder:
             score_rows=_tensor(score_rows),
             score_targets=_tensor(score_targets),
             score_temperatures=_temperatures(scored),
+            **_score_masks(len(score_rows), scored),
             scored=tuple(scored),
             relay_rows=_tensor(relay_rows),
             relay_sources=_tensor(relay_sources),
@@ -483,6 +488,20 @@ def _temperatures(scored: Listed[Scored]) -> Tensor:
     return torch.from_numpy(
         np.repeat(np.array(each, dtype=np.float64), [end - start for _, start, end in scored])
     )
+
+
+def _score_masks(num_rows: int, scored: Listed[Scored]) -> dict[str, Tensor]:
+    """The columns of the masks that rows are scored under."""
+    if not num_rows:
+        return {}
+    masks: list[tuple[int, np.ndarray]] = []
+    at = 0
+    for seq, start, end in scored:
+        first = seq.request.scored.start
+        masks += enumerate(seq.request.score_masks[start - first : end - first], at)
+        at += end - start
+    columns = mask_columns(num_rows, masks)
+    return {f"score_{name}": each for name, each in columns.items()}
 
 
 def _tensor(values: Listed[int]) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from nano_inference.engine import generation
@@ -23,12 +24,13 @@ ATTEMPTS = 8  # to score under one version of the weights
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """Tokens of a sequence from position `start` (at least 1) to its end, each scored given those
-    before it.
+    before it; and the mask of each of them, int32 [W], where there are masks.
     """
 
     token_ids: list[int]
     start: int
     temperature: float = 1.0  # above 0
+    masks: Listed[np.ndarray] = ()
 
 
 class Scores(NamedTuple):
@@ -144,6 +146,7 @@ def _scorer(
         SamplingParams(),
         scored=range(request.start - 1, num_tokens - 1),
         score_temperature=request.temperature,
+        score_masks=request.masks,
         scored_sample=stand_in,
         at_end=at_end,
     )

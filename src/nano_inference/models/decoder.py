@@ -20,10 +20,12 @@ from nano_inference.models.spec import ModelSpec, MoeSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.ops.moe import Experts
 from nano_inference.parallel.head import ShardedHead
+from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
 
 BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
+MASKED_TILE = 64  # rows whose logits are in memory at once where they are scored under masks
 
 
 class BestTokens(NamedTuple):
@@ -132,18 +134,38 @@ class Decoder:
         hidden = self._hidden(batch, view)
         if not self.is_last_stage:
             return ForwardResult(hidden[:0], torch.empty(0, device=self.device))
-        divisor = self.spec.logits_divisor
-        if len(batch.score_rows):
-            rows = hidden[batch.score_rows]
-            targets, temperatures = batch.score_targets, batch.score_temperatures
-            scores = self._end.gather_logprobs(rows, self.head, divisor, targets, temperatures)
-        else:
-            scores = torch.empty(0, device=self.device)
+        scores = (
+            self._score(hidden, batch)
+            if len(batch.score_rows)
+            else torch.empty(0, device=self.device)
+        )
         best = self.best_tokens(hidden[batch.best_rows], batch.num_best) if batch.num_best else None
         drawn = len(batch.logits_indices)
         return ForwardResult(
             hidden if drawn == len(hidden) else hidden[batch.logits_indices], scores, best
         )
+
+    def _score(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """The logprobs [P] of the tokens that are scored, after rows [N, H]."""
+        rows, divisor = hidden[batch.score_rows], self.spec.logits_divisor
+        targets, temperatures = batch.score_targets, batch.score_temperatures
+        if not len(batch.score_mask_words):
+            return self._end.gather_logprobs(rows, self.head, divisor, targets, temperatures)
+        masked = batch.score_mask_rows >= 0
+        scores = torch.empty(len(rows), device=self.device)
+        plain = (~masked).nonzero()[:, 0]
+        if len(plain):
+            scores[plain] = self._end.gather_logprobs(
+                rows[plain], self.head, divisor, targets[plain], temperatures[plain]
+            )
+        for tile in masked.nonzero()[:, 0].split(MASKED_TILE):
+            logits = self.logits(rows[tile])
+            finite = logits.amax(dim=-1, keepdim=True).isfinite()
+            may = allowed(batch.score_mask_rows[tile], batch.score_mask_words, logits.shape[1])
+            # as in a draw, a row that is not finite where the mask cuts it has no logprob
+            cut = logits.masked_fill(~may, -torch.inf).masked_fill(~finite, torch.nan)
+            scores[tile] = self.ops.score_logits(cut, targets[tile], temperatures[tile])
+        return scores
 
     def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""

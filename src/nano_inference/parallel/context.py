@@ -168,6 +168,7 @@ def own_rows(
         score_rows=step.scores.own,
         score_targets=batch.score_targets[scored],
         score_temperatures=batch.score_temperatures[scored],
+        score_mask_rows=batch.score_mask_rows[scored],
         relay_rows=index[batch.relay_rows[relayed]],
         relay_sources=batch.relay_sources[relayed],
         best_rows=index[batch.best_rows[best]],

@@ -3,17 +3,20 @@ common stands once.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from nano_inference.sampling.sampling_batch import mask_columns
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
     """A sequence, and what the loss gives each logprob of its tokens from `start` on, none before
-    position 1.
+    position 1; and the mask of each of them, int32 [W], where there are masks.
     """
 
     token_ids: list[int]
@@ -21,6 +24,7 @@ class ScoredSequence:
     gradients: list[float]
     # int16 [rows, layers of experts, K]: the experts of at least its rows with gradients
     routes: Tensor | None = None
+    masks: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +47,11 @@ class MicroBatch:
     token_ids: Tensor  # [N]
     positions: Tensor  # [N]
     segments: tuple[Segment, ...]  # in the order of the rows
-    scored_rows: Tensor  # [U] rows that have targets
+    scored_rows: Tensor  # [U] rows that have targets; one a mask
+    mask_rows: Tensor  # [U] row of `mask_words`, -1: the targets have no mask
+    mask_words: Tensor  # int32 [M, W]
     owners: Tensor  # [P] place of the target's row in `scored_rows`
-    targets: Tensor  # [P] a token after that row; no row has one twice
+    targets: Tensor  # [P] a token after that row; no place has one twice
     gradients: Tensor  # float32 [P] of its logprob
     # [N, layers of experts, K]: the experts that each row goes through
     routes: Tensor | None = None
@@ -87,7 +93,8 @@ def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterato
             rows = _Rows()
         path = rows.add(sequence.token_ids[: last + 1], sequence.routes)
         for row, grad in wanted:
-            target = (path[row], sequence.token_ids[row + 1])
+            mask = sequence.masks[row + 1 - sequence.start] if sequence.masks else None
+            target = (rows.scored(path[row], mask), sequence.token_ids[row + 1])
             rows.targets[target] = rows.targets.get(target, 0.0) + grad
     if rows.num_rows:
         yield rows.freeze()
@@ -104,7 +111,11 @@ class _Rows:
     segments: list[Segment] = field(default_factory=list[Segment])
     # one entry a row
     routes: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16))
-    # (row, token) -> grad
+    # (row, address of its mask or 0) -> place among these
+    places: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    # (place, mask) of those that have one
+    masks: list[tuple[int, np.ndarray]] = field(default_factory=list[tuple[int, np.ndarray]])
+    # (place, token) -> grad
     targets: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     @property
@@ -137,6 +148,15 @@ class _Rows:
             self._add_routes(path, first, routes[: len(path)])
         return path
 
+    def scored(self, row: int, mask: np.ndarray | None) -> int:
+        """The place of a row that has targets under this mask."""
+        key = (row, 0 if mask is None else id(mask))
+        if key not in self.places:
+            if mask is not None:
+                self.masks.append((len(self.places), mask))
+            self.places[key] = len(self.places)
+        return self.places[key]
+
     def _add_routes(self, path: list[int], first: int, routes: Tensor) -> None:
         """Note the experts of the rows from `first` on; the others of the path have theirs
         already.
@@ -155,15 +175,13 @@ class _Rows:
         self.routes = here
 
     def freeze(self) -> MicroBatch:
-        owners = {
-            row: place for place, row in enumerate(dict.fromkeys(row for row, _ in self.targets))
-        }
         return MicroBatch(
             token_ids=torch.tensor(self.token_ids),
             positions=torch.tensor(self.positions),
             segments=tuple(self.segments),
-            scored_rows=torch.tensor(list(owners)),
-            owners=torch.tensor([owners[row] for row, _ in self.targets]),
+            scored_rows=torch.tensor([row for row, _ in self.places]),
+            **mask_columns(len(self.places), self.masks),
+            owners=torch.tensor([place for place, _ in self.targets]),
             targets=torch.tensor([token_id for _, token_id in self.targets]),
             gradients=torch.tensor(list(self.targets.values()), dtype=torch.float32),
             routes=self.routes.long() if len(self.routes) else None,

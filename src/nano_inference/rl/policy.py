@@ -25,7 +25,14 @@ from nano_inference.models.weights import allocate, param_table, read, slots, wr
 from nano_inference.rl.checkpoint import require_savable, save_checkpoint
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
-from nano_inference.rl.scoring import BatchScores, ScoreBatch, TokenIds, check_batch, score_batch
+from nano_inference.rl.scoring import (
+    BatchScores,
+    Grammars,
+    ScoreBatch,
+    TokenIds,
+    check_batch,
+    score_batch,
+)
 from nano_inference.rl.torch_decoder import TorchDecoder
 from nano_inference.scheduling.sequence import POLICY
 
@@ -102,9 +109,12 @@ class PolicyModel(nn.Module):
         *,
         from_position: int | Iterable[int] = 0,
         temperature: float = 1.0,
+        grammar: Grammars = None,
     ) -> list[Tensor]:
         """See `logprobs`."""
-        return self.logprobs(sequences, from_position=from_position, temperature=temperature)
+        return self.logprobs(
+            sequences, from_position=from_position, temperature=temperature, grammar=grammar
+        )
 
     def logprobs(
         self,
@@ -112,6 +122,7 @@ class PolicyModel(nn.Module):
         *,
         from_position: int | Iterable[int] = 0,
         temperature: float = 1.0,
+        grammar: Grammars = None,
     ) -> list[Tensor]:
         """Log-probability of each token given those before it, under the parameters;
         differentiable.
@@ -120,7 +131,7 @@ class PolicyModel(nn.Module):
         `backward`, which raises torch's error if they did. Entries of gradient 0 cost nothing in
         it, nor do sequences of nothing else.
         """
-        batch = check_batch(self.engine, sequences, from_position, temperature)
+        batch = check_batch(self.engine, sequences, from_position, temperature, grammar)
         params = dict(self.named_parameters())
         if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
             flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
@@ -360,9 +371,12 @@ def _scored(
     The entry of a first token is constant.
     """
     values, at = grad.float().tolist(), 0
-    for token_ids, position, routed in zip(batch.token_ids, batch.positions, routes, strict=True):
+    for token_ids, position, masks, routed in zip(
+        batch.token_ids, batch.positions, batch.masks, routes, strict=True
+    ):
         start, end = max(position, 1), at + len(token_ids) - position
-        yield ScoredSequence(token_ids, start, values[at + start - position : end], routed)
+        words = masks.words if masks is not None else ()
+        yield ScoredSequence(token_ids, start, values[at + start - position : end], routed, words)
         at = end
 
 

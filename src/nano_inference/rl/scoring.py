@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from nano_inference.checked import real
+from nano_inference.engine.assembly import require_one_rank
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY
+from nano_inference.structured.grammar import Grammar
+from nano_inference.structured.masks import may_draw
+from nano_inference.structured.matching import GrammarState
 
 TokenIds = Listed[int] | Tensor
+Grammars = Grammar | Iterable[Grammar | None] | None
 
 
 def score(
@@ -26,12 +31,13 @@ def score(
     *,
     from_position: int | Iterable[int] = 0,
     temperature: float = 1.0,
+    grammar: Grammars = None,
 ) -> list[Tensor]:
     """Log-probability of each token given those before it, under the policy.
 
-    To the bit what the engine reports for tokens that it draws itself at this temperature without
-    filters. What several sequences have in common at their beginning is computed once, with the
-    prefix cache, and scored once.
+    To the bit what the engine reports for tokens that it draws itself at this temperature, under
+    this grammar and without filters. What several sequences have in common at their beginning is
+    computed once, with the prefix cache, and scored once.
 
     Args:
         engine: scores them in its loop, among the requests that it serves. Any thread may call
@@ -41,6 +47,9 @@ def score(
             come from the prefix cache.
         temperature: logits are divided by it; 0: the model's own logprobs, as a sample at
             temperature 0 has them.
+        grammar: that the tokens from `from_position` on were drawn under, as a sample's
+            `sampling_params.grammar` says; one for all, or one (or None) a sequence. Their logprobs
+            are those among the tokens that it allows.
 
     Returns:
         float32 [len(sequence) - from_position] a sequence, on the CPU. The first token of a
@@ -48,26 +57,36 @@ def score(
         it: its entry is nan.
 
     Raises:
-        InvalidRequest: a sequence is empty or holds a bad id, a position is outside it, or the
-            temperature is negative.
+        InvalidRequest: a sequence is empty or holds a bad id, a position is outside it, the
+            temperature is negative, a grammar cannot be compiled or does not allow a token (its
+            position is named), or there are grammars and several ranks.
         RequestTooLarge: a sequence does not fit into the engine.
         RequestAborted: a sequence was aborted.
         EngineDead: the engine was shut down or failed.
     """
-    return score_batch(
-        engine, check_batch(engine, sequences, from_position, temperature), POLICY
-    ).logprobs
+    batch = check_batch(engine, sequences, from_position, temperature, grammar)
+    return score_batch(engine, batch, POLICY).logprobs
+
+
+class SequenceMasks(NamedTuple):
+    """The masks of a sequence's tokens, int32 [W] each, from the first one that is scored on. Equal
+    ones of a batch are one array.
+    """
+
+    grammar: Grammar
+    words: list[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreBatch:
     """Checked arguments: tokens of each sequence from its position on, at one temperature (above
-    0).
+    0), some under masks.
     """
 
     token_ids: list[list[int]]
     positions: list[int]
     temperature: float
+    masks: list[SequenceMasks | None]
 
 
 def check_batch(
@@ -75,12 +94,17 @@ def check_batch(
     sequences: Iterable[TokenIds],
     from_position: int | Iterable[int],
     temperature: float,
+    grammar: Grammars = None,
 ) -> ScoreBatch:
     """Check what `score` is called with. Raises as it says there."""
     token_ids = [
         checked_sequence(engine, sequence, place) for place, sequence in enumerate(sequences)
     ]
-    return ScoreBatch(token_ids, _positions(from_position, token_ids), _temperature(temperature))
+    positions, above_0 = _positions(from_position, token_ids), _temperature(temperature)
+    masks = _masks(engine, token_ids, positions, _grammars(grammar, len(token_ids)))
+    if temperature == 0:  # logprobs are the model's own
+        masks = [None for _ in masks]
+    return ScoreBatch(token_ids, positions, above_0, masks)
 
 
 class BatchScores(NamedTuple):
@@ -99,9 +123,15 @@ class BatchScores(NamedTuple):
 def score_batch(engine: InferenceEngine, batch: ScoreBatch, weight_set: str) -> BatchScores:
     """Score a batch under a weight set."""
     starts = [max(position, 1) for position in batch.positions]
-    plan = _share(batch.token_ids, starts)
+    plan = _share(batch.token_ids, starts, _kinds(batch))
     requests = [
-        ScoreRequest(batch.token_ids[own.index], own.start, batch.temperature) for own in plan
+        ScoreRequest(
+            batch.token_ids[own.index],
+            own.start,
+            batch.temperature,
+            masks.words[own.start - starts[own.index] :] if masks is not None else (),
+        )
+        for own, masks in ((own, batch.masks[own.index]) for own in plan)
     ]
     known: dict[int, list[float]] = {}  # logprobs from `starts` on
     routes: dict[int, Tensor | None] = {}
@@ -136,17 +166,31 @@ class _Own:
     shared: bool = False
 
 
-def _share(token_ids: list[list[int]], starts: list[int]) -> list[_Own]:
-    """Who scores what, so that common beginnings are scored once.
-
-    In the order of token ids a sequence has no more in common with any earlier one than with the
-    one just before it.
+def _kinds(batch: ScoreBatch) -> list[int]:
+    """A number for each sequence; those of one number have the same masks as far as their tokens
+    are the same.
     """
-    order = sorted(range(len(token_ids)), key=lambda index: (token_ids[index], starts[index]))
+    numbers: dict[tuple[Grammar, int] | None, int] = {None: 0}
+    keys = [
+        None if masks is None else (masks.grammar, start)
+        for masks, start in zip(batch.masks, batch.positions, strict=True)
+    ]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _share(token_ids: list[list[int]], starts: list[int], kinds: list[int]) -> list[_Own]:
+    """Who scores what, so that common beginnings are scored once where they are of one kind.
+
+    In the order of token ids a sequence has no more in common with any earlier one of its kind than
+    with the one just before it.
+    """
+    order = sorted(
+        range(len(token_ids)), key=lambda index: (kinds[index], token_ids[index], starts[index])
+    )
     plan: list[_Own] = []
     for place, index in enumerate(order):
         start, source = starts[index], order[place - 1]
-        if place and starts[source] <= start:
+        if place and kinds[source] == kinds[index] and starts[source] <= start:
             common = max(start, _common_length(token_ids[index], token_ids[source]))
             plan.append(
                 _Own(index, min(common, len(token_ids[index])), source, shared=common > start)
@@ -182,6 +226,62 @@ def _positions(from_position: int | Iterable[int], token_ids: list[list[int]]) -
                 f"from_position={position} is outside sequence {place}: 0 to {len(ids)}."
             )
     return positions
+
+
+def _grammars(grammar: Grammars, num_sequences: int) -> list[Grammar | None]:
+    given: Any = [grammar] * num_sequences
+    if grammar is not None and not isinstance(grammar, Grammar):
+        given = list(grammar) if isinstance(grammar, Iterable) else [grammar]
+    if not all(isinstance(each, Grammar | None) for each in given):
+        raise InvalidRequest(f"grammar={grammar!r} must be a Grammar, or one (or None) a sequence.")
+    if len(given) != num_sequences:
+        raise InvalidRequest(
+            f"{len(given)} grammars for {num_sequences} sequences; give one, or one for each."
+        )
+    return given
+
+
+def _masks(
+    engine: InferenceEngine,
+    token_ids: list[list[int]],
+    positions: list[int],
+    grammars: list[Grammar | None],
+) -> list[SequenceMasks | None]:
+    """The masks of each sequence that has a grammar, which begins at its position."""
+    if any(grammar is not None for grammar in grammars):
+        require_one_rank(engine.runner, "scoring under a grammar")
+        engine.shared.require_alive()
+    known: dict[bytes, np.ndarray] = {}
+    found: list[SequenceMasks | None] = []
+    for place, (ids, position, grammar) in enumerate(
+        zip(token_ids, positions, grammars, strict=True)
+    ):
+        if grammar is None:
+            found.append(None)
+            continue
+        state = GrammarState(grammar)
+        engine.intake.grammars.wait(state)
+        words: list[np.ndarray] = []
+        for at in range(position, len(ids)):
+            _require_allowed(
+                state, ids[at], f"token {ids[at]} at position {at} of sequence {place}"
+            )
+            words.append(known.setdefault(state.words.tobytes(), state.words))
+            state.accept(ids[at])
+            state.fill()
+        found.append(SequenceMasks(grammar, words[max(position, 1) - position :]))
+    return found
+
+
+def _require_allowed(state: GrammarState, token_id: int, what: str) -> None:
+    if state.problem is not None:
+        raise InvalidRequest(f"{what} comes where its grammar cannot go on: {state.problem}.")
+    if state.is_ended or not may_draw(state.words, token_id):
+        why = "comes behind the end of its grammar" if state.is_ended else "is not in its grammar"
+        raise InvalidRequest(
+            f"{what} {why}; the grammar begins at from_position, and all tokens from there on must "
+            "follow it."
+        )
 
 
 def _temperature(temperature: Any) -> float:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_inference.models.spec import ModelSpec
 from nano_inference.rl.micro_batch import MicroBatch
+from nano_inference.sampling.pipeline import allowed
 
 HEAD_ROWS = 256  # rows whose logits are in memory at once
 ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
@@ -273,9 +274,9 @@ class TorchDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of hidden rows [N, H] in `dtype` and of the head, float32 [V, H].
 
-        With z = hidden @ weight.T / divisor it is (one-hot - softmax(z / temperature)) /
-        temperature by z. The logits are float32 whatever the dtype: rounded ones would be other
-        probabilities.
+        With z = hidden @ weight.T / divisor, -inf where masks cut, it is (one-hot - softmax(z /
+        temperature)) / temperature by z. The logits are float32 whatever the dtype: rounded ones
+        would be other probabilities.
         """
         d_hidden, d_head = torch.zeros_like(hidden), torch.zeros_like(weight32)
         divisor = self.spec.logits_divisor * temperature
@@ -285,11 +286,16 @@ class TorchDecoder:
         for first in range(0, len(batch.scored_rows), HEAD_ROWS):
             rows = batch.scored_rows[first : first + HEAD_ROWS]
             own = hidden[rows]
-            d_logits = torch.softmax(functional.linear(own.float(), weight32).div_(divisor), dim=-1)
+            logits = functional.linear(own.float(), weight32).div_(divisor)
+            if len(batch.mask_words):
+                mask_rows = batch.mask_rows[first : first + HEAD_ROWS]
+                may = allowed(mask_rows, batch.mask_words, logits.shape[1])
+                logits.masked_fill_(~may, -torch.inf)
+            d_logits = torch.softmax(logits, dim=-1)
             d_logits.mul_(-sums[first : first + HEAD_ROWS, None])
             here = (batch.owners >= first) & (batch.owners < first + HEAD_ROWS)
             d_logits[batch.owners[here] - first, batch.targets[here]] += batch.gradients[here]
             d_logits = d_logits.div_(divisor).to(self.dtype)
-            d_hidden[rows] = d_logits @ weight
+            d_hidden.index_add_(0, rows, d_logits @ weight)  # a row may stand under several masks
             d_head += d_logits.T @ own
         return d_hidden, d_head

@@ -134,13 +134,20 @@ def drawable(batch: SamplingBatch, vocab_size: int) -> Tensor:
     """
     may = torch.ones((len(batch), vocab_size), dtype=torch.bool, device=batch.rows.device)
     if len(batch.mask_words):
-        ids = torch.arange(vocab_size, device=may.device)
-        missing = -(-vocab_size // WORD) - batch.mask_words.shape[1]
-        words = functional.pad(batch.mask_words, (0, max(missing, 0)))
-        bits = (words[batch.mask_rows.clamp(min=0)][:, ids // WORD] >> (ids % WORD)) & 1
-        may = (bits == 1) | (batch.mask_rows < 0)[:, None]
+        may = allowed(batch.mask_rows, batch.mask_words, vocab_size)
     may[tuple(batch.banned[:2])] = False
     return may
+
+
+def allowed(mask_rows: Tensor, mask_words: Tensor, vocab_size: int) -> Tensor:
+    """Whether the mask of each sample allows each token, bool [R, V]; columns as in
+    `SamplingBatch`, with at least one mask.
+    """
+    ids = torch.arange(vocab_size, device=mask_words.device)
+    missing = -(-vocab_size // WORD) - mask_words.shape[1]
+    words = functional.pad(mask_words, (0, max(missing, 0)))
+    bits = (words[mask_rows.clamp(min=0)][:, ids // WORD] >> (ids % WORD)) & 1
+    return (bits == 1) | (mask_rows < 0)[:, None]
 
 
 def _masks(distribution: Distribution, batch: SamplingBatch) -> None:

@@ -24,6 +24,7 @@ class DrawRequest(NamedTuple):
         key: (seed, sample index, position of the token).
         prompt, completion: ids before it, for penalties.
         banned: ids that may not be drawn here.
+        mask: of a grammar, int32 [W]; None: there is none.
     """
 
     params: SamplingParams
@@ -32,6 +33,7 @@ class DrawRequest(NamedTuple):
     prompt: Sequence[int] = ()
     completion: Sequence[int] = ()
     banned: Iterable[int] = ()
+    mask: np.ndarray | None = None
 
 
 def _of_all(read: Callable[[SamplingParams], int]) -> Any:
@@ -221,7 +223,7 @@ class SamplingTable:
         """
         fixed = self._fixed_of(slots)
         if self._masked is None:
-            self._masked = _mask_columns(len(slots), _having(slots, self._masks))
+            self._masked = mask_columns(len(slots), _having(slots, self._masks))
         return SamplingBatch(
             rows=torch.from_numpy(rows),
             noise_keys=torch.from_numpy(stream_keys(fixed.streams, positions.astype(np.uint64))),
@@ -256,6 +258,8 @@ def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
     table = SamplingTable()
     for slot, draw in enumerate(draws):
         table.put(slot, draw.params, *draw.key[:2], draw.prompt)
+        if draw.mask is not None:
+            table.set_mask(slot, draw.mask)
     slots = np.arange(len(draws))
     for place, counts in table.penalized(slots):
         counts.add(draws[place].completion)
@@ -285,8 +289,8 @@ def _having(slots: np.ndarray, values: Mapping[int, T]) -> list[tuple[int, T]]:
     return [(i, values[slot]) for i, slot in enumerate(slots.tolist()) if slot in values]
 
 
-def _mask_columns(num_samples: int, masks: Sequence[tuple[int, np.ndarray]]) -> dict[str, Tensor]:
-    """The columns of masks, given by place."""
+def mask_columns(num_samples: int, masks: Sequence[tuple[int, np.ndarray]]) -> dict[str, Tensor]:
+    """`mask_rows` and `mask_words` of so many samples, some of which have masks, given by place."""
     rows = np.full(num_samples, -1, dtype=np.int64)
     if not masks:
         return {"mask_rows": torch.from_numpy(rows), "mask_words": _NO_WORDS}

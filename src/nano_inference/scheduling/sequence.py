@@ -12,6 +12,8 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.types import (
     ContextVersions,
@@ -164,6 +166,7 @@ class CheckedRequest:
         group: where not all of its samples are wanted.
         scored: rows (positions) whose next token's logprob is wanted.
         score_temperature: under which; above 0.
+        score_masks: and among which tokens, int32 [W] for each of these rows; empty: all.
         num_best: most probable tokens that are wanted beside each of the scores.
         streaming: every token is handed out as it is sampled.
         past_contexts: of the sample that it resumes.
@@ -183,6 +186,7 @@ class CheckedRequest:
     group: SampleGroup | None = None
     scored: range = range(0)
     score_temperature: float = 1.0
+    score_masks: Listed[np.ndarray] = ()
     num_best: int = 0
     streaming: bool = False
     past_contexts: tuple[ContextVersions, ...] = ()

@@ -105,6 +105,12 @@ class GrammarCompiler:
 
         self._submit(read)
 
+    def wait(self, state: GrammarState) -> None:
+        """Get a sample's matcher, in the calling thread. Raises `InvalidRequest`."""
+        self.check(state.grammar)
+        ready = self.begin(state.grammar).result()
+        state.begin(ready.template.copy(), self.vocabulary(), ready.first)
+
     def close(self) -> None:
         """Compile nothing more; what is being compiled ends by itself."""
         for _ in range(self._num_threads):

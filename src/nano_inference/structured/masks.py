@@ -22,6 +22,19 @@ def mask_of(token_ids: Collection[int]) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def may_draw(words: np.ndarray, token_id: int) -> bool:
+    """Whether a mask allows a token."""
+    word = token_id // WORD
+    return word < len(words) and bool(int(words[word]) >> token_id % WORD & 1)
+
+
+def bans_under(words: np.ndarray, token_ids: Collection[int]) -> Collection[int]:
+    """Those of the stop ids that `min_tokens` bans which stay banned under the mask of a grammar:
+    at the grammar's end, where nothing but a stop id may follow, none.
+    """
+    return token_ids if without(words, token_ids).any() else ()
+
+
 def without(words: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
     """A mask without some ids."""
     left = words.copy()
