@@ -67,6 +67,7 @@ DRAWS = st.builds(
     prompt=st.lists(IDS, max_size=12),
     completion=st.lists(IDS, max_size=12),
     banned=st.sets(IDS, max_size=3),
+    mask=st.none(),
 ).filter(
     lambda draw: (
         draw.params.allowed_token_ids is None
