@@ -101,9 +101,10 @@ def check_batch(
         checked_sequence(engine, sequence, place) for place, sequence in enumerate(sequences)
     ]
     positions, above_0 = _positions(from_position, token_ids), _temperature(temperature)
+    masks: list[SequenceMasks | None]
     masks = _masks(engine, token_ids, positions, _grammars(grammar, len(token_ids)))
     if temperature == 0:  # logprobs are the model's own
-        masks = [None for _ in masks]
+        masks = [None] * len(token_ids)
     return ScoreBatch(token_ids, positions, above_0, masks)
 
 
