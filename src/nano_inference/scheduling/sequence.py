@@ -186,7 +186,7 @@ class CheckedRequest:
     group: SampleGroup | None = None
     scored: range = range(0)
     score_temperature: float = 1.0
-    score_masks: Listed[np.ndarray] = ()
+    score_masks: Listed[Any] = ()
     num_best: int = 0
     streaming: bool = False
     past_contexts: tuple[ContextVersions, ...] = ()
