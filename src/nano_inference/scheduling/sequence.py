@@ -12,8 +12,6 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.types import (
     ContextVersions,
