@@ -27,7 +27,7 @@ from benchmarks.measure import Row, console, show
 from nano_inference.models.loading import resolve_model
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
-from nano_inference.structured.grammar import BackendName, Grammar
+from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.masks import WORD, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.text.detokenizer import Detokenizer
@@ -35,9 +35,9 @@ from nano_inference.text.tokenizer import load_tokenizer
 
 FOLDER = "maskbench/data"  # in the repository
 START_LIMIT = 120.0  # seconds for imports and the tokenizer
-# ours.X: backend X behind our compiler and states; the others are packages as they come
-NAMES = ("ours", "ours.xgrammar", "ours.outlines", "llguidance", "xgrammar")
-PACKAGES = {"ours": "llguidance", "ours.xgrammar": "xgrammar", "ours.outlines": "outlines-core"}
+# ours: llguidance behind our compiler and states; the others are packages as they come
+NAMES = ("ours", "llguidance", "xgrammar")
+PACKAGES = {"ours": "llguidance"}
 KEYWORD = re.compile(
     r"(?<![\w$])(additionalItems|additionalProperties|allOf|anyOf|const|contains|contentEncoding|"
     r"contentMediaType|dependencies|dependentRequired|dependentSchemas|enum|"
@@ -227,9 +227,9 @@ def is_allowed(words: np.ndarray, token_id: int) -> bool:
     return bool(words[token_id // WORD] >> (token_id % WORD) & 1)
 
 
-def ours(vocabulary: Vocabulary, backend: BackendName = "llguidance") -> Compile:
-    """A backend behind our compiler, checked first as an engine does it."""
-    compiler = GrammarCompiler(lambda: vocabulary, backend, num_threads=1, time_limit=1e6)
+def ours(vocabulary: Vocabulary) -> Compile:
+    """llguidance behind our compiler, checked first as an engine does it."""
+    compiler = GrammarCompiler(lambda: vocabulary, num_threads=1, time_limit=1e6)
 
     def compile_schema(schema: str) -> Callable[[], Walk]:
         is_ready = threading.Event()
@@ -324,8 +324,6 @@ def xgrammar_alone(vocabulary: Vocabulary) -> Compile:
 
 COMPILERS: dict[str, Callable[[Vocabulary], Compile]] = {
     "ours": ours,
-    "ours.xgrammar": lambda vocabulary: ours(vocabulary, "xgrammar"),
-    "ours.outlines": lambda vocabulary: ours(vocabulary, "outlines"),
     "llguidance": llguidance_alone,
     "xgrammar": xgrammar_alone,
 }
