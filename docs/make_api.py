@@ -22,6 +22,7 @@ GROUPS = {
     "Requests and results": (
         *(
             "SamplingParams",
+            "Grammar",
             "TrainingSample",
             "Delta",
             "TopLogprobs",

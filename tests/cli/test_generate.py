@@ -16,7 +16,8 @@ from nano_inference.cli.terminal import Interruptible
 from nano_inference.config import EngineConfig
 from nano_inference.data import read_jsonl
 from nano_inference.errors import InvalidRequest
-from tests.cli.running import COLOR, FAST, finish, run, samples, spawn
+from tests.cli.running import COLOR, FAST, finish, run, samples, spawn, write_tokenizer
+from tests.models.tiny import tiny_llama
 
 
 def test_json_holds_the_samples_of_the_engine(folders: dict[str, str]) -> None:
@@ -375,3 +376,46 @@ def test_the_json_of_a_run_reads_back_as_samples(folders: dict[str, str], tmp_pa
     assert all(
         sample.top_logprobs and len(sample.top_logprobs) == len(sample.logprobs) for sample in back
     )
+
+
+def test_completions_follow_a_grammar(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", seed=0)  # it knows an end
+    write_tokenizer(model, None)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [12, 345]}')
+    cases = {
+        ("--json-schema", str(schema)): {"12", "345"},
+        ("--regex", "yes|no"): {"yes", "no"},
+        ("--choice", "left", "--choice", "right"): {"left", "right"},
+    }
+    for options, possible in cases.items():
+        result = run(
+            *("generate", str(model), "-p", "ab", "-n", "4", "--json", "--seed", "1"),
+            *("--max-tokens", "90"),
+            *(*options, *FAST),
+        )
+        assert result.exit_code == 0, result.stderr
+        read = samples(result.stdout)
+        assert {each["finish_reason"] for each in read} == {"stop"}
+        assert {each["text"].strip() for each in read} <= possible, options
+
+
+def test_grammars_that_are_none(folders: dict[str, str], tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"uniqueItems": true}')
+    for options, said in {
+        ("--regex", "a", "--choice", "b"): "--regex and --choice exclude each other",
+        ("--json-schema", str(schema)): "uniqueItems",
+        ("--json-schema", str(tmp_path / "none")): "does not exist",
+        ("--regex", "("): "regex",
+    }.items():
+        result = run("generate", folders["base"], "-p", "ab", *options, *FAST)
+        assert result.exit_code != 0
+        assert said in " ".join(re.sub("[│╭╰─╮╯]", "", result.stderr).split()), result.stderr
+
+
+def test_a_sample_that_failed_says_why(folders: dict[str, str]) -> None:
+    """A model without an end has no grammars, or ends by itself; nothing is silent."""
+    result = run("generate", folders["base"], "-p", "ab", "--regex", "(a{9}){9}", *FAST)
+    assert result.exit_code == 0
+    assert result.stdout.strip() or "error:" in result.stderr

@@ -27,6 +27,7 @@ from nano_inference.cli.terminal import (
 )
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest, ModelLoadError
+from nano_inference.structured.grammar import Grammar
 from nano_inference.types import SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
@@ -85,6 +86,23 @@ def generate(
         ),
     ] = None,
     sampling: _Sampling,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--json-schema",
+            exists=True,
+            dir_okay=False,
+            help="A file with a JSON schema that completions have to follow.",
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="What the whole of a completion has to match."),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A completion is one of these. May be repeated."),
+    ] = None,
     generation_config: options.GenerationDefaults = "auto",
     logprobs: Annotated[
         bool,
@@ -118,7 +136,9 @@ def generate(
         )
     if top_logprobs and not as_json:
         raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
-    params = SamplingParams(**sampling, top_logprobs=top_logprobs)
+    params = SamplingParams(
+        **sampling, top_logprobs=top_logprobs, grammar=_grammar(json_schema, regex, choice)
+    )
     with load_engine(EngineConfig(model, **engine)) as built:
         params = options.with_recommended(ctx, params, built.model_folder, generation_config)
         if chat if chat is not None else _has_chat_template(built):
@@ -141,6 +161,7 @@ def generate(
         if errors.is_terminal and len(prompts) * num_samples == 1:
             # between the text and the figures; after several samples there is an empty line already
             errors.print()
+        _show_failures(run.samples)
         errors.print(_figures(built, run), style="dim")
         if run.stopped:
             errors.print(
@@ -148,6 +169,22 @@ def generate(
                 "finished."
             )
             raise typer.Exit(130)
+
+
+def _grammar(schema: Path | None, pattern: str | None, choices: list[str] | None) -> Grammar | None:
+    """What completions have to follow. Raises `InvalidRequest`."""
+    asked = {"--json-schema": schema, "--regex": pattern, "--choice": choices or None}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"{' and '.join(given)} exclude each other; give one.")
+    if schema is not None:
+        try:
+            return Grammar.json_schema(schema.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as problem:
+            raise InvalidRequest(f"{schema} cannot be read as UTF-8 text: {problem}") from problem
+    if pattern is not None:
+        return Grammar.regex(pattern)
+    return Grammar.choice(choices) if choices else None
 
 
 def _prompts(given: list[str], file: Path | None) -> list[Prompt]:
@@ -226,6 +263,13 @@ def _show(
             write(_text(engine, sample) + "\n")
         if headings:
             output.print()
+
+
+def _show_failures(samples: list[TrainingSample]) -> None:
+    """Why samples failed, each reason once."""
+    for reason in sorted({str(each.stop_reason) for each in samples}):
+        if reason.startswith("error: "):
+            errors.print(Text(reason, style="red"), soft_wrap=True)
 
 
 def _prompt_heading(prompts: list[Prompt], place: int) -> Text:

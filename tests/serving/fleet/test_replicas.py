@@ -5,6 +5,7 @@ bit.
 import asyncio
 import json
 import os
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -30,10 +31,13 @@ from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.main import engine_client, running_server
 from nano_inference.serving.process_client import ProcessClient
+from nano_inference.structured.grammar import Grammar
+from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of, finished, params_of, until
 from tests.serving.fleet.fleets import plain
+from tests.structured.vocabularies import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("slow_steps")
 
@@ -123,6 +127,42 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
             assert client.failover.moved >= on_it - 4  # some may have ended meanwhile
             assert 0 < client.failover.longest < 20
             assert [each.state for each in client.supervisor.statuses()] == ["dead", "serving"]
+
+    play(test())
+
+
+def test_what_a_dead_replica_began_under_a_grammar_ends_under_it(
+    tmp_path: Path,
+) -> None:
+    """Between processes, by `Resume`; and a compilation that fails ends its request alone."""
+    folder = tiny_llama(tmp_path, seed=0)
+    byte_tokenizer(folder)
+    pattern = "([0-9]{3}-){30}[a-f]+!"
+    params = SamplingParams(max_tokens=400, seed=3, grammar=Grammar.regex(pattern))
+    never = SamplingParams(max_tokens=9, grammar=Grammar.json_schema({"uniqueItems": True}))
+
+    def asked(client: EngineClient) -> list[RequestStream]:
+        return [
+            client.submit([1, 2, each], replace(params, seed=each), 2, stream=each % 2 > 0)
+            for each in range(8)
+        ]
+
+    async def test() -> None:
+        async with fleet_of(ProcessClient, config_of(folder)) as client:
+            quiet = await answers(asked(client))
+            streams = asked(client)
+            heard = {each: await streams[each].next() for each in range(1, 8, 2)}
+            victim = client.supervisor.replicas["0"].client
+            os.kill(victim.info.pid, signal.SIGKILL)
+            assert await answers(streams, heard) == quiet
+            assert client.failover.moved > 0
+            (failed,) = await finished(client.submit([1, 2], never, stream=False))
+            assert failed.finish_reason == "abort"
+            assert "uniqueItems" in str(failed.stop_reason)
+            (sample,) = await finished(client.submit([1, 2], params, stream=False))
+            text = load_tokenizer(folder).decode(sample.completion_tokens)
+            assert sample.finish_reason == "length" or re.fullmatch(pattern, text)
+            assert re.match("([0-9]{3}-){30}[a-f]", text)
 
     play(test())
 
