@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from nano_inference import Grammar, InferenceEngine, InvalidRequest, SamplingParams, TrainingSample
-from nano_inference.rl import PolicyModel, score
+from nano_inference.rl import PolicyModel, differences, score
+from nano_inference.rl.replayer import Replayer
 from nano_inference.rl.scoring import check_batch
 from nano_inference.structured.masks import may_draw
+from tests.engine.weight_cases import drain
 from tests.models.tiny import tiny_llama
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.rl.training import bits, build
@@ -208,3 +210,37 @@ def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
     for name, param in model.named_parameters():
         assert param.grad is not None
         assert float((param.grad - theirs[name]).norm() / theirs[name].norm()) < 1e-4, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_samples_under_grammars_are_made_again(folder: Path, backend: str) -> None:
+    with build(folder, backend=backend, max_chunk_tokens=7) as engine:
+        samples = [
+            sample
+            for temperature in (0.0, 1.0)
+            for grammar in GRAMMARS.values()
+            for sample in draw(engine, temperature, grammar)
+        ]
+        more: list[dict[str, Any]] = [
+            {"ignore_eos": True},
+            {"min_tokens": 7},
+            {"min_tokens": 20},
+            {"allowed_token_ids": frozenset([EOS, *engine.tokenizer.encode("01234")])},
+        ]
+        for options in more:
+            params = SamplingParams(
+                max_tokens=30, seed=3, grammar=GRAMMARS["regex"], raw_logprobs=True, **options
+            )
+            samples += engine.generate(PROMPTS, params)
+        engine.resume_from(samples[-1], append=[40, 41], max_new_tokens=9)
+        samples += drain(engine)
+        replayer = Replayer(engine)
+        for sample in samples:
+            assert differences(sample, replayer.replay(sample)) == ()
+        sample = samples[20]  # JSON at temperature 1
+        tokens = [*sample.completion_tokens[:2], 40, *sample.completion_tokens[3:]]
+        changed = replace(sample, completion_tokens=tuple(tokens))
+        again = replayer.replay(changed)
+        assert again.completion_tokens == sample.completion_tokens
+        assert again.logprobs == sample.logprobs
+        assert differences(changed, again)[0].token == 2

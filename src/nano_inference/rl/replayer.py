@@ -9,10 +9,11 @@ that differs the replay goes on with its own tokens, one row at a time.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nano_inference.batch import Rows, batch_of_rows
@@ -27,6 +28,8 @@ from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampl
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 from nano_inference.scheduling.sequence import REFERENCE
+from nano_inference.structured.masks import bans_under
+from nano_inference.structured.matching import GrammarState
 from nano_inference.types import (
     SamplingMask,
     SamplingParams,
@@ -121,9 +124,18 @@ class Replayer:
             self.decoders.require(needed)
         return params
 
-    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Ids that end a sample."""
-        return self._checks.stop_ids(params)
+    def draws(self, sample: TrainingSample, params: SamplingParams) -> "Draws":
+        """How a sample's tokens are drawn. Raises `InvalidRequest` where its grammar cannot be
+        compiled.
+        """
+        stop_ids, grammar = self._checks.stop_ids(params), params.grammar
+        if grammar is None:
+            return Draws(sample, params, stop_ids)
+        first = GrammarState(grammar, allowed=params.allowed_token_ids)
+        self.engine.intake.grammars.wait(first)
+        prompt, sampled = len(sample.prompt_tokens), was_sampled(sample)
+        behind = [prompt + index + 1 for index, own in enumerate(sampled) if not own]
+        return Draws(sample, params, stop_ids, DraftGrammar(first.fork, [prompt, *behind]))
 
     @torch.inference_mode()
     def replay(self, sample: TrainingSample) -> TrainingSample:
@@ -131,11 +143,12 @@ class Replayer:
         engine = self.engine
         engine.shared.require_alive()
         params = self.check(sample)
+        draws = self.draws(sample, params)
         # weights may change, and operations are shared with the engine's steps
         with engine.shared.lock:
             engine.shared.require_weights()
             self.decoders.renew()
-            run = _Run(self, sample, params, self.stop_ids(params))
+            run = _Run(self, draws)
             for stretch in stretches(sample):
                 run.go(stretch)
             again = run.result()
@@ -187,20 +200,63 @@ class Draws(NamedTuple):
     sample: TrainingSample
     params: SamplingParams
     stop_ids: frozenset[int]
+    grammar: "DraftGrammar | None" = None
 
     def request(self, tokens: Sequence[int], row: int, position: int) -> DrawRequest:
         """The draw of the token at `position`, after those in `tokens` before it, from `row` of
         some logits.
         """
         first = len(self.sample.prompt_tokens)
+        banned = self.stop_ids if position < first + self.params.min_tokens else frozenset[int]()
+        mask = None
+        if self.grammar is not None:
+            mask = self.grammar.mask(tokens, position)
+            banned = bans_under(mask, banned)
         return DrawRequest(
             self.params,
             row,
             (self.sample.seed, self.sample.sample_index, position),
             prompt=tokens[:first] if self.params.penalizes else (),
             completion=tokens[first:position] if self.params.penalizes else (),
-            banned=self.stop_ids if position < first + self.params.min_tokens else (),
+            banned=banned,
+            mask=mask,
         )
+
+
+class DraftGrammar:
+    """The masks of a draft's tokens; they follow from the tokens before them.
+
+    Args:
+        begin: makes the grammar's state at the beginning of its text.
+        starts: positions where the grammar begins: behind the prompt, and anew behind each
+            appended token; rising.
+    """
+
+    def __init__(self, begin: Callable[[], GrammarState], starts: Sequence[int]) -> None:
+        self._begin, self._starts = begin, starts
+        self._state, self._at = begin(), starts[0]
+
+    def mask(self, tokens: Sequence[int], position: int) -> np.ndarray:
+        """Of the token at a position, int32 [W]. Tokens before the last position that was asked for
+        may be others only if this position is not behind it.
+        """
+        self._go(tokens, position)
+        return self._state.words
+
+    def ends_at(self, tokens: Sequence[int], position: int) -> bool:
+        """Whether the text has ended with the tokens before a position."""
+        self._go(tokens, position)
+        return self._state.is_ended
+
+    def _go(self, tokens: Sequence[int], position: int) -> None:
+        start = max(each for each in self._starts if each <= position)
+        if not start <= self._at <= position:
+            self._state, self._at = self._begin(), start
+        for token_id in tokens[self._at : position]:
+            self._state.accept(token_id)
+        if position > self._at:
+            self._state.fill()
+        self._at = position
 
 
 class _Drawn(NamedTuple):
@@ -219,15 +275,10 @@ class _Run:
     was drawn.
     """
 
-    def __init__(
-        self,
-        replayer: Replayer,
-        sample: TrainingSample,
-        params: SamplingParams,
-        stop_ids: frozenset[int],
-    ) -> None:
-        self.sample, self.params, self.stop_ids = sample, params, stop_ids
-        self.how = Draws(sample, params, stop_ids)
+    def __init__(self, replayer: Replayer, draws: "Draws") -> None:
+        self.how = draws
+        sample, self.params, self.stop_ids, _ = draws
+        self.sample = sample
         self.prompt_len = len(sample.prompt_tokens)
         # a draft, until it is drawn again
         self.tokens = [*sample.prompt_tokens, *sample.completion_tokens]
@@ -377,11 +428,13 @@ class _Run:
             return replace(sample, finish_reason="stop", stop_reason=last)
         if sample.finish_reason == "stop" and isinstance(sample.stop_reason, str):
             return sample
-        return replace(
-            sample,
-            finish_reason="length" if length >= self.params.max_tokens else "abort",
-            stop_reason=None,
-        )
+        if length >= self.params.max_tokens:
+            return replace(sample, finish_reason="length", stop_reason=None)
+        grammar = self.how.grammar
+        if grammar is None or not grammar.ends_at(self.tokens, len(self.tokens)):
+            return replace(sample, finish_reason="abort", stop_reason=None)
+        stop_reason = last if last in self.stop_ids else None
+        return replace(sample, finish_reason="stop", stop_reason=stop_reason)
 
 
 def _best(token_ids: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:

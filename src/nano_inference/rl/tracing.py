@@ -102,7 +102,7 @@ def diagnose(replayer: Replayer, sample: TrainingSample, difference: Difference)
         version = _version_at(sample, len(tokens) - 1, engine.get_weight_version())
         storage, table = replayer.storage(engine.model, len(tokens))
         model = replayer.decoders.get(version)
-        draws = Draws(sample, params, replayer.stop_ids(params))
+        draws = replayer.draws(sample, params)
         schedules = _Schedules(model, tokens, storage, table, draws)
         return Diagnosis(schedules.first_difference(), version, weights_sha256(model))
 
