@@ -500,8 +500,13 @@ def test_tools_that_a_choice_allows(url: str, engine: ScriptedClient) -> None:
         post(f"{url}/tokenize", ask)["tokens"]
         == post(f"{url}/tokenize", HELLO | {"tools": tools[1:]})["tokens"]
     )
+    required = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    assert (
+        post(f"{url}/tokenize", ask | {"tool_choice": required})["tokens"]
+        == post(f"{url}/tokenize", ask)["tokens"]
+    )
     for allowed in (
-        {"mode": "required", "tools": named},
+        {"mode": "sometimes", "tools": named},
         {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
         {"mode": "auto", "tools": []},
         {},

@@ -295,11 +295,8 @@ def body_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> dict[str,
             },
             "no tool_use block of that id",
         ),
-        ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice of type"),
-        (
-            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}},
-            "no call can be forced",
-        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice of type any needs tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "names .x., which"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "t"}]}, "has no input_schema"),
         (

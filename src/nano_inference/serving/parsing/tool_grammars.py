@@ -44,11 +44,6 @@ class ToolDemand:
     forced: bool
     parallel: bool = True
 
-    @property
-    def needs_grammar(self) -> bool:
-        """Whether a model that is only asked to might not do it."""
-        return self.forced or any(tool.strict for tool in self.tools)
-
 
 def tool_grammar(
     demand: ToolDemand,
@@ -93,7 +88,8 @@ def tool_grammar(
         rules.keep_from_beginning(reasoning.begin[0])
     answers = rules.answers(demand, content)
     text = "\n".join(["%llguidance {}", f"start: {thought}({answers})", *rules.lines, ""])
-    return Grammar("lark", text, after=after, backend="llguidance")
+    lenient = not all(tool.strict for tool in demand.tools)
+    return Grammar("lark", text, lenient=lenient, after=after, backend="llguidance")
 
 
 class _Rules:

@@ -14,7 +14,7 @@ What is particular to this server:
 - A last message of the assistant's is the beginning of the answer, and is not repeated in it. It
   may not end in white space.
 - `chat_template_kwargs` is an extension: more names for the template.
-- `tool_choice` `any` and `tool` are refused: nothing can force a call yet.
+- `tool_choice` `any` and `tool`, and tools that are `strict`, are enforced by a grammar.
   `disable_parallel_tool_use` leaves out all calls but the first. The result of a call with
   `is_error` is shown to the model after the word `Error:`.
 - `document` blocks of text are what the user says, after their title and context; PDFs and
@@ -41,6 +41,7 @@ from nano_inference.serving.protocols.anthropic_schema import (
     MESSAGE,
     CountRequest,
     MessagesRequest,
+    demand_of,
     encode,
 )
 from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
@@ -54,6 +55,7 @@ from nano_inference.serving.protocols.requests import (
     reasoning_end,
     sampling_params,
 )
+from nano_inference.serving.protocols.tool_calls import with_calls
 from nano_inference.types import TrainingSample
 
 Event = dict[str, Any]
@@ -81,15 +83,18 @@ class MessageBuilder(Builder):
                 "context_length_exceeded",
             )
         checked_prompt(prompt, served, "messages")
+        goes_on = request.messages[-1].role == "assistant"
         params = sampling_params(
             request,
             served,
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
-            behind=reasoning_end(prompt, served, goes_on=request.messages[-1].role == "assistant"),
+            behind=reasoning_end(prompt, served, goes_on=goes_on),
         )
-        self.asks: Sequence[Ask] = [Ask(prompt, params)]
+        self.asks: Sequence[Ask] = with_calls(
+            [Ask(prompt, params)], demand_of(request), served, goes_on=goes_on
+        )
         self.stream = bool(request.stream)
         self._clipped = request.max_tokens > room
         self._hide_cached = served.config.hide_cached_tokens

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.parsing.tool_grammars import OfferedTool, ToolDemand
 from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, nullable, thing
 from nano_inference.serving.protocols.requests import (
@@ -157,6 +158,7 @@ class AnthropicTool(Strict):
     type: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Strict):
@@ -472,16 +474,33 @@ def _check_prefill(blocks: Sequence[Block]) -> None:
 def _tools(request: CountRequest) -> list[dict[str, Any]] | None:
     choice, tools = request.tool_choice, request.tools or []
     functions = [_function(tool) for tool in tools]
-    if choice is not None and choice.type in ("any", "tool"):
+    if choice is not None and choice.type in ("any", "tool") and not tools:
+        raise bad_request(f"tool_choice of type {choice.type} needs tools.", "tool_choice")
+    named = choice.name if choice is not None and choice.type == "tool" else None
+    if named is not None and named not in {tool.name for tool in tools}:
         raise bad_request(
-            f"tool_choice of type {choice.type!r} is not supported: no call can be forced before "
-            "structured output "
-            'exists; use {"type": "auto"}.',
-            "tool_choice",
+            f"tool_choice names {shown(named)}, which is not among the tools.", "tool_choice"
         )
+    if choice is not None and choice.type == "tool" and named is None:
+        raise bad_request("tool_choice of type tool needs a name.", "tool_choice")
     if choice is not None and choice.type == "none":
         return None
     return functions or None
+
+
+def demand_of(request: CountRequest) -> ToolDemand | None:
+    """How tools may be called, of a request that `encode` has taken; None: not at all."""
+    choice, tools = request.tool_choice, request.tools or []
+    kind = "auto" if choice is None else choice.type
+    if not tools or kind == "none":
+        return None
+    offered = [
+        OfferedTool(tool.name, tool.input_schema, bool(tool.strict))
+        for tool in tools
+        if kind != "tool" or (choice is not None and tool.name == choice.name)
+    ]
+    one = kind == "tool" or (choice is not None and bool(choice.disable_parallel_tool_use))
+    return ToolDemand(offered, forced=kind in ("any", "tool"), parallel=not one)
 
 
 def _function(tool: AnthropicTool) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def grammar_of(
     for where, grammar in found.items():
         with _naming(where):
             grammar = replace(grammar, after=behind, **_options(given, within))
-            _check(grammar, backend)
+            check(grammar, backend)
         return grammar
     return None
 
@@ -150,5 +150,6 @@ def _options(given: Mapping[str, Any], within: str) -> dict[str, Any]:
 
 
 @lru_cache(MOST_CHECKED)
-def _check(grammar: Grammar, backend: BackendName) -> None:
+def check(grammar: Grammar, backend: BackendName) -> None:
+    """Raise `InvalidRequest` for a grammar that cannot be enforced. `backend`: the engine's."""
     backend_named(grammar.backend or backend).check(grammar)

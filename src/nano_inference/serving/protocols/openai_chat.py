@@ -8,6 +8,7 @@ from typing import Any
 from nano_inference.serving.choices import Choice, ChoiceDelta, ToolCall
 from nano_inference.serving.errors import bad_request, shown
 from nano_inference.serving.parsing import ToolCallDelta
+from nano_inference.serving.parsing.tool_grammars import OfferedTool, ToolDemand
 from nano_inference.serving.protocols.answers import ROWS_AT_ONCE, LazyArray, at_least
 from nano_inference.serving.protocols.generation import RequestUsage, Served
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
@@ -30,6 +31,7 @@ from nano_inference.serving.protocols.requests import (
     room,
     text_of,
 )
+from nano_inference.serving.protocols.tool_calls import with_calls
 from nano_inference.types import TopLogprobs, TrainingSample
 
 
@@ -59,61 +61,89 @@ def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: S
 
 def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
     """The tools as templates see them; None: there are none, or none may be used."""
-    choice, tools = request.tool_choice, request.tools or []
-    names = _allowed(choice)
-    _check_tool_choice("auto" if names is not None else choice, bool(tools))
-    if not tools or choice == "none":
+    names, _ = _choice_of(request)
+    if not request.tools or request.tool_choice == "none":
         return None
-    if names is not None and (unknown := names - {tool.function.name for tool in tools}):
+    shows_all = not _is_allowed_tools(request.tool_choice)
+    return [
+        tool.model_dump(exclude_none=True)
+        for tool in request.tools
+        if shows_all or tool.function.name in names
+    ]
+
+
+def _demand(request: ChatRequest) -> ToolDemand | None:
+    """How tools may be called; None: not at all."""
+    names, forced = _choice_of(request)
+    offered = [
+        OfferedTool(tool.function.name, tool.function.parameters, bool(tool.function.strict))
+        for tool in request.tools or ()
+        if tool.function.name in names
+    ]
+    if not offered:
+        return None
+    is_named = isinstance(request.tool_choice, dict) and not _is_allowed_tools(request.tool_choice)
+    parallel = request.parallel_tool_calls is not False and not is_named
+    return ToolDemand(offered, forced, parallel)
+
+
+def _is_allowed_tools(choice: object) -> bool:
+    return isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+
+
+def _choice_of(request: ChatTemplateFields) -> tuple[set[str], bool]:
+    """The names of the tools that may be called, and whether one must be. Raises `ApiError`."""
+    choice = request.tool_choice
+    known = {tool.function.name for tool in request.tools or ()}
+    names, forced = known, choice == "required"
+    if choice == "none" or (choice is None and not known):
+        return set(), False
+    if isinstance(choice, dict):
+        names, forced = _named(choice)
+    elif choice not in (None, "auto", "required"):
         raise bad_request(
-            f"tool_choice allows {shown(min(unknown))}, which is not among the tools.",
+            "tool_choice must be auto, none, required, or an object that names a function, not "
+            f"{shown(choice)}.",
             "tool_choice",
         )
-    kept = [tool for tool in tools if names is None or tool.function.name in names]
-    return [tool.model_dump(exclude_none=True) for tool in kept] or None
-
-
-def _allowed(choice: object) -> set[str] | None:
-    """The names that a choice of `allowed_tools` leaves, where it forces no call; None: it is
-    another choice.
-    """
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return None
-    allowed = choice.get("allowed_tools")
-    mode, tools = (
-        (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
-    )
-    if mode == "required":
-        return None
-    functions = (
-        [tool.get("function") for tool in tools if isinstance(tool, dict)]
-        if isinstance(tools, list)
-        else []
-    )
-    names = {str(function.get("name")) for function in functions if isinstance(function, dict)}
-    if mode != "auto" or not names:
+    if not known:
+        raise bad_request("tool_choice needs tools.", "tool_choice")
+    if unknown := names - known:
         raise bad_request(
-            "tool_choice.allowed_tools must hold a mode, auto, and tools: a list of functions "
-            "with their names.",
+            f"tool_choice names {shown(min(unknown))}, which is not among the tools.",
             "tool_choice",
         )
-    return names
+    return names, forced
 
 
-def _check_tool_choice(choice: object, has_tools: bool) -> None:
-    if choice is None or choice == "none":
-        return
-    if choice == "auto":
-        if not has_tools:
-            raise bad_request("tool_choice needs tools.", "tool_choice")
-        return
-    if choice == "required" or isinstance(choice, dict):
-        raise bad_request(
-            "tool_choice must be auto or none: this server cannot make sure that a tool is called.",
-            "tool_choice",
-            "unsupported_parameter",
+def _named(choice: Mapping[str, Any]) -> tuple[set[str], bool]:
+    """The names in a choice that is an object, and whether one of them must be called."""
+    if _is_allowed_tools(choice):
+        allowed = choice.get("allowed_tools")
+        mode, tools = (
+            (allowed.get("mode"), allowed.get("tools"))
+            if isinstance(allowed, dict)
+            else (None, None)
         )
-    raise bad_request(f"tool_choice must be auto or none, not {shown(choice)}.", "tool_choice")
+        given = tools if isinstance(tools, list) else []
+        functions = [tool.get("function") for tool in given if isinstance(tool, dict)]
+        names = {str(each.get("name")) for each in functions if isinstance(each, dict)}
+        if mode not in ("auto", "required") or not names:
+            raise bad_request(
+                "tool_choice.allowed_tools must hold a mode, auto or required, and tools: a list "
+                "of functions with their names.",
+                "tool_choice",
+            )
+        return names, mode == "required"
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise bad_request(
+            'tool_choice as an object must be {"type": "function", "function": {"name": ...}}, or '
+            "of type allowed_tools.",
+            "tool_choice",
+        )
+    return {name}, True
 
 
 def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
@@ -186,6 +216,9 @@ class ChatBuilder(OpenAIBuilder):
         self.asks = [
             self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs, behind)
         ]
+        self.asks = with_calls(
+            self.asks, _demand(request), served, goes_on=bool(request.continue_final_message)
+        )
         tools = bool(request.tools) and request.tool_choice != "none"
         self.make_parser = parser_of(self._prompt, served, tools=tools)
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)

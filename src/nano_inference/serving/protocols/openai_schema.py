@@ -213,6 +213,7 @@ class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -227,7 +228,10 @@ class ChatTemplateFields(Strict):
 
     tools: list[Tool] | None = None
     tool_choice: Annotated[
-        Any, WithJsonSchema({"anyOf": [{"enum": ["auto", "none", None]}, {"type": "object"}]})
+        Any,
+        WithJsonSchema(
+            {"anyOf": [{"enum": ["auto", "none", "required", None]}, {"type": "object"}]}
+        ),
     ] = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -634,6 +634,7 @@ _OF_GRAMMARS = {*GrammarFields.model_fields, *(name.split(".")[0] for name in RO
 _WORDS = (
     *(b"structured_outputs", b"guided_", b"response_format", b"output_format", b"output_config"),
     *(b"json_schema", b"regex", b"ebnf", b"grammar", b"structural_tag", b"\\u00"),
+    *(b"tool_choice", b"strict"),
 )
 
 
@@ -776,13 +777,14 @@ def reasoning_end(prompt: Sequence[int], served: Served, *, goes_on: bool = Fals
     if served.chat_format.reasoning is None:
         return ""
     format = REASONING_FORMATS[served.chat_format.reasoning]
-    tail = _tail_of(prompt, served).rstrip()
+    tail = tail_of(prompt, served).rstrip()
     if tail.endswith(format.begin):
         return format.end
     return "" if goes_on or tail.endswith(format.end) else format.end
 
 
-def _tail_of(prompt: Sequence[int], served: Served) -> str:
+def tail_of(prompt: Sequence[int], served: Served) -> str:
+    """The last words of a prompt, as `make_parser` has them."""
     return need_tokenizer(served).decode(prompt[-_TAIL:], skip_special_tokens=False)
 
 
@@ -798,7 +800,7 @@ def parser_of(
     """
     if not (served.chat_format.reasoning or (tools and served.chat_format.tools)):
         return None
-    tail = _tail_of(prompt, served)
+    tail = tail_of(prompt, served)
     return partial(make_parser, served.chat_format, tools=tools, reasoning=True, prompt_tail=tail)
 
 

@@ -1,0 +1,61 @@
+"""The grammar of a request that says how tools are called."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.serving.errors import bad_request
+from nano_inference.serving.parsing.tool_grammars import ToolDemand, tool_grammar
+from nano_inference.serving.protocols.generation import Ask, Served
+from nano_inference.serving.protocols.grammars import check
+from nano_inference.serving.protocols.requests import tail_of
+
+
+def with_calls(
+    asks: Sequence[Ask], demand: ToolDemand | None, served: Served, *, goes_on: bool
+) -> list[Ask]:
+    """The same asks, under a grammar of tool calls where the demand needs one. Where an answer may
+    be text, and the request has a schema for it, that is a part of the grammar.
+
+    Args:
+        asks: of one prompt each.
+        demand: None: no tool may be called.
+        served: knows how the model writes.
+        goes_on: the prompt ends with the beginning of the answer.
+
+    Raises:
+        ApiError: 400, calls cannot be made sure of.
+    """
+    if demand is None:
+        return list(asks)
+    return [_with_calls(ask, demand, served, goes_on) for ask in asks]
+
+
+def _with_calls(ask: Ask, demand: ToolDemand, served: Served, goes_on: bool) -> Ask:
+    content = ask.params.grammar
+    if not demand.forced:
+        no_calls = served.chat_format.tools is None  # all that it says is text
+        if no_calls or (content is None and not any(tool.strict for tool in demand.tools)):
+            return ask
+    if content is not None and content.kind != "json":
+        if not demand.forced:
+            return ask
+        raise bad_request(
+            f"a call of a tool is forced, and a {content.kind} grammar as well; give one.",
+            "tool_choice",
+        )
+    assert served.tokenizer is not None
+    try:
+        grammar = tool_grammar(
+            demand,
+            served.chat_format,
+            served.tokenizer,
+            prompt_tail=tail_of(ask.prompt, served),
+            goes_on=goes_on,
+            content=content,
+        )
+        check(grammar, served.engine.grammar_backend)
+    except InvalidRequest as problem:
+        name = "tool_choice" if served.chat_format.tools is None else "tools"
+        raise bad_request(f"{name}: {problem}", name) from None
+    return replace(ask, params=replace(ask.params, grammar=grammar))
