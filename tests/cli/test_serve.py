@@ -63,7 +63,7 @@ CHOICES |= {
     "root_path": "/other",
     "max_pending_bytes": 1 << 30,
 }
-CHOICES |= {"generation_config": "none"}
+CHOICES |= {"generation_config": "none", "grammar_backend": "outlines"}
 CHOICES |= {
     "log_level": "error",
     "log_format": "json",

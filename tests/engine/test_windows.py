@@ -131,14 +131,14 @@ def test_a_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, fa
 
 
 def test_a_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
-    engine = build("gemma3", num_units=120)
+    engine = build("gemma3", num_units=120, backend="reference")
     mirror = engine.runner.storage.unit_map
     assert mirror is not None
     mirror._units = mirror._host.clone()  # pyright: ignore[reportPrivateUsage]  # as on a device: memory of its own
     samples = engine.generate([[3 + i, 4, 5] for i in range(6)], endless(60), 2)
     assert engine.stats().num_preemptions > 0
     assert bool((mirror.units() == mirror._host).all())  # pyright: ignore[reportPrivateUsage]
-    (roomy, *_) = build("gemma3").generate([[3, 4, 5]], endless(60), 2)
+    (roomy, *_) = build("gemma3", backend="reference").generate([[3, 4, 5]], endless(60), 2)
     assert (samples[0].completion_tokens, samples[0].logprobs) == (
         roomy.completion_tokens,
         roomy.logprobs,
