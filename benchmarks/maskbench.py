@@ -175,6 +175,7 @@ def serve(backend: str, model: str, pipe: Connection) -> None:
     vocabulary = Vocabulary(
         tokenizer.backend.to_str(),
         tokenizer.vocab_size,
+        tokenizer.vocab_size,
         tuple(ends) if isinstance(ends, list) else (ends,),
         lambda: Detokenizer(tokenizer, skip_special_tokens=False),
     )

@@ -13,12 +13,14 @@ import pytest
 
 from nano_inference import (
     AsyncInferenceEngine,
+    EngineConfig,
     Grammar,
     InferenceEngine,
     InvalidRequest,
     SamplingParams,
     TrainingSample,
 )
+from nano_inference.engine.intake import vocabulary_of
 from nano_inference.structured import backend as backends
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.compiler import GrammarCompiler
@@ -224,12 +226,15 @@ def test_a_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> N
 def test_a_grammar_begins_behind_the_reasoning(build: Build) -> None:
     engine = build()
     grammar = replace(Grammar.regex("[0-9]{3}"), after="t")
-    params = SamplingParams(max_tokens=400, seed=2, grammar=grammar)
+    (marker_id,) = engine.tokenizer.encode("t")
+    params = SamplingParams(
+        max_tokens=400, seed=2, grammar=grammar, logit_bias={marker_id: 3.0, EOS: 3.0}
+    )
     samples = engine.generate(PROMPT, params, 4)
     for sample in samples:
         _, marker, rest = text_of(engine, sample).partition("t")
-        assert sample.finish_reason == "stop"
         assert marker, "it may not end before its grammar has begun"
+        assert sample.finish_reason == "stop"
         assert re.fullmatch("[0-9]{3}", rest)
     assert any(len(sample.completion_tokens) > 10 for sample in samples)
 
@@ -275,6 +280,36 @@ def test_a_grammar_outlives_an_update(build: Build, kv_policy: Any) -> None:
     assert [sample.weight_version for sample in samples] == [1, 1, 1]
     for sample in samples:
         assert set(json.loads(text_of(engine, sample))) == {"age", "ok"}
+
+
+@pytest.mark.parametrize("vocab_size", [258, 259, 300, 320])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more(
+    tmp_path: Path, vocab_size: int, backend: Any
+) -> None:
+    folder = tiny_llama(tmp_path / "model", vocab_size=vocab_size)
+    tokenizer = byte_tokenizer(folder)
+    (marker_id,) = tokenizer.encode("t")
+    structured = replace(DIGITS, grammar=Grammar.regex("[^a-y]{5}"), logit_bias={marker_id: 5.0})
+    behind = replace(structured, grammar=replace(structured.grammar, after="t"), max_tokens=200)
+    config = EngineConfig(str(folder), backend=backend, num_threads=1, kv_cache_memory=2**20)
+    with InferenceEngine(config) as engine:
+        for sample in engine.generate([PROMPT] * 2, [structured, behind], 3):
+            assert sample.finish_reason == "stop", sample.stop_reason
+            tokens = sample.completion_tokens
+            last = tokens[tokens.index(marker_id) + 1 :] if marker_id in tokens else tokens
+            assert max(last) < min(vocab_size, tokenizer.vocab_size)
+
+
+def test_a_model_without_an_end_of_sequence_has_no_grammars(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build()
+    checks = engine.intake.checks
+    no_end = replace(checks, spec=replace(checks.spec, eos_token_ids=()))
+    monkeypatch.setattr(engine.intake.grammars, "_read", lambda: vocabulary_of(no_end))
+    (sample,) = engine.generate(PROMPT, DIGITS)
+    assert "names an end-of-sequence token" in str(sample.stop_reason)
 
 
 def test_asyncio_callers_get_structured_samples(build: Build) -> None:

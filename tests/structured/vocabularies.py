@@ -20,11 +20,12 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def vocabulary_of(tokenizer: Tokenizer, ends: tuple[int, ...] = (EOS,)) -> Vocabulary:
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(
         tokenizer.backend.to_str(),
         tokenizer.vocab_size,
-        ends,
+        tokenizer.vocab_size,
+        (EOS,),
         lambda: Detokenizer(tokenizer, skip_special_tokens=False),
     )
 

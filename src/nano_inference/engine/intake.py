@@ -164,11 +164,14 @@ class Intake:
 
 def vocabulary_of(checks: RequestChecks) -> Vocabulary:
     """The tokens that grammars of an engine are about. Raises `InvalidRequest`."""
-    tokenizer = checks.need_tokenizer("a grammar")
+    tokenizer, spec = checks.need_tokenizer("a grammar"), checks.spec
+    if not spec.eos_token_ids:
+        raise InvalidRequest("a grammar needs a model that names an end-of-sequence token.")
     return Vocabulary(
         tokenizer.backend.to_str(),
-        tokenizer.vocab_size,
-        tuple(sorted(checks.spec.eos_token_ids)),
+        max(tokenizer.vocab_size, spec.vocab_size),
+        spec.vocab_size,
+        tuple(sorted(spec.eos_token_ids)),
         lambda: Detokenizer(tokenizer, skip_special_tokens=False),
     )
 

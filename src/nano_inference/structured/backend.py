@@ -35,13 +35,15 @@ class Vocabulary:
 
     Attributes:
         tokenizer_json: of the `tokenizers` library.
-        size: token ids.
-        eos_token_ids: that end a text; may be empty.
+        size: token ids, of the tokenizer or of the model, whichever has more.
+        drawable: token ids of the model: masks end there.
+        eos_token_ids: that end a text; at least one.
         reader: makes a reader of a new text, special tokens included.
     """
 
     tokenizer_json: str
     size: int
+    drawable: int
     eos_token_ids: tuple[int, ...]
     reader: Callable[[], Reader] = field(compare=False)
 

@@ -16,7 +16,7 @@ import numpy as np
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import GrammarError, Matcher, Vocabulary, backend_named
 from nano_inference.structured.grammar import BackendName, Grammar
-from nano_inference.structured.masks import num_words
+from nano_inference.structured.masks import cut_to, num_words
 from nano_inference.structured.matching import GrammarState
 
 logger = logging.getLogger("nano_inference")
@@ -165,7 +165,7 @@ class GrammarCompiler:
             matcher = backend_named(grammar.backend or self._default).compile(grammar, vocabulary)
             first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
             matcher.fill(first)  # backends are lazy: a first mask may take longest
-            outcome: Compiled | Exception = Compiled(matcher, first)
+            outcome: Compiled | Exception = Compiled(matcher, cut_to(first, vocabulary.drawable))
         except GrammarError as problem:
             outcome = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
         except Exception as problem:

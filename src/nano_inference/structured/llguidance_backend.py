@@ -82,13 +82,11 @@ class LlguidanceBackend:
     def _tokenizer(self, vocabulary: Vocabulary) -> LLTokenizer:
         with self._reading:
             if vocabulary.key not in self._tokenizers:
-                # A grammar must be able to end: where no id does, one beyond the vocabulary stands
-                # for the end, and is never drawn.
-                ends = list(vocabulary.eos_token_ids) or [vocabulary.size]
-                size = max(vocabulary.size, *(end + 1 for end in ends))
                 try:
                     self._tokenizers[vocabulary.key] = LLTokenizer(
-                        vocabulary.tokenizer_json, n_vocab=size, eos_token=ends
+                        vocabulary.tokenizer_json,
+                        n_vocab=vocabulary.size,
+                        eos_token=list(vocabulary.eos_token_ids),
                     )
                 except Exception as problem:
                     raise InvalidRequest(

@@ -14,6 +14,14 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD)
 
 
+def cut_to(words: np.ndarray, size: int) -> np.ndarray:
+    """A mask of the ids below `size` alone: a view; the rest of its last word is cleared."""
+    words = words[: num_words(size)]
+    if size % WORD and len(words) == num_words(size):
+        words[-1] &= (1 << (size % WORD)) - 1
+    return words
+
+
 def mask_of(token_ids: Collection[int]) -> np.ndarray:
     """A mask that allows these ids alone: int32 [words up to the highest]."""
     ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))

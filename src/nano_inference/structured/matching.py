@@ -6,7 +6,7 @@ import numpy as np
 
 from nano_inference.structured.backend import Backend, GrammarError, Matcher, Reader, Vocabulary
 from nano_inference.structured.grammar import Grammar
-from nano_inference.structured.masks import mask_of, without
+from nano_inference.structured.masks import cut_to, mask_of, num_words, without
 
 
 class GrammarState:
@@ -38,6 +38,7 @@ class GrammarState:
         "grammar",
         "is_ended",
         "problem",
+        "vocabulary",
         "words",
     )
 
@@ -54,6 +55,7 @@ class GrammarState:
         self._token_ids = list(token_ids)
         self._allowed = allowed if allowed is None else mask_of(allowed)
         self._matcher: Matcher | None = None
+        self.vocabulary: Vocabulary | None = None
         self._ends: frozenset[int] = frozenset()
         # while the grammar has not begun: the text behind which it does, and the newest text
         self._marker, self._head = grammar.after, ""
@@ -77,12 +79,13 @@ class GrammarState:
             vocabulary: that it was compiled for.
             first: its first mask; shared, so it is not written.
         """
-        self._matcher, self._ends = matcher, frozenset(vocabulary.eos_token_ids)
+        self._matcher, self.vocabulary = matcher, vocabulary
+        self._ends = frozenset(vocabulary.eos_token_ids)
         self.words = first
         if self._marker:
             self._reader = vocabulary.reader()
             # the sample may not end before it has come to its grammar
-            self.words = without(np.full(len(first), -1, dtype=np.int32), self._ends)
+            self.words = without(mask_of(range(vocabulary.drawable)), self._ends)
         self._cut()
         if self._token_ids:
             for token_id in self._token_ids:
@@ -106,7 +109,6 @@ class GrammarState:
         else:
             try:
                 self._matcher.accept(token_id)
-                self.is_ended = not self._ends and self._matcher.is_complete
             except GrammarError as problem:
                 self.problem = str(problem)
 
@@ -121,7 +123,9 @@ class GrammarState:
                 found.setdefault(matcher.backend, []).append((state, matcher))
         for backend, pairs in found.items():
             # a draw may still be reading the last masks
-            table = np.zeros((len(pairs), len(pairs[0][0].words)), dtype=np.int32)
+            vocabulary = pairs[0][0].vocabulary
+            assert vocabulary is not None
+            table = np.zeros((len(pairs), num_words(vocabulary.size)), dtype=np.int32)
             problems = backend.fill([matcher for _, matcher in pairs], table)
             for (state, _), words, problem in zip(pairs, table, problems, strict=True):
                 state.take(words, problem)
@@ -150,7 +154,8 @@ class GrammarState:
         if problem is not None:
             self.problem = str(problem)
         else:
-            self.words = words
+            assert self.vocabulary is not None
+            self.words = cut_to(words, self.vocabulary.drawable)
             self._cut()
 
     def _cut(self) -> None:
