@@ -111,7 +111,7 @@ class EngineConfig:
             (docs/sampling.md). More is refused; a sample whose mask grows beyond its part of this
             ends.
         grammar_backend: what makes the masks of grammars that name no backend (docs/structured.md):
-            `"llguidance"`, or `"xgrammar"` or `"outlines"`, which are packages of their own.
+            `"llguidance"` is the one that there is.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the
             first): 1, 2, 4, 8 ….

@@ -326,10 +326,10 @@ def test_asyncio_callers_get_structured_samples(build: Build) -> None:
 def test_a_backend_whose_package_is_missing_is_named(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(backends._MODULES, "outlines", ("no_such_module", "outlines-core"))  # pyright: ignore
-    params = replace(DIGITS, grammar=replace(DIGITS.grammar, backend="outlines"))  # pyright: ignore
-    with pytest.raises(InvalidRequest, match="needs the package outlines-core"):
-        build().generate(PROMPT, params)
+    monkeypatch.setitem(backends._MODULES, "llguidance", ("no_such_module", "llguidance"))  # pyright: ignore
+    monkeypatch.setattr(backends, "_loaded", {})
+    with pytest.raises(InvalidRequest, match="needs the package llguidance"):
+        build().generate(PROMPT, DIGITS)
 
 
 def test_two_hundred_grammars_at_once(build: Build) -> None:

@@ -111,11 +111,12 @@ class EngineCore:
         )
 
     def prepare(self) -> None:
-        """Read the tokenizer now, not when the first stop string comes and others wait behind
-        it.
+        """Read the tokenizer now, not when the first stop string or grammar comes and others wait
+        behind it.
         """
         try:
             _ = self.engine.tokenizer
+            self.engine.intake.grammars.prepare()
         except NanoInferenceError as problem:
             log.info("stop strings will be refused: %s", problem)
 

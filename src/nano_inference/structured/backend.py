@@ -133,8 +133,6 @@ def fill_each(matchers: Sequence[Matcher], table: np.ndarray) -> list[GrammarErr
 
 _MODULES: Mapping[str, tuple[str, str]] = {
     "llguidance": ("llguidance_backend", "llguidance"),
-    "xgrammar": ("xgrammar_backend", "xgrammar"),
-    "outlines": ("outlines_backend", "outlines-core"),
 }
 _loaded: dict[str, Backend] = {}
 

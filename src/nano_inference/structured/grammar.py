@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from nano_inference.errors import InvalidRequest
 
 GrammarKind = Literal["json", "regex", "choice", "lark", "gbnf", "structural_tag"]
-BackendName = Literal["llguidance", "xgrammar", "outlines"]
+BackendName = Literal["llguidance"]
 
 # What may stand between the tokens of JSON: a space, or a new line and its indentation. Without a
 # bound models loop in it.

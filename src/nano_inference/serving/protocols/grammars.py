@@ -74,8 +74,6 @@ _BACKENDS: Mapping[str, BackendName | None] = {
     "auto": None,
     "guidance": "llguidance",
     "llguidance": "llguidance",
-    "xgrammar": "xgrammar",
-    "outlines": "outlines",
 }
 
 
