@@ -5,7 +5,7 @@ import inspect
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -32,6 +32,7 @@ from nano_inference import (
     WeightUpdate,
     errors,
 )
+from nano_inference.types import UpdateOptions
 
 REQUIRED = object()
 
@@ -235,10 +236,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "update_weights": {
         "weights": REQUIRED,
         "blocking": False,
-        "kv_policy": None,
-        "version": None,
-        "complete": False,
-        "check_finite": False,
+        "options": REQUIRED,  # of `UpdateOptions`
     },
     "get_weight_version": {},
     "flush_cache": {},
@@ -294,11 +292,20 @@ def test_methods_of_the_engine() -> None:
         assert found == expected, name
 
 
+def test_a_weight_update_has_these_options() -> None:
+    assert set(get_type_hints(UpdateOptions)) == {
+        "kv_policy",
+        "version",
+        "complete",
+        "check_finite",
+    }
+
+
 def test_additions_to_methods_are_keyword_only() -> None:
     for name, keyword in [
         ("generate", "stream"),
         ("generate", "progress"),
-        ("update_weights", "version"),
+        ("add_request", "min_version"),
     ]:
         parameter = inspect.signature(getattr(InferenceEngine, name)).parameters[keyword]
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
