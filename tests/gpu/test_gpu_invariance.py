@@ -24,6 +24,7 @@ from tests.invariance.scenario import Request, Schedule, run, same_bits
 from tests.invariance.test_schedule_invariance import requests, schedules
 from tests.invariance.test_window_invariance import bytes_of_a_unit_token, fitted
 from tests.models.tiny import tiny_llama, tiny_model
+from tests.structured.vocabularies import with_tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -86,11 +87,13 @@ def models(tmp_path_factory: pytest.TempPathFactory, target: Target) -> dict[str
     small = SMALL if target.dry else {}
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if target.dry else {}
     return {
-        family: tiny_model(
-            tmp_path_factory.mktemp(family),
-            family,
-            **small,
-            **(layers if family == "gemma3" else {}),
+        family: with_tokenizer(
+            tiny_model(
+                tmp_path_factory.mktemp(family),
+                family,
+                **small,
+                **(layers if family == "gemma3" else {}),
+            )
         )
         for family in FAMILIES
     }

@@ -24,6 +24,7 @@ from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, poison, run, same_bits, small_tiles
 from tests.invariance.test_schedule_invariance import requests, schedules
 from tests.models.tiny import llama_config, llama_weights, tiny_model, write_model
+from tests.structured.vocabularies import with_tokenizer
 
 pytest.importorskip("triton")
 
@@ -74,7 +75,7 @@ def several_of_each() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: tiny_model(tmp_path_factory.mktemp(name), name, **SIZES, **own)
+        name: with_tokenizer(tiny_model(tmp_path_factory.mktemp(name), name, **SIZES, **own))
         for name, own in MODELS.items()
     }
 

@@ -22,13 +22,17 @@ from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, run, same_bits
 from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedules
 from tests.models.tiny import tiny_model
+from tests.structured.vocabularies import with_tokenizer
 
 FAMILIES = ["mistral", "gemma3"]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: tiny_model(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {
+        family: with_tokenizer(tiny_model(tmp_path_factory.mktemp(family), family))
+        for family in FAMILIES
+    }
 
 
 def bytes_of_a_unit_token(spec: ModelSpec) -> int:

@@ -84,7 +84,7 @@ def test_openai_parses_a_tool_s_arguments(client: OpenAI, name: str, choice: Any
         seed=2,
         max_tokens=400,
     )
-    (call,) = reply.choices[0].message.tool_calls or ()
+    (call,) = reply.choices[0].message.tool_calls or []
     assert call.function.name == "Pet"
     assert isinstance(call.function.parsed_arguments, Pet)
 

@@ -20,6 +20,12 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+def with_tokenizer(folder: Path) -> Path:
+    """The same folder of a model, which can have grammars now."""
+    write_tokenizer(folder, None)
+    return folder
+
+
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(
         tokenizer.backend.to_str(),
