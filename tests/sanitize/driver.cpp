@@ -110,7 +110,7 @@ class Model {
       std::vector<void*> buffers;
       for (int64_t bytes : row_bytes) memory.emplace_back(size_t(bytes * n)), buffers.push_back(memory.back().data());
       Step step{{n, copies, at.data(), slots.data(), row_chunks.data(), starts.data(), lens.data(), tables.data(), blocks_of_one},
-                tokens.data(), buffers.data(), row_bytes.data(), threads, 0, int64_t(ops.size()), nullptr};
+                tokens.data(), buffers.data(), row_bytes.data(), threads, 0, int64_t(ops.size())};
       if (int problem = nano_program_run(program, &step)) std::printf("problem %d\n", problem), std::exit(1);
       result.hidden.insert(result.hidden.end(), memory[1].begin(), memory[1].begin() + row_bytes[1] * length);
       draw(memory[1].data(), n, length - 1, threads, start + length, result);
