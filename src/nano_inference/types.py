@@ -31,6 +31,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 GROUP_COMPLETE = "group complete"
 # and of such as were to be begun by a version that serves no more
 VERSION_GONE = "the weight version is gone"
+# what begins the stop_reason of samples that failed
+ERROR = "error: "
 
 # Parts of the memory that an engine can give back while it sleeps.
 Memory = Literal["weights", "kv_cache"]

@@ -162,6 +162,18 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_changes(bu
     assert "uniqueItems" in str(sample.stop_reason)
 
 
+def test_a_compilation_that_raises_tells_the_kind_alone(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("/home/somebody")
+
+    monkeypatch.setattr(LlguidanceBackend, "compile", broken)
+    (sample,) = build().generate(PROMPT, DIGITS)
+    assert sample.finish_reason == "abort"
+    assert sample.stop_reason == "error: compiling the grammar raised KeyError"
+
+
 def test_an_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

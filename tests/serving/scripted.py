@@ -294,7 +294,7 @@ class _Sample:
             ref_logprobs=None,
             weight_version=0,
             finish_reason="abort" if failed else self.finish_reason,
-            stop_reason="error: ValueError: the script says so" if failed else self.stop_reason,
+            stop_reason="error: the draw raised ValueError" if failed else self.stop_reason,
             weight_versions=(VersionSpan(0, 0, count),),
             raw_logprobs=tuple(map(logprob, range(count))) if params.raw_logprobs else None,
             top_logprobs=tuple(map(self._top, range(count))) if params.top_logprobs else None,

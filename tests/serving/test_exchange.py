@@ -197,7 +197,7 @@ def test_a_poisoned_sample_ends_its_own_request_only() -> None:
             bad = http.post(url + "/v1/completions", json={"prompt": "Hi", "seed": 13})
             good = http.post(url + "/v1/completions", json={"prompt": "Hi", "seed": 14})
         assert bad.status_code == 500
-        assert "ValueError" not in bad.text
+        assert bad.json()["error"]["message"].endswith(": the draw raised ValueError.")
         assert bad.headers["x-should-retry"] == "false"
         assert good.json()["choices"][0]["text"] == "fine"
 

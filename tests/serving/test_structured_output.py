@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from nano_inference import Grammar
+from nano_inference import Grammar, InvalidRequest
 from nano_inference.config import EngineConfig
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
@@ -22,10 +23,12 @@ from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.protocols.openai_completions import PROTOCOL as TEXTS
 from nano_inference.serving.protocols.requests import may_ask_for_grammar
+from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.grammar import COMPACT
+from nano_inference.structured.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
 from tests.cli.running import write_tokenizer
 from tests.models.tiny import tiny_llama
-from tests.serving.scripted import Script, ScriptedClient
+from tests.serving.scripted import ScriptedClient
 from tests.serving.streams import events, post
 
 CONFIG = ServerConfig(port=0, in_process=True, rl=True)
@@ -327,7 +330,6 @@ def test_a_grammar_that_takes_too_long_is_refused(
     import threading
 
     from nano_inference.serving import server
-    from nano_inference.structured.llguidance_backend import LlguidanceBackend
 
     go = threading.Event()
     monkeypatch.setattr(server, "GRAMMAR_SECONDS", 0.1)
@@ -341,18 +343,12 @@ def test_a_grammar_that_takes_too_long_is_refused(
         go.set()
 
 
-def test_a_failed_grammar_says_why() -> None:
-    with running_server(ScriptedClient(Script(fail_after=2)), CONFIG) as url:
-        error = post(f"{url}/v1/completions", {"prompt": "Hello", "regex": "a+"}, 500)["error"]
-        assert error["message"].startswith("the engine could not go on with this request")
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = tiny_llama(tmp_path_factory.mktemp("structured"), seed=0)
     write_tokenizer(folder, "{% for message in messages %}{{ message.content }}{% endfor %}")
     config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**22, seed=0)
-    with running_server(config, CONFIG) as url:
+    with running_server(config, replace(CONFIG, served_model_name="tiny")) as url:
         yield url
 
 
@@ -392,13 +388,76 @@ def test_answers_follow_every_field(tiny: str, fields: dict[str, Any]) -> None:
     assert texts == {choice["index"]: choice["text"] for choice in choices}
 
 
+def bodies(pattern: str) -> dict[str, dict[str, Any]]:
+    """Requests under a regular expression, by route."""
+    asked = {"guided_regex": pattern}
+    room = {"max_tokens": 50, **asked}
+    return {
+        "/v1/completions": {"prompt": [5, 6], **room},
+        "/v1/chat/completions": {"messages": [USER], **room},
+        "/v1/messages": {"model": "tiny", "messages": [USER], **room},
+        "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": room},
+        "/generate": {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 50, **asked}},
+    }
+
+
+def failed(url: str, path: str, pattern: str, stream: bool) -> tuple[int, dict[str, Any]]:
+    """The status and the error of a request that fails; 200 where a stream ends with it."""
+    body = bodies(pattern)[path] | {"stream": stream}
+    reply = httpx.post(url + path, json=body, timeout=60)
+    if reply.status_code != 200:
+        return reply.status_code, reply.json()["error"]
+    said = [line for line in reply.text.split("\n") if line.startswith("data: {")]
+    assert len(said) > 3, "what was drawn was sent"
+    return 200, json.loads(said[-1].removeprefix("data: "))["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", bodies(""))
+def test_a_failed_matcher_says_why(
+    tiny: str, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, count = LlguidanceMatcher.fill, [0]
+
+    def failing(self: LlguidanceMatcher, words: Any) -> None:
+        count[0] += 1
+        if count[0] % 30 == 0:  # the first steps of a stream are sent by then
+            raise GrammarError("a limit of lexer states is reached")
+        fill(self, words)
+
+    monkeypatch.setattr(LlguidanceMatcher, "fill", failing)
+    status, error = failed(tiny, path, "[0-9]{40}", stream)
+    assert status == (200 if stream else 500)
+    said = "the engine could not go on with this request: a limit of lexer states is reached."
+    assert error["message"] == said
+    assert error["type"] == ("api_error" if path == "/v1/messages" else "server_error")
+    assert error.get("code", "sample_failed") == "sample_failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", bodies(""))
+def test_a_grammar_that_the_engine_refuses_is_a_bad_request(
+    tiny: str, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what shows only with the model's vocabulary."""
+
+    def refuse(*_: Any) -> Any:
+        raise InvalidRequest("the regex grammar cannot be enforced: it is not.")
+
+    monkeypatch.setattr(LlguidanceBackend, "compile", refuse)
+    status, error = failed(tiny, path, f"{path}|{stream}", stream)  # none that it knows
+    assert status == 400
+    assert error["message"] == "the regex grammar cannot be enforced: it is not."
+    assert error["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_follow_in_every_protocol(tiny: str, stream: bool) -> None:
     room, said = {"max_tokens": 200, "seed": 7}, dict[str, str]()
     formats = {
         "/v1/chat/completions": {"messages": [USER], **room, **_of_openai()},
         "/v1/messages": {
-            "model": "x",
+            "model": "tiny",
             "messages": [USER],
             **room,
             "output_format": {"type": "json_schema", "schema": SCHEMA},
@@ -414,9 +473,6 @@ def test_answers_follow_in_every_protocol(tiny: str, stream: bool) -> None:
         },
     }
     for path, body in formats.items():
-        if path == "/v1/messages":
-            model = httpx.get(f"{tiny}/v1/models").json()["data"][0]["id"]
-            body = body | {"model": model}
         reply = httpx.post(tiny + path, json=body | {"stream": stream}, timeout=60)
         assert reply.status_code == 200, reply.text
         said[path] = _text_of(path, reply, stream)

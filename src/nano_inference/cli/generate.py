@@ -28,7 +28,7 @@ from nano_inference.cli.terminal import (
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest, ModelLoadError
 from nano_inference.structured.grammar import Grammar
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import ERROR, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
@@ -268,7 +268,7 @@ def _show(
 def _show_failures(samples: list[TrainingSample]) -> None:
     """Why samples failed, each reason once."""
     for reason in sorted({str(each.stop_reason) for each in samples}):
-        if reason.startswith("error: "):
+        if reason.startswith(ERROR):
             errors.print(Text(reason, style="red"), soft_wrap=True)
 
 

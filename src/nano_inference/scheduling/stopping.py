@@ -4,7 +4,7 @@ import logging
 from typing import NamedTuple
 
 from nano_inference.scheduling.sequence import GrowingText, Sequence
-from nano_inference.types import FinishReason
+from nano_inference.types import ERROR, FinishReason
 
 
 class Finish(NamedTuple):
@@ -16,7 +16,7 @@ class Finish(NamedTuple):
     stop_reason: int | str | None = None
 
 
-NOT_FINITE = Finish("abort", "error: the model's logits are not finite")
+NOT_FINITE = Finish("abort", f"{ERROR}the model's logits are not finite")
 MASK_FULL = Finish(
     "abort", "sampling_mask has grown beyond what max_request_entries leaves each sample"
 )
@@ -38,7 +38,7 @@ def follow_grammar(seq: Sequence) -> Finish | None:
 
 def grammar_failure(problem: str) -> Finish:
     """How a sequence ends whose grammar cannot go on."""
-    return Finish("abort", f"error: {problem}")
+    return Finish("abort", f"{ERROR}{problem}")
 
 
 def may_stop(seq: Sequence) -> bool:
@@ -85,7 +85,7 @@ def failure(seq: Sequence, what: str, problem: Exception) -> Finish:
         kind,
         exc_info=problem,
     )
-    return Finish("abort", f"error: {what} raised {kind}")
+    return Finish("abort", f"{ERROR}{what} raised {kind}")
 
 
 class LostText:

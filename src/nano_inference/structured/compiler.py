@@ -15,7 +15,7 @@ import numpy as np
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import GrammarError, Matcher, Vocabulary, backend_named
-from nano_inference.structured.grammar import BackendName, Grammar
+from nano_inference.structured.grammar import REFUSED, BackendName, Grammar
 from nano_inference.structured.masks import cut_to, num_words
 from nano_inference.structured.matching import GrammarState
 
@@ -208,11 +208,14 @@ class GrammarCompiler:
 
     def _give(self, state: GrammarState, compiled: Future[Compiled]) -> None:
         problem = compiled.exception()
-        if problem is not None:
-            state.fail(str(problem) or repr(problem))
-            return
-        ready = compiled.result()
-        state.begin(ready.template.copy(), self.vocabulary(), ready.first)
+        if problem is None:
+            ready = compiled.result()
+            state.begin(ready.template.copy(), self.vocabulary(), ready.first)
+        elif isinstance(problem, InvalidRequest):
+            state.fail(f"{REFUSED}{problem}")
+        else:
+            logger.error("compiling a grammar failed", exc_info=problem)
+            state.fail(f"compiling the grammar raised {type(problem).__name__}")
 
 
 class _Abandoned(Exception):

@@ -15,6 +15,8 @@ BackendName = Literal["llguidance"]
 BOUNDED = r"[ ]?(\n[ \t]{0,32})?"
 COMPACT = ""
 MOST_CHARACTERS = 2**20  # of a grammar
+# What begins the problem of a sample whose grammar turns out to be one that cannot be enforced.
+REFUSED = "refused: "
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,30 @@ from nano_inference.errors import RequestTooLarge, VersionGone
 from nano_inference.serving.choices import PLAIN, Choice, ChoiceDelta, TextStyle, new_choice
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.errors import ApiError, api_error_of, bad_request, openai_error, shown
+from nano_inference.serving.errors import (
+    NO_RETRY,
+    ApiError,
+    api_error_of,
+    bad_request,
+    openai_error,
+    shown,
+)
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, OutputParser
 from nano_inference.serving.protocols.answers import DONE, data_event
+from nano_inference.structured.grammar import REFUSED
 from nano_inference.text.chat import warm_up
 from nano_inference.text.detokenizer import Detokenizer
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import VERSION_GONE, Delta, Limits, SamplingParams, TrainingSample
+from nano_inference.types import (
+    ERROR,
+    VERSION_GONE,
+    Delta,
+    Limits,
+    SamplingParams,
+    TrainingSample,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,12 +370,23 @@ class Generation:
         """Raise what a failed sample says."""
         sample = piece.finished
         if sample is not None and sample.finish_reason == "abort":
-            if str(sample.stop_reason).startswith("error: "):
-                log.error("a request failed in the engine: %s", sample.stop_reason)
-                raise ApiError(500, "the engine could not go on with this request.")
+            reason = str(sample.stop_reason)
+            if reason.startswith(ERROR):
+                raise _failure(reason.removeprefix(ERROR))
             if sample.stop_reason == VERSION_GONE:  # while it waited
                 raise api_error_of(VersionGone(f"{VERSION_GONE} that the request is for."))
         return piece
+
+
+def _failure(reason: str) -> ApiError:
+    """What the client of a failed sample gets: the reason, which names no more than a kind of
+    error. What only the engine could see of a request is answered as what is seen before.
+    """
+    if reason.startswith(REFUSED):
+        return bad_request(reason.removeprefix(REFUSED))
+    log.error("a request failed in the engine: %s", reason)
+    said = f"the engine could not go on with this request: {reason.rstrip('.')}."
+    return ApiError(500, said, code="sample_failed", headers=NO_RETRY)
 
 
 async def answer(generation: Generation) -> object:
