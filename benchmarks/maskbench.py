@@ -30,7 +30,7 @@ from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.masks import WORD, num_words
 from nano_inference.structured.matching import GrammarState
-from nano_inference.text.detokenizer import Detokenizer
+from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import load_tokenizer
 
 FOLDER = "maskbench/data"  # in the repository
@@ -177,7 +177,7 @@ def serve(backend: str, model: str, pipe: Connection) -> None:
         tokenizer.vocab_size,
         tokenizer.vocab_size,
         tuple(ends) if isinstance(ends, list) else (ends,),
-        lambda: Detokenizer(tokenizer, skip_special_tokens=False),
+        TokenTexts(tokenizer).bytes_of,
     )
     compile_schema = COMPILERS[backend](vocabulary)
     examine(compile_schema, {"schema": {"type": "boolean"}, "tests": []}, None, ())  # reads it all

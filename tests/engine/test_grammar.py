@@ -251,9 +251,42 @@ def test_a_grammar_begins_behind_the_reasoning(build: Build) -> None:
     assert any(len(sample.completion_tokens) > 10 for sample in samples)
 
 
-def test_a_sample_is_gone_on_with_under_its_grammar(build: Build) -> None:
-    whole = build().generate(PROMPT, OBJECT)[0]
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_sample_that_does_not_think_comes_to_its_grammar_at_once(
+    build: Build, backend: str
+) -> None:
+    engine = build(backend=backend)
+    grammar = replace(Grammar.regex("[0-9]{3}"), after="t", opened_by="ab")
+    a, marker = engine.tokenizer.encode("at")
+    bias = {a: 2.0, marker: 4.0, EOS: 3.0}
+    params = SamplingParams(max_tokens=400, seed=2, grammar=grammar, logit_bias=bias)
+    samples = engine.generate(PROMPT, params, 24)
+    thoughts = 0
+    for sample in samples:
+        assert sample.finish_reason == "stop"
+        text = text_of(engine, sample)
+        if text.startswith("a"):
+            assert text.startswith("ab"), "a marker that has begun is the only way on"
+            thoughts += 1
+            text = text[2:].partition("t")[2]
+        assert re.fullmatch("[0-9]{3}", text)
+    assert 0 < thoughts < len(samples)
+
+
+def thoughtful(engine: InferenceEngine) -> SamplingParams:
+    """A sample may think, and does."""
+    grammar = replace(OBJECT.grammar or Grammar.json_object(), after="c", opened_by="ab")
+    a, c = engine.tokenizer.encode("ac")
+    return replace(OBJECT, grammar=grammar, logit_bias={a: 5.0, c: 4.0})
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) -> None:
     engine = build()
+    params = thoughtful(engine) if thinks else OBJECT
+    whole = build().generate(PROMPT, params)[0]
+    assert text_of(engine, whole).startswith("ab") == thinks
+    assert whole.finish_reason == "stop"
     for cut in range(1, len(whole.completion_tokens)):
         partial = replace(
             whole,

@@ -29,6 +29,7 @@ GRAMMARS = {
     "json": Grammar.json_schema(PERSON),
     "choice": Grammar.choice(["yes", "no", "nothing"]),
     "after": replace(Grammar.regex("[0-9]{3}"), after="t"),
+    "opened": replace(Grammar.regex("[0-9a-z]{3}"), after="t", opened_by="a"),
 }
 PROMPTS = [list(range(40, 40 + length)) for length in (3, 21)]
 BACKENDS = [pytest.param("cpu", marks=NEEDS_COMPILER), "reference"]

@@ -17,12 +17,12 @@ from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
 from nano_inference.serving.dialects.vllm_generate import PROTOCOL as VLLM
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.main import running_server
-from nano_inference.serving.parsing import ChatFormat
+from nano_inference.serving.parsing import AT_ONCE, Behind, ChatFormat, reasoning_before
 from nano_inference.serving.protocols.anthropic import PROTOCOL as MESSAGES
 from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.protocols.openai_completions import PROTOCOL as TEXTS
-from nano_inference.serving.protocols.requests import may_ask_for_grammar
+from nano_inference.serving.protocols.requests import behind_reasoning, may_ask_for_grammar
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.grammar import COMPACT
 from nano_inference.structured.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
@@ -236,16 +236,52 @@ def test_what_is_wrong_is_named(name: str, served: Served) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         (_of_openai(UNKNOWN), "response_format"),
         (_of_openai() | {"guided_regex": "a"}, "response_format"),
-        (
-            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
-            "structured_outputs.disable_additional_properties",
-        ),
     ],
 )
 def test_formats_that_are_none(fields: dict[str, Any], field: str, served: Served) -> None:
     with pytest.raises(ApiError) as raised:
         grammar_of("chat", fields, served)
     assert (raised.value.status, raised.value.param) == (400, field)
+
+
+def test_objects_are_closed_where_a_request_says_so(served: Served) -> None:
+    inner = {"properties": {"a": {"type": "integer"}}}
+    kept = {"properties": {}, "additionalProperties": {"type": "null"}}
+    schema = {
+        "$defs": {"one": inner, "properties": {"type": "string"}},
+        "properties": {
+            "properties": {"items": inner},
+            "kept": kept,
+            "said": {"const": {"properties": 1}, "enum": [inner], "default": inner},
+        },
+        "anyOf": [{"patternProperties": {"^a": inner}}, {"type": "object"}],
+    }
+    closed = inner | {"additionalProperties": False}
+    expected = {
+        "$defs": {"one": closed, "properties": {"type": "string"}},
+        "properties": {
+            "properties": {"items": closed},
+            "kept": kept,
+            "said": {"const": {"properties": 1}, "enum": [inner], "default": inner},
+        },
+        "anyOf": [
+            {"patternProperties": {"^a": closed}, "additionalProperties": False},
+            {"type": "object"},
+        ],
+        "additionalProperties": False,
+    }
+
+    def asked(value: bool, **kind: Any) -> Any:
+        said = {**kind, "disable_additional_properties": value}
+        grammar = grammar_of("completions", {"structured_outputs": said}, served)
+        assert grammar is not None
+        return grammar.text if "regex" in kind else json.loads(grammar.text)
+
+    assert asked(True, json=schema) == expected
+    assert asked(False, json=schema) == schema
+    tag = {"structures": [{"begin": "<a>", "schema": inner, "end": "</a>"}], "triggers": ["<a>"]}
+    assert asked(True, structural_tag=tag)["structures"][0]["schema"] == closed
+    assert asked(True, regex="a+") == "a+"
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
@@ -263,34 +299,55 @@ def test_a_name_in_escapes_is_read_apart_too() -> None:
 # -- reasoning -------------------------------------------------------------------------------------
 
 
+OPEN, MAY_OPEN = Behind("</think>"), Behind("</think>", "<think>")
+
+
 @pytest.mark.parametrize(
-    ("end", "goes_on", "after"),
+    ("end", "goes_on", "behind"),
     [
-        ("<|im_start|>assistant\n", False, "</think>"),
-        ("<|im_start|>assistant\n<think>\n", False, "</think>"),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, ""),
-        ("<|im_start|>assistant\nIt is ", True, ""),
-        ("<|im_start|>assistant\n<think>", True, "</think>"),
+        ("<|im_start|>assistant\n", False, MAY_OPEN),
+        ("<|im_start|>assistant\n<think>\n", False, OPEN),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, AT_ONCE),
+        ("<|im_start|>assistant\nIt is ", True, AT_ONCE),
+        ("<|im_start|>assistant\n<think>", True, OPEN),
     ],
 )
 def test_a_grammar_begins_behind_the_reasoning(
-    end: str, goes_on: bool, after: str, engine: ScriptedClient
+    end: str, goes_on: bool, behind: Behind, engine: ScriptedClient
 ) -> None:
-    from nano_inference.serving.protocols.requests import reasoning_end
-
-    thinking = ChatFormat(reasoning="think")
-    served = Served("scripted", engine._engine_info(), engine.tokenizer, thinking, CONFIG)
+    served = thinking(engine)
     prompt = engine.tokenizer.encode("<think>Before.</think> Yes.<|im_end|>\n" + end)
-    assert reasoning_end(prompt, served, goes_on=goes_on) == after
+    assert behind_reasoning(prompt, served, goes_on=goes_on) == behind
+
+
+def thinking(engine: ScriptedClient) -> Served:
+    format = ChatFormat(reasoning="think")
+    return Served("scripted", engine._engine_info(), engine.tokenizer, format, CONFIG)
+
+
+def test_reasoning_stays_on_where_a_route_tells_it_apart(engine: ScriptedClient) -> None:
+    served, plain = thinking(engine), Grammar.regex("a+")
+    behind = replace(plain, after="</think>", opened_by="<think>")
     for name in ("chat", "messages"):
-        grammar = grammar_of(name, {"guided_regex": "a+"}, served)
-        assert grammar is not None
-        assert grammar.after == "</think>"
-    for name in ("completions", "vllm"):
-        assert grammar_of(name, {"guided_regex": "a+"}, served) == Grammar.regex("a+")
-    body = {"token_ids": [5], "sampling_params": {"regex": "a"}, "reasoning_ended": False}
-    (ask,) = VLLM.prepare(json.dumps(body).encode(), served, "id").asks
-    assert ask.params.grammar == Grammar("regex", "a", after="</think>")
+        assert grammar_of(name, {"guided_regex": "a+"}, served) == behind
+    for name in ("completions", "vllm", "sglang"):
+        assert grammar_of(name, {"guided_regex": "a+"}, served) == plain
+    for protocol, field, on, off in (
+        (VLLM, "reasoning_ended", False, True),
+        (SGLANG, "require_reasoning", True, False),
+    ):
+        prompt = {"token_ids": [5]} if protocol is VLLM else {"input_ids": [5]}
+        for value, expected in ((on, behind), (off, plain), (None, plain)):
+            body = {**prompt, "sampling_params": {"regex": "a+"}, field: value}
+            (ask,) = protocol.prepare(json.dumps(body).encode(), served, "id").asks
+            assert ask.params.grammar == expected
+
+
+def test_reasoning_between_markers_that_answers_do_not_show_is_not_let_begin() -> None:
+    format = ChatFormat(reasoning="think")
+    for hidden, behind in (("<think>", AT_ONCE), ("</think>", AT_ONCE), ("<x>", MAY_OPEN)):
+        assert reasoning_before(format, prompt_tail="", hidden={hidden}) == behind
+        assert reasoning_before(format, prompt_tail="<think>", hidden={hidden}) == OPEN
 
 
 # -- over HTTP -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from nano_inference.structured.backend import Matcher, backend_named
 from nano_inference.structured.llguidance_backend import FEW, LlguidanceMatcher
 from nano_inference.structured.masks import num_words
 from nano_inference.structured.matching import GrammarState
+from nano_inference.structured.thought import Thoughts
 from nano_inference.text.tokenizer import Tokenizer
 from tests.structured.vocabularies import EOS, allowed, byte_tokenizer, vocabulary_of
 
@@ -24,18 +25,19 @@ GRAMMARS = (
     Grammar.json_object(),
     Grammar.regex("[ab]{40}|c+"),
     Grammar("regex", "[0-9]{9}", after="x"),
+    Grammar("regex", "[a-z]{9}", after="x", opened_by="a"),
 )
 
 
 def states_of(tokenizer: Tokenizer, number: int) -> list[GrammarState]:
     vocabulary = vocabulary_of(tokenizer)
-    states: list[GrammarState] = []
+    thoughts, states = Thoughts(vocabulary), list[GrammarState]()
     for place in range(number):
         states.append(GrammarState(GRAMMARS[place % len(GRAMMARS)]))
         first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
         matcher = backend_named("llguidance").compile(states[-1].grammar, vocabulary)
         matcher.fill(first)
-        states[-1].begin(matcher, vocabulary, first)
+        states[-1].begin(matcher, vocabulary, first, thoughts.of(states[-1].grammar))
     return states
 
 

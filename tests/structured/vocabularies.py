@@ -1,13 +1,16 @@
 """A vocabulary of a token a byte, for tests of grammars."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from nano_inference.structured.backend import Matcher, Vocabulary, backend_named
 from nano_inference.structured.grammar import BackendName, Grammar
-from nano_inference.structured.masks import num_words
-from nano_inference.text.detokenizer import Detokenizer
+from nano_inference.structured.masks import may_draw, num_words
+from nano_inference.structured.matching import GrammarState
+from nano_inference.structured.thought import Thoughts
+from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.cli.running import write_tokenizer
 
@@ -32,7 +35,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
         tokenizer.vocab_size,
         tokenizer.vocab_size,
         (EOS,),
-        lambda: Detokenizer(tokenizer, skip_special_tokens=False),
+        TokenTexts(tokenizer).bytes_of,
     )
 
 
@@ -46,14 +49,31 @@ def mask(matcher: Matcher, vocabulary: Vocabulary) -> set[int]:
     return allowed(words)
 
 
+def state_of(
+    grammar: Grammar, tokenizer: Tokenizer, backend: BackendName = "llguidance"
+) -> GrammarState:
+    """At the beginning of a sample's text."""
+    vocabulary = vocabulary_of(tokenizer)
+    matcher = backend_named(backend).compile(grammar, vocabulary)
+    first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
+    matcher.fill(first)
+    state = GrammarState(grammar)
+    state.begin(matcher, vocabulary, first, Thoughts(vocabulary).of(grammar))
+    return state
+
+
+def accepts_ids(state: GrammarState, token_ids: Iterable[int]) -> bool:
+    """Whether masks let these tokens be drawn, and the text end behind them."""
+    for token_id in token_ids:
+        if not may_draw(state.words, token_id):
+            return False
+        state.accept(token_id)
+        state.fill()
+    return may_draw(state.words, EOS)
+
+
 def accepts(
     grammar: Grammar, text: str, tokenizer: Tokenizer, backend: BackendName = "llguidance"
 ) -> bool:
     """Whether masks let this text be drawn token by token, and end."""
-    vocabulary = vocabulary_of(tokenizer)
-    matcher = backend_named(backend).compile(grammar, vocabulary)
-    for token_id in tokenizer.encode(text):
-        if token_id not in mask(matcher, vocabulary):
-            return False
-        matcher.accept(token_id)
-    return EOS in mask(matcher, vocabulary)
+    return accepts_ids(state_of(grammar, tokenizer, backend), tokenizer.encode(text))

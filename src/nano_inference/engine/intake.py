@@ -25,7 +25,8 @@ from nano_inference.scheduling.sequence import (
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.matching import GrammarState
-from nano_inference.text.detokenizer import Detokenizer, OutputText
+from nano_inference.text.detokenizer import OutputText
+from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import Limits, SamplingParams
 
 
@@ -172,7 +173,7 @@ def vocabulary_of(checks: RequestChecks) -> Vocabulary:
         max(tokenizer.vocab_size, spec.vocab_size),
         spec.vocab_size,
         tuple(sorted(spec.eos_token_ids)),
-        lambda: Detokenizer(tokenizer, skip_special_tokens=False),
+        TokenTexts(tokenizer).bytes_of,
     )
 
 

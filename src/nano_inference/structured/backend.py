@@ -13,18 +13,6 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.structured.grammar import BackendName, Grammar
 
 
-class Reader(Protocol):
-    """Makes text of tokens as they come."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
-        ...
-
-    def copy(self) -> "Reader":
-        """Another one at the same place."""
-        ...
-
-
 class GrammarError(Exception):
     """A matcher cannot go on: a limit was reached, or a token that its mask forbids was given."""
 
@@ -38,14 +26,15 @@ class Vocabulary:
         size: token ids, of the tokenizer or of the model, whichever has more.
         drawable: token ids of the model: masks end there.
         eos_token_ids: that end a text; at least one.
-        reader: makes a reader of a new text, special tokens included.
+        bytes_of: what a token says in the middle of a text: a piece of UTF-8. Special tokens say
+            their names.
     """
 
     tokenizer_json: str
     size: int
     drawable: int
     eos_token_ids: tuple[int, ...]
-    reader: Callable[[], Reader] = field(compare=False)
+    bytes_of: Callable[[int], bytes] = field(compare=False)
 
     @cached_property
     def key(self) -> str:

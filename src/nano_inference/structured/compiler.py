@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from queue import SimpleQueue
 
 import numpy as np
@@ -18,6 +19,7 @@ from nano_inference.structured.backend import GrammarError, Matcher, Vocabulary,
 from nano_inference.structured.grammar import REFUSED, BackendName, Grammar
 from nano_inference.structured.masks import cut_to, num_words
 from nano_inference.structured.matching import GrammarState
+from nano_inference.structured.thought import Thought, Thoughts
 
 logger = logging.getLogger("nano_inference")
 
@@ -28,10 +30,13 @@ MOST_STUCK = 4  # threads beyond their time limit that are replaced
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar that is ready: a matcher at the beginning, to copy, and its first mask."""
+    """A grammar that is ready: a matcher at the beginning, to copy, its first mask, and what may
+    stand before it.
+    """
 
     template: Matcher
     first: np.ndarray
+    thought: Thought | None
 
 
 class GrammarCompiler:
@@ -101,15 +106,17 @@ class GrammarCompiler:
 
         def read() -> None:
             with suppress(InvalidRequest):  # the first request is told
-                backend_named(self._default).prepare(self.vocabulary())
+                vocabulary = self.vocabulary()
+                backend_named(self._default).prepare(vocabulary)
+                for token_id in range(vocabulary.drawable):
+                    vocabulary.bytes_of(token_id)  # it keeps them
 
         self._submit(read)
 
     def wait(self, state: GrammarState) -> None:
         """Get a sample's matcher, in the calling thread. Raises `InvalidRequest`."""
         self.check(state.grammar)
-        ready = self.begin(state.grammar).result()
-        state.begin(ready.template.copy(), self.vocabulary(), ready.first)
+        self._begin(state, self.begin(state.grammar).result())
 
     def close(self) -> None:
         """Compile nothing more; what is being compiled ends by itself."""
@@ -121,6 +128,10 @@ class GrammarCompiler:
         if self._vocabulary is None:
             self._vocabulary = self._read()
         return self._vocabulary
+
+    @cached_property
+    def _thoughts(self) -> Thoughts:
+        return Thoughts(self.vocabulary())
 
     def begin(self, grammar: Grammar) -> Future[Compiled]:
         """Have a grammar compiled, if it is not yet."""
@@ -165,7 +176,8 @@ class GrammarCompiler:
             matcher = backend_named(grammar.backend or self._default).compile(grammar, vocabulary)
             first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
             matcher.fill(first)  # backends are lazy: a first mask may take longest
-            outcome: Compiled | Exception = Compiled(matcher, cut_to(first, vocabulary.drawable))
+            first, thought = cut_to(first, vocabulary.drawable), self._thoughts.of(grammar)
+            outcome: Compiled | Exception = Compiled(matcher, first, thought)
         except GrammarError as problem:
             outcome = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
         except Exception as problem:
@@ -209,13 +221,15 @@ class GrammarCompiler:
     def _give(self, state: GrammarState, compiled: Future[Compiled]) -> None:
         problem = compiled.exception()
         if problem is None:
-            ready = compiled.result()
-            state.begin(ready.template.copy(), self.vocabulary(), ready.first)
+            self._begin(state, compiled.result())
         elif isinstance(problem, InvalidRequest):
             state.fail(f"{REFUSED}{problem}")
         else:
             logger.error("compiling a grammar failed", exc_info=problem)
             state.fail(f"compiling the grammar raised {type(problem).__name__}")
+
+    def _begin(self, state: GrammarState, ready: Compiled) -> None:
+        state.begin(ready.template.copy(), self.vocabulary(), ready.first, ready.thought)
 
 
 class _Abandoned(Exception):

@@ -15,6 +15,7 @@ BackendName = Literal["llguidance"]
 BOUNDED = r"[ ]?(\n[ \t]{0,32})?"
 COMPACT = ""
 MOST_CHARACTERS = 2**20  # of a grammar
+MOST_OF_MARKER = 64  # bytes of `after`, and of `opened_by`
 # What begins the problem of a sample whose grammar turns out to be one that cannot be enforced.
 REFUSED = "refused: "
 
@@ -33,7 +34,9 @@ class Grammar:
         lenient: pass over keywords of a JSON schema that the backend cannot enforce. Then a
             sample may be invalid. False: they are refused by name.
         after: the grammar begins behind the first appearance of this text in the completion, such
-            as "</think>"; before it everything is allowed. "": at the beginning.
+            as "</think>"; before it everything but the end is allowed. "": at the beginning.
+        opened_by: only a completion that begins with this text, such as "<think>", has anything
+            before its grammar, which else begins at once. "": every completion has.
         backend: that makes the masks; None: the engine's.
     """
 
@@ -42,12 +45,13 @@ class Grammar:
     whitespace: str = BOUNDED
     lenient: bool = False
     after: str = ""
+    opened_by: str = ""
     backend: BackendName | None = None
 
     def __post_init__(self) -> None:
         _require_one_of("kind", self.kind, get_args(GrammarKind))
         _require_one_of("backend", self.backend, (None, *get_args(BackendName)))
-        for name in ("text", "whitespace", "after"):
+        for name in ("text", "whitespace", "after", "opened_by"):
             if not isinstance(getattr(self, name), str):
                 raise InvalidRequest(
                     f"{name} of a grammar must be a string, not {getattr(self, name)!r}."
@@ -60,6 +64,13 @@ class Grammar:
             raise InvalidRequest(
                 f"the text of a {self.kind} grammar has {len(self.text)} characters; 1 to "
                 f"{MOST_CHARACTERS} are possible."
+            )
+        for name in ("after", "opened_by"):
+            _require_marker(name, getattr(self, name))
+        if self.opened_by and not self.after:
+            raise InvalidRequest(
+                f"opened_by={self.opened_by!r} of a grammar needs `after`, the text behind which "
+                "it begins."
             )
         if self.kind in ("json", "choice", "structural_tag"):
             _require_shape(self.kind, _read_json(self.kind, self.text))
@@ -129,6 +140,17 @@ def _require_one_of(name: str, value: Any, options: Iterable[Any]) -> None:
         raise InvalidRequest(
             f"{name} {value!r} of a grammar is not one of "
             f"{', '.join(each for each in options if each is not None)}."
+        )
+
+
+def _require_marker(name: str, text: str) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name}={text!r} of a grammar cannot be written as UTF-8.") from None
+    if size > MOST_OF_MARKER:
+        raise InvalidRequest(
+            f"{name} of a grammar has {size} bytes; {MOST_OF_MARKER} are possible."
         )
 
 

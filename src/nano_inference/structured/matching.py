@@ -4,9 +4,10 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from nano_inference.structured.backend import Backend, GrammarError, Matcher, Reader, Vocabulary
+from nano_inference.structured.backend import Backend, GrammarError, Matcher, Vocabulary
 from nano_inference.structured.grammar import Grammar
-from nano_inference.structured.masks import cut_to, mask_of, num_words, without
+from nano_inference.structured.masks import cut_to, mask_of, num_words
+from nano_inference.structured.thought import Thought
 
 
 class GrammarState:
@@ -29,11 +30,10 @@ class GrammarState:
 
     __slots__ = (
         "_allowed",
+        "_at_once",
         "_ends",
-        "_head",
-        "_marker",
         "_matcher",
-        "_reader",
+        "_thought",
         "_token_ids",
         "grammar",
         "is_ended",
@@ -57,9 +57,10 @@ class GrammarState:
         self._matcher: Matcher | None = None
         self.vocabulary: Vocabulary | None = None
         self._ends: frozenset[int] = frozenset()
-        # while the grammar has not begun: the text behind which it does, and the newest text
-        self._marker, self._head = grammar.after, ""
-        self._reader: Reader | None = None
+        # None: the text is one of the grammar. Until then the matcher waits at the beginning.
+        self._thought: Thought | None = None
+        # while the thought may still begin: follows the text as if it had none; None: it has one
+        self._at_once: Matcher | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -71,21 +72,28 @@ class GrammarState:
         """Tokens that its matcher will have to go through first."""
         return len(self._token_ids)
 
-    def begin(self, matcher: Matcher, vocabulary: Vocabulary, first: np.ndarray) -> None:
+    def begin(
+        self,
+        matcher: Matcher,
+        vocabulary: Vocabulary,
+        first: np.ndarray,
+        thought: Thought | None = None,
+    ) -> None:
         """Take a matcher at the beginning of a text, this state's alone.
 
         Args:
             matcher: of the grammar.
             vocabulary: that it was compiled for.
             first: its first mask; shared, so it is not written.
+            thought: what may stand before the grammar, at its beginning; None: nothing.
         """
         self._matcher, self.vocabulary = matcher, vocabulary
         self._ends = frozenset(vocabulary.eos_token_ids)
-        self.words = first
-        if self._marker:
-            self._reader = vocabulary.reader()
-            # the sample may not end before it has come to its grammar
-            self.words = without(mask_of(range(vocabulary.drawable)), self._ends)
+        self.words, self._thought = first, thought
+        if thought is not None:
+            if not thought.is_open:
+                self._at_once = matcher.copy()
+            self.words = thought.words if thought.is_open else thought.or_none(first)
         self._cut()
         if self._token_ids:
             for token_id in self._token_ids:
@@ -101,16 +109,10 @@ class GrammarState:
         """The sample goes on with this token. `fill` has to follow before the next draw."""
         if self.is_ended or self.problem is not None:
             return
-        assert self._matcher is not None
-        if self._marker:
-            self._seek(token_id)
-        elif token_id in self._ends:
-            self.is_ended = True
+        if self._thought is not None:
+            self._think(self._thought, token_id)
         else:
-            try:
-                self._matcher.accept(token_id)
-            except GrammarError as problem:
-                self.problem = str(problem)
+            self._go_on(token_id)
 
     def fill(self, others: Iterable["GrammarState"] = ()) -> None:
         """Make the mask of the next token, and those of other samples' next tokens, of each backend
@@ -138,16 +140,16 @@ class GrammarState:
         other._token_ids = list(self._token_ids)
         if self._matcher is not None:
             other._matcher = self._matcher.copy()
-        if self._reader is not None:
-            other._reader = self._reader.copy()
+        if self._at_once is not None:
+            other._at_once = self._at_once.copy()
         return other
 
     @property
     def changes(self) -> Matcher | None:
         """What makes its next mask; None: the mask stays as it is."""
-        if self.is_ended or self.problem is not None or self._marker:
+        if self.is_ended or self.problem is not None:
             return None
-        return self._matcher
+        return self._matcher if self._thought is None else self._at_once
 
     def take(self, words: np.ndarray, problem: GrammarError | None) -> None:
         """The mask of the next token is made: int32 [W], this state's from now on."""
@@ -156,6 +158,8 @@ class GrammarState:
         else:
             assert self.vocabulary is not None
             self.words = cut_to(words, self.vocabulary.drawable)
+            if self._thought is not None:
+                self.words = self._thought.or_none(self.words)
             self._cut()
 
     def _cut(self) -> None:
@@ -169,15 +173,41 @@ class GrammarState:
             also = "" if self._allowed is None else " and allowed_token_ids"
             self.problem = f"the grammar{also} left no token to draw"
 
-    def _seek(self, token_id: int) -> None:
-        """Look for the text behind which the grammar begins. What follows it in the same token is
-        the grammar's first text, and is not checked: the mask begins with the next token.
-        """
-        assert self._reader is not None
-        text = self._reader.push([token_id])
-        self._head = self._head[-len(self._marker) :] + text
-        if self._marker in self._head:
-            self._marker, self._reader = "", None
+    def _go_on(self, token_id: int) -> None:
+        """The grammar's text goes on."""
+        if token_id in self._ends:
+            self.is_ended = True
+        elif self._matcher is None:
+            self.problem = f"token {token_id} cannot follow"
+        else:
+            try:
+                self._matcher.accept(token_id)
+            except GrammarError as problem:
+                self.problem = str(problem)
+
+    def _think(self, before: Thought, token_id: int) -> None:
+        """The thought begins, goes on or is over; or the text turns out to have none."""
+        assert self.vocabulary is not None
+        thought = self._thought = before.behind(self.vocabulary.bytes_of(token_id))
+        if thought is None and not before.is_open:
+            self._matcher, self._at_once = self._at_once, None
+            self._go_on(token_id)
+            return
+        may_begin = thought is not None and not thought.is_open
+        self._at_once = _behind(self._at_once, token_id) if may_begin else None
+        if thought is not None and self._at_once is None:
+            self.words = thought.words
+            self._cut()
+
+
+def _behind(matcher: Matcher | None, token_id: int) -> Matcher | None:
+    """A matcher behind one more token; None where it does not allow that."""
+    try:
+        if matcher is not None:
+            matcher.accept(token_id)
+    except GrammarError:
+        return None
+    return matcher
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)

@@ -16,11 +16,11 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.serving.parsing import ChatFormat, make_parser
 from nano_inference.serving.parsing.tool_grammars import OfferedTool, ToolDemand, tool_grammar
 from nano_inference.serving.parsing.tool_parsers import TOOL_FORMATS
-from nano_inference.structured.backend import Matcher, Vocabulary, backend_named
+from nano_inference.structured.backend import backend_named
 from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import Tokenizer
 from tests.depth import at_depth
-from tests.structured.vocabularies import EOS, byte_tokenizer, mask, vocabulary_of
+from tests.structured.vocabularies import EOS, accepts, allowed, byte_tokenizer, state_of
 
 MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
 # How a tokenizer has the markers: as tokens that answers show, that they do not show, or not.
@@ -96,17 +96,16 @@ LONG = 60
 CALLS = ['{"name": "a", "parameters": {}}', '[{"name": "a", "arguments": {"a": 1}}]', '{"name": "']
 
 
-def drawn(
-    matcher: Matcher, vocabulary: Vocabulary, tokenizer: Tokenizer, seed: int
-) -> tuple[list[int], bool]:
+def drawn(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> tuple[list[int], bool]:
     """Tokens that masks allow, drawn at random, and whether the text has ended. Now and then they
     try to write what calls begin with.
     """
+    state = state_of(grammar, tokenizer)
     draw, ids = random.Random(seed), list[int]()
     closing = [EOS, *(tokenizer.encode(each)[0] for each in CLOSING)]
     tried = list[int]()
     while len(ids) < 1500:
-        following = mask(matcher, vocabulary)
+        following = allowed(state.words)
         if tried and tried[0] in following:
             token_id = tried.pop(0)
         elif len(ids) < draw.randrange(1, LONG) or draw.random() < 0.1:
@@ -115,19 +114,18 @@ def drawn(
             whole = tokenizer.backend.token_to_id(text)
             in_bytes = [each for byte in text for each in tokenizer.encode(byte)]
             tried = in_bytes if whole is None or draw.random() < 0.5 else [whole]
+        elif state.changes is None:  # it thinks
+            tried = tokenizer.encode("</think>")
+            token_id = tried.pop(0)
         else:
             ends = [each for each in closing if each in following]
             token_id = ends[0] if ends else draw.choice(sorted(following))
         if token_id == EOS:
             return ids, True
-        matcher.accept(token_id)
+        state.accept(token_id)
+        state.fill()
         ids.append(token_id)
     return ids, False
-
-
-def matcher_of(grammar: Grammar, tokenizer: Tokenizer) -> tuple[Matcher, Vocabulary]:
-    vocabulary = vocabulary_of(tokenizer)
-    return backend_named("llguidance").compile(grammar, vocabulary), vocabulary
 
 
 def read(
@@ -188,9 +186,8 @@ def test_what_a_grammar_of_tools_lets_be_drawn_is_read_back_as_valid_calls(
         tokenizer,
         prompt_tail=tail,
     )
-    assert grammar.after == ("</think>" if reasoning and tail == "<think>\n" else "")
-    ids, ended = drawn(*matcher_of(grammar, tokenizer), tokenizer, seed)
-    text = grammar.after + tokenizer.decode(ids)
+    ids, ended = drawn(grammar, tokenizer, seed)
+    text = tokenizer.decode(ids)
     content, thought, calls = read(text, name, reasoning, tail)
     if ended or len(calls) > 1:
         require_valid(calls if ended else calls[:-1], tools)
@@ -199,18 +196,8 @@ def test_what_a_grammar_of_tools_lets_be_drawn_is_read_back_as_valid_calls(
         assert not content.strip()
     if not parallel:
         assert len(calls) <= 1
-    if "THOUGHT" not in grammar.text:
+    if not grammar.after:
         assert not thought
-
-
-def accepts(grammar: Grammar, text: str, tokenizer: Tokenizer) -> bool:
-    """Whether this text can be drawn, its markers as tokens where there are such, and end."""
-    matcher, vocabulary = matcher_of(grammar, tokenizer)
-    for token_id in tokenizer.encode(text):
-        if token_id not in mask(matcher, vocabulary):
-            return False
-        matcher.accept(token_id)
-    return EOS in mask(matcher, vocabulary)
 
 
 STRICT_NOW = OfferedTool("now", None, strict=True)
@@ -371,6 +358,5 @@ def test_many_tools_at_once_take_bounded_time(tokenizers: dict[str, Tokenizer]) 
         ToolDemand(tools, forced=True), ChatFormat("hermes"), tokenizers["tokens"], prompt_tail=""
     )
     backend_named("llguidance").check(grammar)
-    matcher, vocabulary = matcher_of(grammar, tokenizers["tokens"])
-    mask(matcher, vocabulary)
+    state_of(grammar, tokenizers["tokens"])
     assert time.thread_time() - began < 2

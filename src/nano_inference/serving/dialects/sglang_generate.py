@@ -28,6 +28,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, ChoiceDelta, TextStyle
 from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.parsing import AT_ONCE
 from nano_inference.serving.protocols.answers import (
     DONE,
     LOWEST,
@@ -55,6 +56,7 @@ from nano_inference.serving.protocols.requests import (
     OneOrMany,
     SamplingFields,
     Strict,
+    behind_reasoning,
     check_part,
     checked_prompt,
     checked_stop,
@@ -186,6 +188,9 @@ class SglangRequest(Strict):
         description="of `n` samples so many are wanted; when they have ended, the others are "
         "aborted",
     )
+    require_reasoning: bool | None = Field(
+        None, description="true: a grammar begins behind the reasoning"
+    )
     ignored = (
         *("session_id", "routing_key", "conversation_id", "routed_dp_rank", "data_parallel_rank"),
         *("routed_experts_start_len", "log_metrics", "no_logs"),
@@ -208,7 +213,6 @@ class SglangRequest(Strict):
         "return_flat_raw_top_logprobs_b64": (False,),
         "sampling_logprobs_mode": ("selected",),
         "positional_embed_overrides": (),
-        "require_reasoning": (False,),
         "max_thinking_tokens": (),
         "background": (False,),
         "bootstrap_host": (),
@@ -511,6 +515,9 @@ class SglangBuilder(Builder):
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
             },
             within="sampling_params.",
+            behind=behind_reasoning(prompt.token_ids, self.served, parsed=False)
+            if request.require_reasoning
+            else AT_ONCE,
         )
 
     # -- a stream ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, ChoiceDelta, TextStyle
 from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.parsing import AT_ONCE
 from nano_inference.serving.protocols.answers import (
     DONE,
     Entry,
@@ -38,11 +39,11 @@ from nano_inference.serving.protocols.requests import (
     OneOrMany,
     SamplingFields,
     Strict,
+    behind_reasoning,
     check_part,
     checked_prompt,
     checked_stop,
     need_tokenizer,
-    reasoning_end,
     require_at_most,
     require_logprobs,
     require_model,
@@ -215,9 +216,9 @@ class VllmBuilder(Builder):
                 "sampling_mask": sampling.return_sampling_mask or None,
             },
             within="sampling_params.",
-            behind=reasoning_end(self._prompt, self._served)
+            behind=behind_reasoning(self._prompt, self._served, parsed=False)
             if request.reasoning_ended is False
-            else "",
+            else AT_ONCE,
         )
 
     # -- a stream ----------------------------------------------------------------------------------

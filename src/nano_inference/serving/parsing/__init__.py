@@ -3,23 +3,27 @@ table row a family.
 """
 
 from nano_inference.serving.parsing.formats import (
+    AT_ONCE,
     REASONING_FORMAT_NAMES,
-    REASONING_FORMATS,
     TOOL_FORMAT_NAMES,
+    Behind,
     ChatFormat,
     chat_format,
     make_parser,
+    reasoning_before,
 )
 from nano_inference.serving.parsing.output import OutputParser, Parsed, ToolCallDelta
 
 __all__ = [
-    "REASONING_FORMATS",
+    "AT_ONCE",
     "REASONING_FORMAT_NAMES",
     "TOOL_FORMAT_NAMES",
+    "Behind",
     "ChatFormat",
     "OutputParser",
     "Parsed",
     "ToolCallDelta",
     "chat_format",
     "make_parser",
+    "reasoning_before",
 ]

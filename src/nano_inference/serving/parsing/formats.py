@@ -1,8 +1,9 @@
 """How a family of models writes reasoning and tool calls, recognised by its chat template."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nano_inference.errors import ConfigError
 from nano_inference.serving.parsing.output import OutputParser, Parsed, PlainParser
@@ -24,6 +25,16 @@ class ReasoningFormat:
 
 
 REASONING_FORMATS = {"think": ReasoningFormat("<think>", "</think>")}
+
+
+class Behind(NamedTuple):
+    """What a grammar begins behind; see `Grammar`."""
+
+    after: str = ""
+    opened_by: str = ""
+
+
+AT_ONCE = Behind()
 
 
 class ReasoningParser(TextReader):
@@ -160,6 +171,28 @@ def _choose(
         if re.search(present, template) and not re.search(absent, template)
     )
     return next(found, None)
+
+
+def reasoning_before(
+    format: ChatFormat, *, prompt_tail: str, goes_on: bool = False, hidden: Container[str] = ()
+) -> Behind:
+    """What the grammar of an answer begins behind.
+
+    Args:
+        format: of the model.
+        prompt_tail: as `make_parser` has it. Where the template has closed the reasoning there is
+            none in the answer; where it has not opened it there may be.
+        goes_on: the prompt ends with the beginning of the answer, behind its reasoning.
+        hidden: markers that the parser does not see. Reasoning between such ones would be content.
+    """
+    if format.reasoning is None:
+        return AT_ONCE
+    row, tail = REASONING_FORMATS[format.reasoning], prompt_tail.rstrip()
+    if tail.endswith(row.begin):
+        return Behind(row.end)
+    if goes_on or tail.endswith(row.end) or row.begin in hidden or row.end in hidden:
+        return AT_ONCE
+    return Behind(row.end, row.begin)
 
 
 def make_parser(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.parsing.formats import REASONING_FORMATS, ChatFormat
+from nano_inference.serving.parsing.formats import ChatFormat, reasoning_before
 from nano_inference.serving.parsing.tool_parsers import TOOL_FORMATS, ToolFormat
 from nano_inference.structured.grammar import BOUNDED, Grammar
 from nano_inference.structured.structural_tag import ANYTHING, literal, schema_part
@@ -75,54 +75,42 @@ def tool_grammar(
             "--tool-format of the server names a way."
         )
     rules = _Rules(format.tools, tokenizer)
-    after = thought = ""
-    if format.reasoning is not None:
-        reasoning = REASONING_FORMATS[format.reasoning]
-        tail = prompt_tail.rstrip()
-        if tail.endswith(reasoning.begin):
-            after = reasoning.end
-        elif not (goes_on or tail.endswith(reasoning.end)) and not (
-            rules.is_hidden(reasoning.begin) or rules.is_hidden(reasoning.end)
-        ):
-            thought = f"{rules.thought(reasoning.begin, reasoning.end)}? "
-        rules.keep_from_beginning(reasoning.begin[0])
+    behind = reasoning_before(
+        format, prompt_tail=prompt_tail, goes_on=goes_on, hidden=rules.special
+    )
+    if behind.opened_by:
+        rules.keep_from_beginning(behind.opened_by[0])
     answers = rules.answers(demand, content)
-    text = "\n".join(["%llguidance {}", f"start: {thought}({answers})", *rules.lines, ""])
+    text = "\n".join(["%llguidance {}", f"start: {answers}", *rules.lines, ""])
     lenient = not all(tool.strict for tool in demand.tools)
-    return Grammar("lark", text, lenient=lenient, after=after, backend="llguidance")
+    return Grammar("lark", text, lenient=lenient, backend="llguidance", **behind._asdict())
 
 
 class _Rules:
-    """Rules of Lark for one format, with one tokenizer."""
+    """Rules of Lark for one format, with one tokenizer.
+
+    Attributes:
+        special: tokens that the parsers do not see where they are drawn.
+        lines: of the grammar.
+    """
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
         added = tokenizer.backend.get_added_tokens_decoder()
         self._ids = {token.content: token_id for token_id, token in added.items()}
-        self._special = {token.content for token in added.values() if token.special}
+        self.special = {token.content for token in added.values() if token.special}
         self._name, self._format = name, TOOL_FORMATS[name]
         self._not_first = ""  # characters that text may not begin with
         self.lines = ["SPACE: /[ \\t\\r\\n]{1,4}/"]
-
-    def is_hidden(self, marker: str) -> bool:
-        """Whether the parsers do not see it where its token is drawn."""
-        return marker in self._special
 
     def keep_from_beginning(self, character: str) -> None:
         """Text may not begin with this character, where calls may begin without a marker."""
         self._not_first += character
 
-    def thought(self, begin: str, end: str) -> str:
-        """A rule of reasoning."""
-        self.lines += [f"THOUGHT: {ANYTHING}"]
-        until = self._until("thought_until", "THOUGHT", ANYTHING, end)
-        self.lines += [f"thought: {self._written(begin)} ({until})"]
-        return "SPACE? thought"
-
     def answers(self, demand: ToolDemand, content: Grammar | None) -> str:
         """What an answer may be."""
         begin, calls = self._format.begin, self._calls(demand)
         bare = self._format.bare
-        if self.is_hidden(begin) and not bare:
+        if begin in self.special and not bare:
             raise InvalidRequest(
                 f"tool calls in the format {self._name} cannot be forced: {begin} is a special "
                 "token of this model's tokenizer, which answers do not show."
@@ -170,7 +158,7 @@ class _Rules:
         or not.
         """
         self.lines += [f"{name}[lazy]: {text} {literal(marker)}"]
-        if marker in self._ids and not self.is_hidden(marker):
+        if marker in self._ids and marker not in self.special:
             return f"{name} | {terminal} {self._written(marker)}"
         return name
 

@@ -48,11 +48,11 @@ from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsa
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.requests import (
     ApiProtocol,
+    behind_reasoning,
     checked_prompt,
     checked_stop,
     parser_of,
     read_body,
-    reasoning_end,
     sampling_params,
 )
 from nano_inference.serving.protocols.tool_calls import with_calls
@@ -90,7 +90,7 @@ class MessageBuilder(Builder):
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
-            behind=reasoning_end(prompt, served, goes_on=goes_on),
+            behind=behind_reasoning(prompt, served, goes_on=goes_on),
         )
         self.asks: Sequence[Ask] = with_calls(
             [Ask(prompt, params)], demand_of(request), served, goes_on=goes_on

@@ -2,6 +2,7 @@
 `Grammar`.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.parsing import Behind
 from nano_inference.structured.backend import backend_named
 from nano_inference.structured.grammar import COMPACT, BackendName, Grammar
 
@@ -78,7 +80,7 @@ _BACKENDS: Mapping[str, BackendName | None] = {
 
 
 def grammar_of(
-    given: Mapping[str, Any], within: str, behind: str, backend: BackendName
+    given: Mapping[str, Any], within: str, behind: Behind, backend: BackendName
 ) -> Grammar | None:
     """The grammar that a request asks for, checked as far as that is possible without the model.
     That may take seconds, in which other threads run.
@@ -86,7 +88,7 @@ def grammar_of(
     Args:
         given: of the fields that `ROWS` and `_options` name, those that the request has.
         within: stands before the fields' names in errors.
-        behind: see `Grammar.after`.
+        behind: what the grammar begins behind.
         backend: the engine's.
 
     Raises `ApiError` 400, which names the field.
@@ -103,7 +105,9 @@ def grammar_of(
         raise bad_request(f"{names} each ask for structured output; give one.", next(iter(found)))
     for where, grammar in found.items():
         with _naming(where):
-            grammar = replace(grammar, after=behind, **_options(given, within))
+            if _at(given, "structured_outputs.disable_additional_properties"):
+                grammar = _without_additional_properties(grammar)
+            grammar = replace(grammar, **behind._asdict(), **_options(given, within))
             check(grammar, backend)
         return grammar
     return None
@@ -145,6 +149,40 @@ def _options(given: Mapping[str, Any], within: str) -> dict[str, Any]:
             )
         options["backend"] = _BACKENDS[known]
     return options
+
+
+def _without_additional_properties(grammar: Grammar) -> Grammar:
+    """The same with closed objects, as vLLM has it; what is no schema stays as it is."""
+    if grammar.kind not in ("json", "structural_tag"):
+        return grammar
+    closed = _closed(json.loads(grammar.text))
+    return replace(grammar, text=json.dumps(closed, ensure_ascii=False, separators=(",", ":")))
+
+
+# Keywords of a schema that hold schemas by name, and those that hold none.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NO_SCHEMA = ("enum", "const", "default", "examples")
+
+
+def _closed(schema: Any) -> Any:
+    """A schema, or what holds some: objects that name properties and do not say whether there may
+    be others have none.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        name: {key: _closed(each) for key, each in value.items()}
+        if name in _BY_NAME and isinstance(value, dict)
+        else value
+        if name in _NO_SCHEMA
+        else _closed(value)
+        for name, value in schema.items()
+    }
+    if "properties" in schema or "patternProperties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 @lru_cache(MOST_CHECKED)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, TextStyle
 from nano_inference.serving.errors import bad_request
+from nano_inference.serving.parsing import AT_ONCE, Behind
 from nano_inference.serving.protocols.answers import (
     DONE,
     LazyArray,
@@ -140,7 +141,7 @@ class OpenAIBuilder(Builder):
         max_tokens: int,
         top_logprobs: int,
         scored_prompt: int | None,
-        behind: str = "",
+        behind: Behind = AT_ONCE,
         **more: bool,
     ) -> Ask:
         """One prompt for the engine. Arguments: see `sampling_params`; `more`: of `Ask`."""

@@ -22,11 +22,11 @@ from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.requests import (
     ApiProtocol,
     arguments_of,
+    behind_reasoning,
     checked_prompt,
     encode_conversation,
     num_logprobs,
     parser_of,
-    reasoning_end,
     require_at_most,
     room,
     text_of,
@@ -212,7 +212,9 @@ class ChatBuilder(OpenAIBuilder):
             self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
         )
         max_tokens = room(self._prompt, asked, served, None, name)
-        behind = reasoning_end(self._prompt, served, goes_on=bool(request.continue_final_message))
+        behind = behind_reasoning(
+            self._prompt, served, goes_on=bool(request.continue_final_message)
+        )
         self.asks = [
             self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs, behind)
         ]

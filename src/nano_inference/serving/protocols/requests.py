@@ -19,7 +19,13 @@ from pydantic_core import PydanticCustomError
 from nano_inference.options import is_whole
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import SHOWN, ApiError, bad_request, shown
-from nano_inference.serving.parsing import REASONING_FORMATS, OutputParser, make_parser
+from nano_inference.serving.parsing import (
+    AT_ONCE,
+    Behind,
+    OutputParser,
+    make_parser,
+    reasoning_before,
+)
 from nano_inference.serving.protocols.generation import Builder, Served
 from nano_inference.serving.protocols.grammars import ROWS, grammar_of
 from nano_inference.text.chat import encode_chat
@@ -320,7 +326,9 @@ class StructuredOutputs(Strict):
     lenient: bool | None = Field(
         None, description="pass over keywords of a schema that cannot be enforced"
     )
-    refused = {"disable_additional_properties": (False,)}
+    disable_additional_properties: bool | None = Field(
+        None, description="objects of a schema that names their properties have no others"
+    )
 
 
 class GrammarFields(Strict):
@@ -578,7 +586,7 @@ def sampling_params(
     defaults: Mapping[str, float] = _NONE,
     renamed: Mapping[str, Any] = _NONE,
     within: str = "",
-    behind: str = "",
+    behind: Behind = AT_ONCE,
 ) -> SamplingParams:
     """The engine's parameters.
 
@@ -593,7 +601,7 @@ def sampling_params(
             it is neutral.
         renamed: fields that the protocol names otherwise; None: they are left out.
         within: stands before the names of fields in what is said of a grammar.
-        behind: the text behind which a grammar begins; see `reasoning_end`.
+        behind: what a grammar begins behind; see `behind_reasoning`.
 
     Raises:
         ApiError: 400, a value is beyond the limits, or a grammar is none.
@@ -766,21 +774,24 @@ def _say_once() -> None:
     )
 
 
-def reasoning_end(prompt: Sequence[int], served: Served, *, goes_on: bool = False) -> str:
-    """The text behind which the answer to a prompt begins; "": it begins at once.
+def behind_reasoning(
+    prompt: Sequence[int], served: Served, *, goes_on: bool = False, parsed: bool = True
+) -> Behind:
+    """What the grammar of the answer to a prompt begins behind.
 
     Args:
-        prompt: token ids. Where its template has closed the reasoning there is none.
+        prompt: token ids.
         served: knows how the model writes.
         goes_on: the prompt ends with the beginning of the answer.
+        parsed: the answer tells reasoning apart, where it can see the markers.
     """
     if served.chat_format.reasoning is None:
-        return ""
-    format = REASONING_FORMATS[served.chat_format.reasoning]
-    tail = tail_of(prompt, served).rstrip()
-    if tail.endswith(format.begin):
-        return format.end
-    return "" if goes_on or tail.endswith(format.end) else format.end
+        return AT_ONCE
+    added = need_tokenizer(served).backend.get_added_tokens_decoder().values()
+    hidden = {token.content for token in added if token.special and parsed}
+    return reasoning_before(
+        served.chat_format, prompt_tail=tail_of(prompt, served), goes_on=goes_on, hidden=hidden
+    )
 
 
 def tail_of(prompt: Sequence[int], served: Served) -> str:
