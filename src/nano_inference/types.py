@@ -438,6 +438,9 @@ class EngineStats:
         ranks_busy, ranks_waiting: seconds of each rank in steps: with its own part, and waiting for
             other stages of the pipeline (rank 0: for samples). As the host sees it, which on a GPU
             is only ahead of the work.
+        grammars_compiled, grammars_failed: compilations of grammars, beside the steps; one serves
+            all requests of a grammar while it is kept.
+        grammar_seconds: that they took.
     """
 
     num_waiting: int
@@ -460,3 +463,6 @@ class EngineStats:
     step_microseconds: Mapping[str, float]
     ranks_busy: tuple[float, ...]
     ranks_waiting: tuple[float, ...]
+    grammars_compiled: int
+    grammars_failed: int
+    grammar_seconds: float

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from nano_inference import (
     AsyncInferenceEngine,
     EngineConfig,
+    EngineDead,
     Grammar,
     InferenceEngine,
     InvalidRequest,
@@ -25,6 +27,7 @@ from nano_inference.structured import backend as backends
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
+from nano_inference.structured.matching import GrammarState
 from tests.engine.weight_cases import NEW, PROMPT, Build, bits, drain, drawn
 from tests.models.tiny import tiny_llama
 from tests.structured.vocabularies import EOS, byte_tokenizer
@@ -132,7 +135,44 @@ def test_one_compilation_serves_all_samples_and_requests(
     engine = build()
     engine.generate([PROMPT] * 3, DIGITS, 4)
     engine.generate(PROMPT, DIGITS)
-    assert engine.intake.grammars.num_compiled == 1
+    stats = engine.stats()
+    assert (stats.grammars_compiled, stats.grammars_failed) == (1, 0)
+    assert stats.grammar_seconds > 0
+
+
+def test_who_waits_for_a_matcher_gets_an_end(build: Build, held: Held) -> None:
+    """Of the engine, or of patience."""
+    engine, problems = build(), list[Exception]()
+    grammars = engine.intake.grammars
+
+    def wait(pattern: str) -> None:
+        try:
+            grammars.wait(GrammarState(Grammar.regex(pattern)))
+        except Exception as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=wait, args=(f"a{n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    assert held.began.wait(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while grammars.num_cached < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    engine.shutdown()
+    wait("late")
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [type(problem) for problem in problems] == [EngineDead] * 4
+    assert "shut down" in str(problems[0])
+
+
+def test_nobody_waits_for_a_matcher_for_ever(
+    build: Build, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.structured.compiler.WAIT_LIMIT", 0.1)
+    with pytest.raises(InvalidRequest, match=r"was not compiled within 0\.1 seconds"):
+        build().intake.grammars.wait(GrammarState(Grammar.regex("a")))
 
 
 def test_a_compilation_that_takes_too_long_fails_its_request_and_is_not_remembered(
@@ -144,6 +184,7 @@ def test_a_compilation_that_takes_too_long_fails_its_request_and_is_not_remember
     (sample,) = engine.generate(PROMPT, DIGITS)
     assert sample.finish_reason == "abort"
     assert "took longer than 0.1 seconds" in str(sample.stop_reason)
+    assert engine.stats().grammars_failed == 1
     held.go.set()
     grammars.time_limit = PATIENCE
     assert engine.generate(PROMPT, DIGITS)[0].finish_reason == "stop"

@@ -472,6 +472,9 @@ class InferenceEngine:
             ranks_waiting=tuple(
                 waiting + for_samples * (rank == 0) for rank, (_, waiting) in enumerate(times)
             ),
+            grammars_compiled=self.intake.grammars.num_compiled,
+            grammars_failed=self.intake.grammars.num_failed,
+            grammar_seconds=self.intake.grammars.seconds,
         )
 
     def shutdown(self) -> None:

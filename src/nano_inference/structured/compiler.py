@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from nano_inference.errors import InvalidRequest
+from nano_inference.errors import EngineDead, InvalidRequest
 from nano_inference.structured.backend import GrammarError, Matcher, Vocabulary, backend_named
 from nano_inference.structured.grammar import REFUSED, BackendName, Grammar
 from nano_inference.structured.masks import cut_to, num_words
@@ -25,6 +25,7 @@ logger = logging.getLogger("nano_inference")
 
 MOST_CACHED = 128  # compiled grammars that are kept
 TIME_LIMIT = 30.0  # seconds that a compilation may take
+WAIT_LIMIT = 60.0  # seconds that a caller waits for one, with those before it
 MOST_STUCK = 4  # threads beyond their time limit that are replaced
 
 
@@ -52,8 +53,8 @@ class GrammarCompiler:
 
     Attributes:
         time_limit: as given.
-        num_compiled, num_failed: compilations so far.
-        seconds: that they took.
+        num_compiled, num_failed: compilations so far, those that went well and those that did not.
+        seconds: that both took.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class GrammarCompiler:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._num_threads = self._num_stuck = 0
+        self._is_closed = False
         self.num_compiled = self.num_failed = 0
         self.seconds = 0.0
 
@@ -114,14 +116,30 @@ class GrammarCompiler:
         self._submit(read)
 
     def wait(self, state: GrammarState) -> None:
-        """Get a sample's matcher, in the calling thread. Raises `InvalidRequest`."""
+        """Get a sample's matcher, in the calling thread. Raises `InvalidRequest`, also where it
+        takes too long, and `EngineDead` once this is closed.
+        """
         self.check(state.grammar)
-        self._begin(state, self.begin(state.grammar).result())
+        try:
+            ready = self.begin(state.grammar).result(WAIT_LIMIT)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"the {state.grammar.kind} grammar was not compiled within {WAIT_LIMIT:g} seconds: "
+                "others came before it."
+            ) from None
+        self._begin(state, ready)
 
     def close(self) -> None:
-        """Compile nothing more; what is being compiled ends by itself."""
-        for _ in range(self._num_threads):
-            self._jobs.put(None)
+        """Compile nothing more: who waits gets `EngineDead`. What is being compiled ends by
+        itself.
+        """
+        with self._lock:
+            self._is_closed = True
+            left = [promise for promise in self._cache.values() if not promise.done()]
+            for _ in range(self._num_threads):
+                self._jobs.put(None)
+        for promise in left:
+            _end(promise)
 
     def vocabulary(self) -> Vocabulary:
         """Of the model, read once. Raises `InvalidRequest`."""
@@ -140,6 +158,8 @@ class GrammarCompiler:
             if found is not None:
                 self._cache.move_to_end(grammar)
                 return found
+            if self._is_closed:
+                return _end(Future[Compiled]())
             promise = self._cache[grammar] = Future[Compiled]()
             done = [each for each, future in self._cache.items() if future.done()]
             for each in done[: max(len(self._cache) - MOST_CACHED, 0)]:
@@ -183,34 +203,42 @@ class GrammarCompiler:
         except Exception as problem:
             outcome = problem
         clock.cancel()
-        self.seconds += time.perf_counter() - begun
-        self.num_compiled += 1
+        with self._lock:
+            self.seconds += time.perf_counter() - begun
         self._keep(promise, outcome)
 
     def _give_up(self, grammar: Grammar, promise: Future[Compiled]) -> None:
         """A compilation is beyond its time limit; its thread is replaced, and ends with it."""
         with self._lock:
             self._cache.pop(grammar, None)
-            if self._num_stuck < MOST_STUCK:
+            if self._num_stuck < MOST_STUCK and not self._is_closed:
                 self._num_stuck += 1
                 self._add_thread()
         problem = f"its compilation took longer than {self.time_limit:g} seconds"
         with_limit = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
         with suppress(InvalidStateError):  # it came in that moment
             promise.set_exception(with_limit)
+            self._count(with_limit)
 
     def _keep(self, promise: Future[Compiled], outcome: Compiled | Exception) -> None:
         try:
             if isinstance(outcome, Compiled):
                 promise.set_result(outcome)
             else:
-                self.num_failed += 1
                 promise.set_exception(outcome)
         except InvalidStateError:
             with self._lock:  # another thread has taken this one's place
                 self._num_stuck -= 1
                 self._num_threads -= 1
             raise _Abandoned from None
+        self._count(outcome)
+
+    def _count(self, outcome: Compiled | Exception) -> None:
+        with self._lock:
+            if isinstance(outcome, Compiled):
+                self.num_compiled += 1
+            else:
+                self.num_failed += 1
 
     def _give_and_tell(
         self, state: GrammarState, compiled: Future[Compiled], when_ready: Callable[[], None]
@@ -224,12 +252,21 @@ class GrammarCompiler:
             self._begin(state, compiled.result())
         elif isinstance(problem, InvalidRequest):
             state.fail(f"{REFUSED}{problem}")
+        elif isinstance(problem, EngineDead):
+            state.fail(str(problem))
         else:
             logger.error("compiling a grammar failed", exc_info=problem)
             state.fail(f"compiling the grammar raised {type(problem).__name__}")
 
     def _begin(self, state: GrammarState, ready: Compiled) -> None:
         state.begin(ready.template.copy(), self.vocabulary(), ready.first, ready.thought)
+
+
+def _end(promise: Future[Compiled]) -> Future[Compiled]:
+    """Nobody compiles it any more."""
+    with suppress(InvalidStateError):  # it came in that moment
+        promise.set_exception(EngineDead("the engine was shut down; build a new one."))
+    return promise
 
 
 class _Abandoned(Exception):

@@ -351,4 +351,10 @@ def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
         "prompt_tokens": ("Prompt tokens, computed or cached.", asked),
         "generation_tokens": ("Tokens sampled.", stats.completion_tokens),
         "num_steps": ("Steps of the engine.", stats.num_steps),
+        "grammars_compiled": ("Grammars that were compiled.", stats.grammars_compiled),
+        "grammars_failed": (
+            "Grammars that could not be compiled, or not in time.",
+            stats.grammars_failed,
+        ),
+        "grammar_seconds": ("Seconds that compilations took.", stats.grammar_seconds),
     }

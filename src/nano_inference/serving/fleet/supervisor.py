@@ -38,6 +38,9 @@ _COUNTED = (
     "prompt_tokens",
     "prompt_tokens_queried",
     "completion_tokens",
+    "grammars_compiled",
+    "grammars_failed",
+    "grammar_seconds",
 )
 _NOT_SUMS = ("kv_use", "hit_rate", "step_microseconds", "ranks_busy", "ranks_waiting")
 
