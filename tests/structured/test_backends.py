@@ -5,15 +5,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from nano_inference import Grammar
 from nano_inference.structured.backend import Matcher, backend_named
 from nano_inference.structured.llguidance_backend import FEW, LlguidanceMatcher
-from nano_inference.structured.masks import num_words
+from nano_inference.structured.masks import may_draw, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.structured.thought import Thoughts
 from nano_inference.text.tokenizer import Tokenizer
-from tests.structured.vocabularies import EOS, allowed, byte_tokenizer, vocabulary_of
+from tests.structured.vocabularies import (
+    EOS,
+    accepts_ids,
+    allowed,
+    byte_tokenizer,
+    state_of,
+    vocabulary_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +91,37 @@ def test_a_copy_has_its_backend(tokenizer: Tokenizer) -> None:
     backend = backend_named("llguidance")
     matcher: Matcher = backend.compile(GRAMMARS[0], vocabulary_of(tokenizer))
     assert matcher.copy().backend is backend
+
+
+ADDED = ["<table>", "<td>", "<think>", "[TABLE]", "<a b>"]
+
+
+@pytest.fixture(scope="module")
+def with_added(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with added tokens, one of them special."""
+    backend = byte_tokenizer(tmp_path_factory.mktemp("added")).backend
+    for text in ADDED:
+        backend.add_tokens([AddedToken(text, special=text == "<think>")])
+    return Tokenizer(backend, backend.get_vocab_size(), EOS, {}, None)
+
+
+@pytest.mark.parametrize("text", ["<table>", "a <table> of <td>", "[TABLE]"])
+def test_a_text_that_equals_an_added_token_can_be_drawn(text: str, with_added: Tokenizer) -> None:
+    """Where it is forced it is forced in one split, and whatever that is can be drawn."""
+    state, ids = state_of(Grammar.choice([text]), with_added), list[int]()
+    while not state.is_ended:
+        assert state.problem is None
+        token_id = max(allowed(state.words))
+        state.accept(token_id)
+        state.fill()
+        ids.append(token_id)
+    assert with_added.decode(ids) == text
+
+
+def test_an_added_token_is_text_like_others_unless_it_is_special(with_added: Tokenizer) -> None:
+    words = state_of(Grammar.regex(r"[\[<][^!]*!"), with_added).words
+    ids = {text: with_added.backend.token_to_id(text) for text in ADDED}
+    assert [text for text in ADDED if may_draw(words, ids[text])] == ["<table>", "<td>", "[TABLE]"]
+    for text in ("<table>", "<think>"):  # by its id a grammar can have any
+        state = state_of(Grammar.lark(f'start: <[{ids[text]}]> "x"'), with_added)
+        assert accepts_ids(state, [ids[text], *with_added.encode("x")])
