@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo same-hash trl-grpo test test-rest test-all test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
+.PHONY: help demo grpo grpo-json same-hash trl-grpo test test-rest test-all test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ demo: $(INSTALLED) ## sample from a small model, then change its weights while i
 
 grpo: $(INSTALLED) ## four minutes of GRPO on two cores; curves in out/grpo/
 	$(BIN)/python examples/grpo.py --out out/grpo --sha
+
+grpo-json: $(INSTALLED) ## ten minutes of GRPO whose answers are JSON under a grammar; curves in out/grpo-json/
+	$(BIN)/python examples/grpo.py --task order --dtype float32 --steps 40 --learning-rate 2e-5 --out out/grpo-json
 
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
 	$(BIN)/python -m examples.same_hash

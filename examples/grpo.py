@@ -1,5 +1,5 @@
 """A plain GRPO loop: in four minutes on two cores SmolLM2-135M learns which of three numbers is the
-largest.
+largest. With `--task order` it learns to write down who wants what, as JSON under a grammar.
 
 At every token of every step the trainer's logprob is the engine's, to the bit; the loop asserts it.
 So the ratio of the two is exactly 1, nothing has to be corrected, and on one kind of processor the
@@ -15,28 +15,46 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import EngineConfig, Grammar, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.rl import PolicyModel
 
 EXAMPLE = "17, 31 or 52? 52\n"  # stands before every question
 
+NAMES = ("Ann", "Ben", "Eve", "Tom")
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+FIELDS = {
+    "colour": ("red", "green", "blue", "black", "white"),
+    "thing": ("cup", "hat", "lamp", "chair", "book"),
+}
+ORDER = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 1, "maximum": len(WORDS)},
+        **{name: {"enum": list(values)} for name, values in FIELDS.items()},
+    },
+    "required": ["count", *FIELDS],
+    "additionalProperties": False,
+}
+
 
 @dataclass(frozen=True)
 class Task:
-    """Questions (a prompt and its answer) to learn from, in turn; others to test on; and what a
-    sample is worth.
+    """Questions (a prompt and its answer) to learn from, in turn; others to test on; what a sample
+    is worth; and how answers end: by a stop string, or where their grammar does.
     """
 
     train: list[tuple[Any, str]]
     held_out: list[tuple[Any, str]]
     reward: Callable[[TrainingSample, str], float]
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    max_tokens: int = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,6 @@ class Recipe:
     steps: int = 150
     prompts: int = 4  # a step
     samples: int = 8  # of a prompt: a group
-    max_tokens: int = 8
     learning_rate: float = 1e-5
     seed: int = 0
     test_every: int = 10  # steps
@@ -62,7 +79,7 @@ class Step:
     seconds: float  # since the loop began
     reward: float  # mean of the samples
     held_out: float | None  # mean of the greedy answers; None in most steps
-    kl: float  # a token
+    kl: float | None  # a token; None without a reference model
     tokens: int
     mismatch: float  # largest |engine - trainer| of a logprob
 
@@ -78,6 +95,40 @@ def largest_number(seed: int, num_held_out: int = 64) -> Task:
     return Task(questions[num_held_out:], questions[:num_held_out], exact_match, stop=("\n",))
 
 
+def order(seed: int, num_held_out: int = 64) -> Task:
+    """Two orders are told; what does one of the two want? No two orders of the test occur together
+    in training.
+    """
+    rng = random.Random(seed)
+    orders = [*product(range(1, len(WORDS) + 1), FIELDS["colour"], FIELDS["thing"])]
+    pairs = [*combinations(orders, 2)]
+    rng.shuffle(pairs)
+    questions = []
+    for pair in pairs:
+        names = rng.sample(NAMES, 2)
+        told = [f"{name} wants {in_words(*each)}." for name, each in zip(names, pair, strict=True)]
+        asked = rng.randrange(2)
+        answer = dict(zip(("count", *FIELDS), pair[asked], strict=True))
+        questions.append((f"{' '.join(told)}\n{names[asked]}'s order: ", json.dumps(answer)))
+    grammar = Grammar.json_schema(ORDER, whitespace="")
+    return Task(questions[num_held_out:], questions[:num_held_out], right_fields, (), grammar, 40)
+
+
+def in_words(count: int, colour: str, thing: str) -> str:
+    return f"{WORDS[count - 1]} {colour} {thing}{'s' if count > 1 else ''}"
+
+
+def right_fields(sample: TrainingSample, answer: str) -> float:
+    """Share of the fields that are right. What ended by itself is valid JSON: the grammar's word."""
+    if sample.finish_reason != "stop":
+        return 0.0
+    given, right = json.loads(sample.text or ""), json.loads(answer)
+    return mean([float(given[name] == value) for name, value in right.items()])
+
+
+TASKS: dict[str, Callable[[int], Task]] = {"largest": largest_number, "order": order}
+
+
 def exact_match(sample: TrainingSample, answer: str) -> float:
     """1 for the answer and nothing else (but a full stop), 0 for anything else."""
     return float((sample.text or "").strip().removesuffix(".") == answer)
@@ -86,13 +137,17 @@ def exact_match(sample: TrainingSample, answer: str) -> float:
 def train(
     engine: InferenceEngine, policy: PolicyModel, task: Task, recipe: Recipe
 ) -> Iterator[Step]:
-    """One optimizer step for each batch of fresh samples. The engine's reference model is the
-    initial policy.
+    """One optimizer step for each batch of fresh samples. The engine's reference model, if it has
+    one, is the initial policy.
     """
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, weight_decay=0.0, foreach=False
     )
-    limits: dict[str, Any] = {"max_tokens": recipe.max_tokens, "stop": task.stop}
+    limits: dict[str, Any] = {
+        "max_tokens": task.max_tokens,
+        "stop": task.stop,
+        "grammar": task.grammar,
+    }
     size, began = recipe.samples, time.perf_counter()
     for step in range(recipe.steps):
         tested = step % recipe.test_every == 0 or step == recipe.steps - 1
@@ -114,16 +169,17 @@ def train(
 
         sequences = [sample.prompt_tokens + sample.completion_tokens for sample in samples]
         trainer = policy.logprobs(
-            sequences, from_position=[len(sample.prompt_tokens) for sample in samples]
+            sequences,
+            from_position=[len(sample.prompt_tokens) for sample in samples],
+            grammar=task.grammar,
         )
+        difference = first_difference(samples, trainer)
+        assert difference is None, f"step {step}, {difference}"
         pairs = [
             (ours, torch.tensor(sample.logprobs))
             for ours, sample in zip(trainer, samples, strict=True)
         ]
         mismatch = max(float((ours.detach() - theirs).abs().max()) for ours, theirs in pairs)
-        assert all(torch.equal(ours.detach(), theirs) for ours, theirs in pairs), (
-            f"engine and trainer: {mismatch}"
-        )
 
         tokens = sum(len(sample.logprobs) for sample in samples)
         if any(advantages):
@@ -147,6 +203,21 @@ def train(
         )
 
 
+def first_difference(samples: list[TrainingSample], trainer: list[torch.Tensor]) -> str | None:
+    """The first token whose two logprobs differ in a bit, in words; None: there is none."""
+    for number, (sample, ours) in enumerate(zip(samples, trainer, strict=True)):
+        own, theirs = ours.detach(), torch.tensor(sample.logprobs)
+        differs = own.view(torch.int32) != theirs.view(torch.int32)
+        if differs.any():
+            at = int(differs.nonzero()[0])
+            return (
+                f"sample {number}, position {len(sample.prompt_tokens) + at}, token "
+                f"{sample.completion_tokens[at]}: engine {float(theirs[at])!r}, trainer "
+                f"{float(own[at])!r}"
+            )
+    return None
+
+
 def accuracy(engine: InferenceEngine, task: Task, params: SamplingParams) -> float:
     """Mean reward on the held-out questions."""
     samples = engine.generate([prompt for prompt, _ in task.held_out], params, progress=False)
@@ -165,10 +236,12 @@ def normalised(rewards: list[float]) -> list[float]:
     return [(reward - middle) / deviation if deviation else 0.0 for reward in rewards]
 
 
-def divergence(samples: list[TrainingSample]) -> float:
+def divergence(samples: list[TrainingSample]) -> float | None:
     """KL(policy || initial policy) a token, estimated as the mean log ratio of the tokens that the
-    policy sampled.
+    policy sampled; None without a reference model.
     """
+    if samples[0].ref_logprobs is None:
+        return None
     return float(
         torch.cat([torch.tensor(s.logprobs) - torch.tensor(s.ref_logprobs) for s in samples]).mean()
     )
@@ -188,7 +261,7 @@ def checkpoint_hash(policy: PolicyModel) -> str:
 
 
 def plot(steps: list[Step], path: Path) -> None:
-    """Reward, KL and mismatch by step. Needs matplotlib."""
+    """Reward, KL (where there is one) and mismatch by step. Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -198,9 +271,9 @@ def plot(steps: list[Step], path: Path) -> None:
         [each.step for each in steps],
         [each for each in steps if each.held_out is not None],
     )
-    figure, (reward, kl, mismatch) = plt.subplots(
-        1, 3, figsize=(11, 3), layout="constrained", dpi=150
-    )
+    panels = 3 if steps[0].kl is not None else 2
+    figure, axes = plt.subplots(1, panels, figsize=(11, 3), layout="constrained", dpi=150)
+    reward, *kl, mismatch = axes
     recent = [
         mean([each.reward for each in steps[max(0, i - 9) : i + 1]]) for i in range(len(steps))
     ]
@@ -219,14 +292,15 @@ def plot(steps: list[Step], path: Path) -> None:
         title=f"reward ({steps[-1].seconds / 60:.1f} minutes)", xlabel="step", ylim=(0, 1.03)
     )
     reward.legend(loc="lower right", frameon=False)
-    kl.plot(at, [each.kl for each in steps], color="#b5563c")
-    kl.set(title="KL to the initial policy, a token", xlabel="step")
+    for axis in kl:
+        axis.plot(at, [each.kl for each in steps], color="#b5563c")
+        axis.set(title="KL to the initial policy, a token", xlabel="step")
     mismatch.plot(at, [each.mismatch for each in steps], color="#2a6fdb")
     tokens = sum(each.tokens for each in steps)
     mismatch.set(
         title="largest |engine - trainer|", xlabel=f"step ({tokens:,} tokens in all)", ylim=(-1, 1)
     )
-    for axis in (reward, kl, mismatch):
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})
@@ -235,7 +309,9 @@ def plot(steps: list[Step], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=TASKS, default="largest")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
@@ -257,20 +333,21 @@ def main() -> None:
     recipe = Recipe(**{name: options.pop(name) for name in ("steps", "seed", "learning_rate")})
     # it converts the model, and has much to say about it
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    model = options.pop("model")
-    config = EngineConfig(
-        model, ref_model_path=model, dtype="bfloat16", max_model_len=128, **options
-    )
+    name, model = options.pop("task"), options.pop("model")
+    task = TASKS[name](recipe.seed)
+    # a reference model scores without grammars: of samples under one the KL would not be known
+    reference = model if task.grammar is None else None
+    config = EngineConfig(model, ref_model_path=reference, max_model_len=128, **options)
     steps: list[Step] = []
     with InferenceEngine(config) as engine:
         policy = PolicyModel(engine)
-        for step in train(engine, policy, largest_number(recipe.seed), recipe):
+        for step in train(engine, policy, task, recipe):
             steps.append(step)
             tested = "" if step.held_out is None else f", held out {step.held_out:.2f}"
+            kl = "" if step.kl is None else f", KL {step.kl:.3f}"
             print(
-                f"step {step.step:3} at {step.seconds:5.0f} s: reward {step.reward:.2f}{tested}, "
-                f"KL {step.kl:.3f}, "
-                f"largest difference to the trainer {step.mismatch:g}",
+                f"step {step.step:3} at {step.seconds:5.0f} s: reward {step.reward:.2f}{tested}{kl}, "
+                f"largest difference to the trainer {step.mismatch:g} at {step.tokens} tokens",
                 flush=True,
             )
         if sha:
@@ -278,6 +355,7 @@ def main() -> None:
     if out is not None:
         plot(steps, out / "grpo.png")
         report = {
+            "task": name,
             "recipe": asdict(recipe),
             "options": options | {"model": model},
             "steps": [asdict(s) for s in steps],

@@ -3,19 +3,42 @@ checkpoint.
 """
 
 import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
-from examples.grpo import Recipe, Task, exact_match, largest_number, normalised, plot
+from examples.grpo import (
+    ORDER,
+    Recipe,
+    Step,
+    Task,
+    exact_match,
+    first_difference,
+    largest_number,
+    normalised,
+    order,
+    plot,
+    right_fields,
+)
 from examples.same_hash import Run, whole_run
-from nano_inference import EngineConfig, TrainingSample
+from nano_inference import EngineConfig, Grammar, TrainingSample
+from nano_inference.rl import PolicyModel
 from tests.models.tiny import tiny_llama
+from tests.structured.vocabularies import with_tokenizer
+
+ROOT = Path(__file__).parents[2]
+JSON_RUN = ROOT / "benchmarks" / "results" / "grpo-json.json"
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 2  # a token: 2 layers, keys and values, 2 heads of 16 in bfloat16
-RECIPE = Recipe(steps=4, prompts=3, samples=6, max_tokens=8, learning_rate=2e-3, test_every=2)
+RECIPE = Recipe(steps=4, prompts=3, samples=6, learning_rate=2e-3, test_every=2)
 ROOMY: dict[str, Any] = {"lookahead": 0, "num_threads": 2, "kv_cache_memory": 2**22}
 TIGHT: dict[str, Any] = {
     "max_batch_size": 5,
@@ -47,13 +70,34 @@ def model(tmp_path: Path) -> str:
     return str(tiny_llama(tmp_path / "model", dtype=torch.bfloat16))
 
 
-def run(model: str, recipe: Recipe, **options: Any) -> Run:
+DIGITS = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+def small_number(sample: TrainingSample, _: str) -> float:
+    """All that end by themselves are JSON of the schema; smaller numbers are worth more."""
+    if sample.finish_reason != "stop":
+        return 0.0
+    jsonschema.validate(given := json.loads(sample.text or ""), DIGITS)
+    return 1 - given["n"] / 99
+
+
+def json_task() -> Task:
+    prompts: list[tuple[Any, str]] = [(f"{word} =", "") for word in ("a", "b", "c", "d", "e", "f")]
+    grammar = Grammar.json_schema(DIGITS, whitespace="")
+    return Task(prompts[2:], prompts[:2], small_number, (), grammar, max_tokens=9)
+
+
+def run(model: str, recipe: Recipe, task: Task | None = None, **options: Any) -> Run:
     before = torch.get_num_threads()
-    config = EngineConfig(
-        model, ref_model_path=model, dtype="bfloat16", device="cpu", max_model_len=32, **options
-    )
+    same: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 32}
+    config = EngineConfig(model, ref_model_path=None if task else model, **same, **options)
     try:
-        return whole_run(config, low_id_task(), recipe)
+        return whole_run(config, task or low_id_task(), recipe)
     finally:
         torch.set_num_threads(before)
 
@@ -75,7 +119,7 @@ def test_the_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -
     recipe = dataclasses.replace(RECIPE, steps=41, test_every=8)
     steps = run(model, recipe, **ROOMY).steps
     assert steps[0].kl == 0.0
-    assert steps[-1].kl > 0.0
+    assert (steps[-1].kl or 0.0) > 0.0
     assert all(step.mismatch == 0.0 for step in steps)
     assert (
         sum(step.reward for step in steps[-5:]) / 5
@@ -85,6 +129,38 @@ def test_the_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -
     pytest.importorskip("matplotlib")
     plot(steps, tmp_path / "curves" / "grpo.png")
     assert (tmp_path / "curves" / "grpo.png").stat().st_size > 10_000
+
+
+def test_under_a_grammar_too_the_checkpoint_is_the_same_and_the_reward_rises(model: str) -> None:
+    with_tokenizer(Path(model))
+    recipe = dataclasses.replace(RECIPE, steps=12)
+    roomy, tight = (run(model, recipe, json_task(), **options) for options in (ROOMY, TIGHT))
+    assert tight.preemptions > 0
+    assert tight.sha256 == roomy.sha256
+    assert all(step.mismatch == 0.0 and step.kl is None for step in roomy.steps)
+    rewards = [step.reward for step in roomy.steps]
+    assert sum(rewards[-4:]) > sum(rewards[:4])
+
+
+def test_a_bit_that_differs_ends_the_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logprobs = PolicyModel.logprobs
+
+    def off(*args: Any, **options: Any) -> list[torch.Tensor]:
+        found = logprobs(*args, **options)
+        found[3] = found[3].detach().clone()
+        found[3][2] = torch.nextafter(found[3][2], torch.tensor(0.0))
+        return found
+
+    monkeypatch.setattr(PolicyModel, "logprobs", off)
+    with pytest.raises(AssertionError, match=r"step 0, sample 3, position 6, token \d+: engine"):
+        run(model, RECIPE, **ROOMY)
+
+
+def test_the_signs_of_zero_differ() -> None:
+    sample = TrainingSample((1, 2), (7, 8), (-1.5, 0.0), None, 0, "stop")
+    assert first_difference([sample], [torch.tensor([-1.5, 0.0])]) is None
+    said = first_difference([sample], [torch.tensor([-1.5, -0.0])])
+    assert said == "sample 0, position 3, token 8: engine 0.0, trainer -0.0"
 
 
 def test_advantages_of_a_group() -> None:
@@ -123,3 +199,51 @@ def test_questions_and_their_answers() -> None:
 def test_only_the_answer_alone_is_worth_something(text: str | None, reward: float) -> None:
     sample = TrainingSample((1,), (2,), (0.0,), None, 0, "stop", text=text)
     assert exact_match(sample, "52") == reward
+
+
+def test_orders_and_what_their_fields_are_worth() -> None:
+    task = order(seed=3)
+    pairs = {
+        frozenset(re.findall(r"wants (.*?)\.", prompt)) for prompt, _ in task.train + task.held_out
+    }
+    assert len(pairs) == len(task.train) + len(task.held_out) == 225 * 224 // 2
+    for prompt, answer in task.held_out:
+        jsonschema.validate(right := json.loads(answer), ORDER)
+        who = prompt.split("\n")[1].removesuffix("'s order: ")
+        assert f"{who} wants" in prompt
+        assert right["colour"] in prompt.split(f"{who} wants")[1].split(".")[0]
+    _, answer = task.held_out[0]
+    wrong = json.loads(answer) | {"count": 10}
+    for text, ended, worth in (
+        (answer, "stop", 1.0),
+        (json.dumps(wrong), "stop", 2 / 3),
+        (answer[:-1], "length", 0.0),
+    ):
+        sample = TrainingSample((1,), (2,), (0.0,), None, 0, ended, text=text)
+        assert right_fields(sample, answer) == pytest.approx(worth)
+
+
+def test_the_run_of_the_documents_never_differed_and_learned(tmp_path: Path) -> None:
+    report = json.loads(JSON_RUN.read_text())
+    steps = [Step(**each) for each in report["steps"]]
+    assert len(steps) >= 20
+    assert all(step.tokens and step.mismatch == 0.0 for step in steps)
+    tested = [step.held_out for step in steps if step.held_out is not None]
+    assert tested[-1] > tested[0] + 0.2
+    pytest.importorskip("matplotlib")
+    plot(steps, tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_three_steps_of_answers_in_json(tmp_path: Path) -> None:
+    size = ["--steps", "3", "--task", "order", "--dtype", "float32"]
+    command = [sys.executable, "-W", "ignore", "-m", "examples.grpo", *size, "--out", tmp_path]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    steps = json.loads((tmp_path / "grpo.json").read_text())["steps"]
+    assert [step["mismatch"] for step in steps] == [0.0] * 3
+    assert all(step["tokens"] > 32 * 10 and step["reward"] > 0.2 for step in steps)
