@@ -25,6 +25,7 @@ from nano_inference.scheduling.sequence import (
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.matching import GrammarState
+from nano_inference.structured.token_masks import TokenMasks
 from nano_inference.text.detokenizer import OutputText
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import Limits, SamplingParams
@@ -50,6 +51,7 @@ class Intake:
         self._counting = threading.Lock()
         backend = checks.config.grammar_backend
         self.grammars = GrammarCompiler(lambda: vocabulary_of(checks), backend)
+        self.token_masks = TokenMasks(self.grammars)
         # False: who hands in requests has checked their grammars, apart from the steps
         self.checks_grammars = True
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()

@@ -18,8 +18,7 @@ from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_
 from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY
 from nano_inference.structured.grammar import Grammar
-from nano_inference.structured.masks import may_draw
-from nano_inference.structured.matching import GrammarState
+from nano_inference.structured.token_masks import NotInGrammar
 
 TokenIds = Listed[int] | Tensor
 Grammars = Grammar | Iterable[Grammar | None] | None
@@ -252,37 +251,26 @@ def _masks(
     if any(grammar is not None for grammar in grammars):
         require_one_rank(engine.runner, "scoring under a grammar")
         engine.shared.require_alive()
-    known: dict[bytes, np.ndarray] = {}
-    found: list[SequenceMasks | None] = []
-    for place, (ids, position, grammar) in enumerate(
-        zip(token_ids, positions, grammars, strict=True)
-    ):
-        if grammar is None:
-            found.append(None)
-            continue
-        state = GrammarState(grammar)
-        engine.intake.grammars.wait(state)
-        words: list[np.ndarray] = []
-        for at in range(position, len(ids)):
-            _require_allowed(
-                state, ids[at], f"token {ids[at]} at position {at} of sequence {place}"
-            )
-            words.append(known.setdefault(state.words.tobytes(), state.words))
-            state.accept(ids[at])
-            state.fill()
-        found.append(SequenceMasks(grammar, words[max(position, 1) - position :]))
-    return found
-
-
-def _require_allowed(state: GrammarState, token_id: int, what: str) -> None:
-    if state.problem is not None:
-        raise InvalidRequest(f"{what} comes where its grammar cannot go on: {state.problem}.")
-    if state.is_ended or not may_draw(state.words, token_id):
-        why = "comes behind the end of its grammar" if state.is_ended else "is not in its grammar"
+    under = [place for place, grammar in enumerate(grammars) if grammar is not None]
+    texts = [
+        (grammar, tuple(token_ids[place][positions[place] :]))
+        for place, grammar in enumerate(grammars)
+        if grammar is not None
+    ]
+    try:
+        words = engine.intake.token_masks.of(texts)
+    except NotInGrammar as problem:
+        place = under[problem.text]
+        at = positions[place] + problem.place
         raise InvalidRequest(
-            f"{what} {why}; the grammar begins at from_position, and all tokens from there on must "
-            "follow it."
-        )
+            f"token {token_ids[place][at]} at position {at} of sequence {place} {problem}; the "
+            "grammar begins at from_position, and all tokens from there on must follow it."
+        ) from None
+    found: list[SequenceMasks | None] = [None] * len(token_ids)
+    for place, (grammar, _), masks in zip(under, texts, words, strict=True):
+        skipped = max(positions[place], 1) - positions[place]
+        found[place] = SequenceMasks(grammar, masks[skipped:])
+    return found
 
 
 def _temperature(temperature: Any) -> float:

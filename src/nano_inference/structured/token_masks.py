@@ -1,0 +1,122 @@
+"""`TokenMasks`: the masks that given tokens were drawn under, of many texts at once, and kept."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from nano_inference.structured.compiler import GrammarCompiler
+from nano_inference.structured.grammar import Grammar
+from nano_inference.structured.masks import may_draw
+from nano_inference.structured.matching import GrammarState
+
+MOST_BYTES = 2**27  # of masks that are kept
+
+Text = tuple[Grammar, tuple[int, ...]]
+Masks = list[np.ndarray]  # int32 [W] of each token; not written
+
+
+class NotInGrammar(Exception):
+    """A token of a text cannot be drawn there.
+
+    Attributes:
+        text, place: which text, and which of its tokens.
+    """
+
+    def __init__(self, text: int, place: int, why: str) -> None:
+        super().__init__(why)
+        self.text = text
+        self.place = place
+
+
+class TokenMasks:
+    """Masks by grammar and tokens. Equal ones are one array as long as anybody has it. Any thread
+    may call it.
+
+    Args:
+        grammars: compiles them.
+        most_bytes: that are kept; of an array that several texts have each counts it.
+    """
+
+    def __init__(self, grammars: GrammarCompiler, most_bytes: int = MOST_BYTES) -> None:
+        self._grammars = grammars
+        self._most = most_bytes
+        self._kept: OrderedDict[Text, tuple[Masks, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[bytes, np.ndarray] = WeakValueDictionary()
+        self.num_bytes = 0
+
+    def of(self, texts: Sequence[Text]) -> list[Masks]:
+        """The masks of each text's tokens; a text begins where its grammar does.
+
+        Raises `NotInGrammar`, and what `GrammarCompiler.wait` raises.
+        """
+        found = {text: masks for text in texts if (masks := self._recall(text)) is not None}
+        missing = [text for text in dict.fromkeys(texts) if text not in found]
+        made = [Masks() for _ in missing]
+        for at, states in self._steps(missing):
+            for (place, state), (_, tokens) in ((each, missing[each[0]]) for each in states):
+                if (why := _refusal(state, tokens[at])) is not None:
+                    raise NotInGrammar(texts.index(missing[place]), at, why)
+                made[place].append(self._one_of(state.words))
+        for text, masks in zip(missing, made, strict=True):
+            found[text] = masks
+            self._keep(text, masks)
+        return [found[text] for text in texts]
+
+    def _steps(self, texts: Sequence[Text]) -> Iterator[tuple[int, list[tuple[int, GrammarState]]]]:
+        """Place by place the states of the texts that have a token there, by their number. The
+        masks of all are made in one call.
+        """
+        states = [GrammarState(grammar) for grammar, _ in texts]
+        for state, (_, tokens) in zip(states, texts, strict=True):
+            if tokens:
+                self._grammars.wait(state)
+        for at in range(max((len(tokens) for _, tokens in texts), default=0)):
+            live = [
+                (place, state) for place, state in enumerate(states) if at < len(texts[place][1])
+            ]
+            if at:
+                for place, state in live:
+                    state.accept(texts[place][1][at - 1])
+                live[0][1].fill(state for _, state in live[1:])
+            yield at, live
+
+    def _one_of(self, words: np.ndarray) -> np.ndarray:
+        """The array of this mask. Its own is a row of those that were made with it."""
+        digest = blake2b(words.data, digest_size=16).digest()
+        with self._lock:
+            known = self._known.get(digest)
+            if known is None:
+                known = self._known[digest] = words.copy()
+        return known
+
+    def _recall(self, text: Text) -> Masks | None:
+        with self._lock:
+            if text not in self._kept:
+                return None
+            self._kept.move_to_end(text)
+            return self._kept[text][0]
+
+    def _keep(self, text: Text, masks: Masks) -> None:
+        size = sum({id(words): words.nbytes for words in masks}.values())
+        with self._lock:
+            if text in self._kept or size > self._most:
+                return
+            self._kept[text] = masks, size
+            self.num_bytes += size
+            while self.num_bytes > self._most:
+                _, (_, gone) = self._kept.popitem(last=False)
+                self.num_bytes -= gone
+
+
+def _refusal(state: GrammarState, token_id: int) -> str | None:
+    """Why a token cannot be drawn; None: it can."""
+    if state.problem is not None:
+        return f"comes where its grammar cannot go on: {state.problem}"
+    if state.is_ended:
+        return "comes behind the end of its grammar"
+    return None if may_draw(state.words, token_id) else "is not in its grammar"
