@@ -19,11 +19,14 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.fleet.directory import names_of
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
+from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import SamplingParams, TrainingSample
+from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of, finished, params_of
 from tests.serving.fleet.fleets import fleet, plain, play, told
 from tests.serving.scripted import Script
+from tests.structured.vocabularies import with_tokenizer
 
 LEAST = 12
 PROMPTS = [[3 + (7 * place + each) % 280 for place in range(16 + each)] for each in range(12)]
@@ -123,6 +126,35 @@ def test_the_bits_are_those_of_one_engine_and_prompts_are_computed_once(model: P
             before = client.transfers.num_blocks
             assert bits(await answers(client)) == bits(expected)
             assert client.transfers.num_blocks == before
+
+    play(test())
+
+
+def test_grammars_go_with_requests_from_one_replica_to_the_other(tmp_path: Path) -> None:
+    """The token that a prefill draws is the grammar's first."""
+    folder = with_tokenizer(tiny_llama(tmp_path, seed=0))
+    grammars = [
+        Grammar.regex("[0-9]{3}-[a-f]{2,9}"),
+        Grammar.choice(["yes", "no"]),
+        replace(Grammar.regex("[0-9]{4}"), after="t", opened_by="a"),
+        None,
+    ]
+
+    async def made(client: EngineClient) -> str:
+        streams = [
+            client.submit(prompt, replace(params_of(place, 30), grammar=grammar), 2, stream=True)
+            for place, prompt in enumerate(PROMPTS)
+            for grammar in grammars
+        ]
+        return bits([await finished(stream) for stream in streams])
+
+    async def test() -> None:
+        async with split(folder, 1, 0) as client:
+            expected = await made(client)
+        async with split(folder) as client:
+            assert await made(client) == expected
+            assert client.prefill is not None
+            assert client.prefill.num_prompts == len(PROMPTS) * len(grammars)
 
     play(test())
 
