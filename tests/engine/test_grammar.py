@@ -429,6 +429,71 @@ def test_two_hundred_grammars_at_once(build: Build) -> None:
     assert [text_of(engine, sample) for sample in samples[20:200]] == [f"a{n}" for n in range(180)]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_two_hundred_grammars_make_no_other_sample_miss_a_step(
+    build: Build, lookahead: int
+) -> None:
+    """Every step brings it a token, while they are compiled and while they run."""
+    engine = build(kv_cache_memory=2**24, max_batch_size=256, lookahead=lookahead)
+    alone = bits(build().generate(PROMPT, drawn(60))[0])
+    free = engine.add_request(PROMPT, drawn(60))
+    while not any(seq.request.request_id == free for seq in engine.loop.sequences.running):
+        engine.step()
+    (seq,) = [seq for seq in engine.loop.sequences.running if seq.request.request_id == free]
+    for _ in range(lookahead + 1):
+        engine.step()
+    for n in range(200):
+        engine.add_request(PROMPT, replace(DIGITS, grammar=Grammar.regex(f"{n}[0-9]{{1,9}}")))
+    ended = list[TrainingSample]()
+    while not any(sample.request_id == free for sample in ended):
+        before = len(seq.token_ids)
+        ended += engine.step()
+        assert len(seq.token_ids) == before + 1
+    ended += drain(engine)
+    by_id = {sample.request_id: sample for sample in ended}
+    assert bits(by_id.pop(free)) == alone
+    for n, (_, sample) in enumerate(sorted(by_id.items())):
+        assert re.fullmatch(f"{n}[0-9]{{1,9}}", text_of(engine, sample))
+    assert engine.stats().grammars_compiled == 200
+
+
+@pytest.mark.parametrize(
+    ("allowed", "min_tokens", "drawn_text", "reason"),
+    [
+        ("0123456789", 0, 4, "the grammar and allowed_token_ids left no token to draw"),
+        ("abc", 0, 0, "the grammar and allowed_token_ids left no token to draw"),
+        ("0123456789", 30, 4, "the grammar and allowed_token_ids left no token to draw"),
+    ],
+)
+def test_a_grammar_that_contradicts_the_allowed_ids_ends_where_it_does(
+    build: Build, allowed: str, min_tokens: int, drawn_text: int, reason: str
+) -> None:
+    engine = build()
+    params = replace(
+        DIGITS,
+        grammar=Grammar.regex("[0-9]{4}"),
+        allowed_token_ids=frozenset(engine.tokenizer.encode(allowed)),
+        min_tokens=min_tokens,
+    )
+    one, other = engine.generate([PROMPT, PROMPT], [params, drawn(20)])
+    assert (one.finish_reason, one.stop_reason) == ("abort", f"error: {reason}")
+    assert len(text_of(engine, one)) == drawn_text
+    assert bits(other) == bits(build().generate(PROMPT, drawn(20))[0])
+
+
+def test_min_tokens_and_stop_ids_bend_to_a_grammar_that_ends(build: Build) -> None:
+    engine = build()
+    (seven,) = engine.tokenizer.encode("7")
+    params = replace(
+        DIGITS, grammar=Grammar.regex("7{3}"), stop_token_ids=frozenset([seven]), min_tokens=30
+    )
+    (sample,) = engine.generate(PROMPT, params)
+    assert text_of(engine, sample) == "777", "what the grammar asks for is drawn all the same"
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", EOS)
+    (sample,) = engine.generate(PROMPT, replace(params, min_tokens=0))
+    assert (text_of(engine, sample), sample.stop_reason) == ("7", seven)
+
+
 def test_compiled_grammars_are_kept_up_to_a_number(build: Build, monkeypatch: Any) -> None:
     monkeypatch.setattr("nano_inference.structured.compiler.MOST_CACHED", 4)
     engine = build()

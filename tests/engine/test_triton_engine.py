@@ -6,13 +6,15 @@ from unittest.mock import patch
 
 import pytest
 
-from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import Grammar, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine import cuda_runner, graphs
 from nano_inference.ops.cuda import few_rows
+from nano_inference.rl import score
 from tests.engine.cuda_cases import CheckingQueue
 from tests.engine.test_cuda_runner import bare, runner
 from tests.engine.weight_cases import Build, drain
 from tests.models.tiny import tiny_model
+from tests.structured.vocabularies import with_tokenizer
 
 
 @pytest.fixture
@@ -68,3 +70,29 @@ def test_graphs_equal_eager(
     if batch_invariant:
         eager = run(build(backend="cuda", batch_invariant=True, cuda_graphs=False, **options))
         assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in eager]
+
+
+@pytest.mark.usefixtures("checking")
+def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "llama", "llama")
+    with_tokenizer(Path(folder))
+    options: dict[str, Any] = {"model_path": folder, "max_batch_size": 3, "max_model_len": 16}
+    grammar = Grammar.regex("[0-4]{2,6}")
+    params = SamplingParams(max_tokens=5, seed=1, temperature=0.7, grammar=grammar)
+    found: dict[str, list[TrainingSample]] = {}
+    for backend in ("reference", "cuda"):
+        engine = build(backend=backend, batch_invariant=True, **options)
+        found[backend] = engine.generate([[1, 2, 3, 4, 5], [7, 8]], params)
+        for sample in found[backend]:
+            (scores,) = score(
+                engine,
+                [[*sample.prompt_tokens, *sample.completion_tokens]],
+                from_position=len(sample.prompt_tokens),
+                temperature=0.7,
+                grammar=grammar,
+            )
+            assert scores.tolist() == list(sample.logprobs)
+            assert sum(map(abs, sample.logprobs)) > 1, "there was something to choose"
+    for mine, theirs in zip(found["cuda"], found["reference"], strict=True):
+        assert mine.completion_tokens == theirs.completion_tokens
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)

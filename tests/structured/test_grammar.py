@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from nano_inference import Grammar, InvalidRequest, SamplingParams
 from nano_inference.structured.backend import GrammarError, backend_named
+from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import COMPACT
+from nano_inference.structured.matching import GrammarState
 from nano_inference.text.tokenizer import Tokenizer
 from tests.depth import at_depth
 from tests.structured.vocabularies import EOS, accepts, byte_tokenizer, mask, vocabulary_of
@@ -150,6 +152,109 @@ def test_whitespace_is_bounded(
 def test_what_cannot_be_enforced_is_refused_by_name(grammar: Grammar, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         backend_named("llguidance").check(grammar)
+
+
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+PET: dict[str, Any] = {
+    "type": "object",
+    "properties": {"owner": {"$ref": "#/$defs/person"}},
+    "additionalProperties": False,
+}
+OWNER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"pets": {"type": "array", "items": {"$ref": "#/$defs/pet"}}},
+    "required": ["pets"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        (
+            {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+            [
+                '{"v": 1}',
+                '{"v": 1, "next": {"v": 2, "next": {"v": 3}}}',
+                '{"v":1,"next":' * 30 + '{"v": 1}' + "}" * 30,
+            ],
+            ['{"v": 1, "next": {}}', '{"v": 1, "next": {"v": 2, "next": {"w": 3}}}'],
+        ),
+        (
+            {"$ref": "#/$defs/person", "$defs": {"person": OWNER, "pet": PET}},
+            ['{"pets": []}', '{"pets": [{}, {"owner": {"pets": [{"owner": {"pets": []}}]}}]}'],
+            ['{"pets": [{"pets": []}]}', '{"pets": [{"owner": {"owner": {}}}]}', "{}"],
+        ),
+        (
+            {"type": "array", "items": {"$ref": "#"}},
+            ["[]", "[[], [[], []]]", "[" * 100 + "]" * 100],
+            ["[1]", "[[]", "{}"],
+        ),
+        (
+            {"anyOf": [{"$ref": "#"}, {"type": "integer"}]},
+            ["1"],
+            ['"a"', "[1]"],
+        ),
+    ],
+    ids=["itself", "each other", "the whole", "through anyOf"],
+)
+def test_schemas_may_refer_to_themselves(
+    schema: dict[str, Any], yes: list[str], no: list[str], tokenizer: Tokenizer
+) -> None:
+    grammar = Grammar.json_schema(schema)
+    assert [text for text in yes if not accepts(grammar, text, tokenizer)] == []
+    assert [text for text in no if accepts(grammar, text, tokenizer)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#"}, "NoExtension"),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            },
+            "NoExtension",
+        ),
+        ({"allOf": [{"$ref": "#"}, {"type": "integer"}]}, "circular references"),
+        ({"$ref": "#/$defs/none"}, "'/\\$defs/none' does not exist"),
+        ({"$ref": "https://example.com/x.json"}, "does not fetch"),
+    ],
+)
+def test_references_that_lead_nowhere_are_refused(
+    schema: dict[str, Any], reason: str, tokenizer: Tokenizer
+) -> None:
+    """Before the engine sees them, or when the first mask is made; none is waited for."""
+    compiler = GrammarCompiler(lambda: vocabulary_of(tokenizer))
+    with pytest.raises(InvalidRequest, match=reason):
+        compiler.wait(GrammarState(Grammar.json_schema(schema)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("(a*)*b", ["b", "a" * 300 + "b"], ["a" * 300, "bb"]),
+        ("(a|a)*b", ["a" * 300 + "b"], ["a" * 300 + "c"]),
+        ("(a|b|ab)*c", ["ab" * 150 + "c"], ["ab" * 150]),
+        ("(x{1,1000}){1,1000}", ["x", "x" * 1500], ["", "x" * 300 + "y"]),
+        ("((a{0,100}){0,100}){0,100}", ["", "a" * 500], ["b"]),
+        (".{0,100000}", ["", "ü" * 300], ["a\nb"]),
+        ("(.*)(.*)(.*)(.*)=", ["q" * 300 + "="], ["q" * 300]),
+    ],
+)
+def test_patterns_that_other_engines_take_for_ever_with(
+    pattern: str, yes: list[str], no: list[str], tokenizer: Tokenizer
+) -> None:
+    grammar = Grammar.regex(pattern)
+    backend_named("llguidance").check(grammar)
+    assert [text for text in yes if not accepts(grammar, text, tokenizer)] == []
+    assert [text for text in no if accepts(grammar, text, tokenizer)] == []
 
 
 def test_lenient_passes_over_what_cannot_be_enforced(tokenizer: Tokenizer) -> None:

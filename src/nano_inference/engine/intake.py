@@ -156,8 +156,9 @@ class Intake:
             return None
         if self.checks_grammars:
             self.grammars.check(params.grammar)
-        self.grammars.begin(params.grammar)
-        return GrammarState(params.grammar, token_ids, params.allowed_token_ids)
+        state = GrammarState(params.grammar, token_ids, params.allowed_token_ids)
+        state.compiled = self.grammars.begin(params.grammar)  # others may push it out meanwhile
+        return state
 
     def _require_not_gone(self, version: int | None) -> None:
         serving = self.live.versions[POLICY]

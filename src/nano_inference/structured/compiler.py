@@ -93,7 +93,7 @@ class GrammarCompiler:
         """Get a sample's matcher: at once where its grammar is compiled and the sample has no
         token yet; else `when_ready` is called by another thread, once it is there or has failed.
         """
-        compiled = self.begin(state.grammar)
+        compiled = state.compiled or self.begin(state.grammar)
         if compiled.done() and not state.num_behind:
             self._give(state, compiled)
         elif compiled.done():  # many tokens take long

@@ -1,6 +1,8 @@
 """`GrammarState`: the grammar of one sample, with the mask of the token that comes next."""
 
 from collections.abc import Collection, Iterable
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,7 @@ class GrammarState:
         words: int32 [W], bit i % 32 of word i // 32 is token i; tokens beyond may not be drawn.
         is_ended: the text has ended: by an end-of-sequence id, or because nothing may follow.
         problem: why it cannot go on; None: it can.
+        compiled: what its compiler promised it before it waited, until it has it.
     """
 
     __slots__ = (
@@ -35,6 +38,7 @@ class GrammarState:
         "_matcher",
         "_thought",
         "_token_ids",
+        "compiled",
         "grammar",
         "is_ended",
         "problem",
@@ -52,6 +56,7 @@ class GrammarState:
         self.words: np.ndarray = _NOTHING
         self.is_ended = False
         self.problem: str | None = None
+        self.compiled: Future[Any] | None = None
         self._token_ids = list(token_ids)
         self._allowed = allowed if allowed is None else mask_of(allowed)
         self._matcher: Matcher | None = None
@@ -87,7 +92,7 @@ class GrammarState:
             first: its first mask; shared, so it is not written.
             thought: what may stand before the grammar, at its beginning; None: nothing.
         """
-        self._matcher, self.vocabulary = matcher, vocabulary
+        self._matcher, self.vocabulary, self.compiled = matcher, vocabulary, None
         self._ends = frozenset(vocabulary.eos_token_ids)
         self.words, self._thought = first, thought
         if thought is not None:
