@@ -1,5 +1,6 @@
 """`nano-inference generate` on tiny models: what it prints, and where."""
 
+import io
 import json
 import re
 import signal
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.cli import terminal
 from nano_inference.cli.generate import read_prompts
 from nano_inference.cli.terminal import Interruptible
 from nano_inference.config import EngineConfig
@@ -252,6 +255,13 @@ def test_logprobs_are_colors_on_a_terminal_and_numbers_elsewhere(folders: dict[s
         assert len(re.findall(r"\[-\d+\.\d\d\]", out)) > 5
 
 
+def test_a_logprob_that_rounds_to_zero_has_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_pieces", lambda *_: [("a", -0.001), ("b", -0.02)])
+    plain: Any = Console(file=io.StringIO())
+    nothing: Any = None
+    assert terminal.colored(nothing, nothing, plain).plain == "a[0.00]b[-0.02]"
+
+
 def test_no_color_also_holds_for_errors() -> None:
     words = ("info", "pyproject.toml")
     assert COLOR.search(finish(spawn(*words, FORCE_COLOR="1"))[2])
@@ -403,11 +413,14 @@ def test_completions_follow_a_grammar(tmp_path: Path) -> None:
 def test_grammars_that_are_none(folders: dict[str, str], tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"uniqueItems": true}')
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
     for options, said in {
         ("--regex", "a", "--choice", "b"): "--regex and --choice exclude each other",
         ("--json-schema", str(schema)): "uniqueItems",
         ("--json-schema", str(tmp_path / "none")): "does not exist",
-        ("--regex", "("): "regex",
+        ("--json-schema", str(broken)): "broken.json: the text of a json grammar is no JSON",
+        ("--regex", "("): "the regex grammar cannot be enforced: unclosed group.",
     }.items():
         result = run("generate", folders["base"], "-p", "ab", *options, *FAST)
         assert result.exit_code != 0

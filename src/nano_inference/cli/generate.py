@@ -179,9 +179,13 @@ def _grammar(schema: Path | None, pattern: str | None, choices: list[str] | None
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other; give one.")
     if schema is not None:
         try:
-            return Grammar.json_schema(schema.read_text(encoding="utf-8"))
+            text = schema.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:
             raise InvalidRequest(f"{schema} cannot be read as UTF-8 text: {problem}") from problem
+        try:
+            return Grammar.json_schema(text)
+        except InvalidRequest as problem:
+            raise InvalidRequest(f"{schema}: {problem}") from problem
     if pattern is not None:
         return Grammar.regex(pattern)
     return Grammar.choice(choices) if choices else None

@@ -149,7 +149,7 @@ def colored(sample: "TrainingSample", tokenizer: "Tokenizer", console: Console) 
     text = Text()
     for piece, logprob in _pieces(sample, tokenizer):
         if not has_colors(console):
-            text.append(f"{printable(piece)}[{logprob:.2f}]")
+            text.append(f"{printable(piece)}[{logprob:z.2f}]")
             continue
         style = next(style for least, style, _ in _LEVELS if math.exp(logprob) >= least)
         # A line end has no width to be coloured.

@@ -210,7 +210,13 @@ def json_options(grammar: Grammar) -> Any:
     return options
 
 
+# What is wrong with a regular expression stands below a drawing of where.
+_OF_REGEX = re.compile(r"regex parse error:\n.*?^error: (.*?)$", re.DOTALL | re.MULTILINE)
+
+
 def _refusal(grammar: Grammar, problem: str) -> str:
+    if grammar.kind == "regex" and (found := _OF_REGEX.search(problem)):
+        problem = found[1]  # its places are those in a grammar of ours around it
     return f"the {grammar.kind} grammar cannot be enforced: {_first_line(problem)}."
 
 
