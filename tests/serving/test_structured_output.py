@@ -409,6 +409,32 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def thoughtful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A model of which reasoning is told apart, and whose template does not open it."""
+    folder: Path = tiny_llama(tmp_path_factory.mktemp("thoughtful"), seed=0)
+    write_tokenizer(folder, "{% for message in messages %}{{ message.content }}{% endfor %}")
+    config = EngineConfig(str(folder), num_threads=1, kv_cache_memory=2**22, seed=0)
+    with running_server(config, replace(CONFIG, reasoning_format="think")) as url:
+        yield url
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_does_not_think_answers_under_its_grammar(
+    thoughtful: str, stream: bool
+) -> None:
+    path = "/v1/chat/completions"
+    (opening,) = httpx.post(f"{thoughtful}/tokenize", json={"prompt": "<"}).json()["tokens"]
+    for bias, thinks in ((-100, False), (100, True)):
+        body = {"messages": [USER], "max_tokens": 120, "seed": 3, **_of_openai()}
+        body |= {"logit_bias": {str(opening): bias}, "stream": stream}
+        reply = httpx.post(thoughtful + path, json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        content = _text_of(path, reply, stream)
+        assert ("reasoning" in reply.text and not content) == thinks
+        assert thinks or is_person(content)
+
+
 def is_person(text: str) -> bool:
     read = json.loads(text)
     return set(read) == {"age", "ok"} and 0 <= read["age"] <= 99 and isinstance(read["ok"], bool)
