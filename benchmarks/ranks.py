@@ -18,6 +18,7 @@ from nano_inference.batch import Chunks
 from nano_inference.engine.workers.link import Link
 from nano_inference.engine.workers.messages import decode_to_worker, encode
 from nano_inference.engine.workers.replay import Draw, Forward, StepReplay, StepSender
+from nano_inference.sampling.sampling_batch import Masks
 
 Row = dict[str, Any]
 CASES = (
@@ -44,10 +45,10 @@ class TellingRunner(NullRunner):
         self.began.append(time.monotonic_ns())
         self._tell(self._steps.forward(*step))
 
-    def announce_draw(self, chunks: Chunks) -> None:
+    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
         """See `Runner`."""
         self.began.append(time.monotonic_ns())
-        self._tell(self._steps.draw(chunks))
+        self._tell(self._steps.draw(chunks, masks))
 
     def _tell(self, message: Forward | Draw) -> None:
         frame = encode(message)

@@ -15,6 +15,7 @@ ROOMS = {
     "serving": "HTTP: OpenAI, Anthropic, trainers' routes; engine processes; the fleet",
     "rl": "trainers: PolicyModel, replay, scoring, TRL, verl",
     "engine": "the loop, runners, weights, workers, memory",
+    "speculation": "drafts: what guesses the next tokens",
     "models": "families, checkpoints, the decoder",
     "text": "tokenizers, templates, detokenizer",
     "ops": "operations: reference, cpu, cuda",

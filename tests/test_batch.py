@@ -21,6 +21,7 @@ from nano_inference.sampling.pipeline import drawable
 from nano_inference.sampling.sample import sample
 from nano_inference.sampling.sampling_batch import (
     DrawRequest,
+    Masks,
     SamplingBatch,
     SamplingTable,
     mask_of,
@@ -65,8 +66,8 @@ class CheckedBuilder(BatchBuilder):
             assert_declared_dtypes(batch)
         return batches
 
-    def sampling_batch(self, chunks: Chunks) -> SamplingBatch:
-        batch = super().sampling_batch(chunks)
+    def sampling_batch(self, chunks: Chunks, masks: Masks) -> SamplingBatch:
+        batch = super().sampling_batch(chunks, masks)
         expected = sampling_batch(list(self.requests(chunks)))
         for name in (field.name for field in fields(SamplingBatch)):
             mine, theirs = getattr(batch, name), getattr(expected, name)
@@ -223,8 +224,7 @@ def test_a_mask_may_change_at_each_draw() -> None:
     assert before.mask_words.numel() == 0
     logits = torch.zeros(3, 70)
     for allowed in ([3], [69]):
-        table.set_mask(1, mask_of(allowed))
-        batch = table.batch(slots, slots, slots, {})
+        batch = table.batch(slots, slots, slots, {}, [(1, mask_of(allowed))])
         assert batch.streams is before.streams
         assert batch.temperature is before.temperature
         assert drawable(batch, 70)[1].nonzero().flatten().tolist() == allowed
@@ -237,8 +237,8 @@ def test_masks_of_256_rows_of_a_large_vocabulary_take_five_megabytes() -> None:
     table = SamplingTable()
     for slot in range(256):
         table.put(slot, SamplingParams(), 0, slot, [])
-        table.set_mask(slot, mask_of(range(slot, vocab)))
-    batch = table.batch(rows, rows, rows, {})
+    masks = [(slot, mask_of(range(slot, vocab))) for slot in range(256)]
+    batch = table.batch(rows, rows, rows, {}, masks)
     assert batch.mask_words.nbytes == 256 * vocab // 8  # 4.9 MB
 
 

@@ -147,8 +147,14 @@ def test_the_scheduler_part_is_the_same_values() -> None:
     }
     assert make(**options).scheduler == SchedulerConfig(**options)
     assert make().scheduler == SchedulerConfig()
-    assert {field.name for field in dataclasses.fields(SchedulerConfig)} == {*options, "groups"}
+    assert {field.name for field in dataclasses.fields(SchedulerConfig)} == {
+        *options,
+        "groups",
+        "max_drafts",
+    }
     assert make(pipeline_parallel=4).scheduler.groups == 4
+    assert make(max_drafts=3).scheduler.max_drafts == 0
+    assert make(max_drafts=3, speculation="suffix").scheduler.max_drafts == 3
 
 
 def test_stages_decide_the_lookahead() -> None:

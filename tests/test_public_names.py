@@ -32,7 +32,7 @@ from nano_inference import (
     WeightUpdate,
     errors,
 )
-from nano_inference.types import UpdateOptions
+from nano_inference.types import SpeculationStats, UpdateOptions
 
 REQUIRED = object()
 
@@ -95,6 +95,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "num_threads": None,
         "max_request_entries": 5_000_000,
         "grammar_backend": "llguidance",
+        "speculation": "none",
+        "max_drafts": 8,
         "seed": None,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
@@ -160,6 +162,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "groups": 1,
+        "max_drafts": 0,
     },
     CacheAllocation: {"block_ids": REQUIRED, "cached_length": REQUIRED},
     Delta: {
@@ -335,6 +338,7 @@ def test_statistics_are_plain_numbers() -> None:
     own = {field.name: field.type for field in dataclasses.fields(EngineStats)}
     assert own.pop("step_microseconds") == Mapping[str, float]
     assert own.pop("ranks_busy") == own.pop("ranks_waiting") == tuple[float, ...]
+    assert own.pop("speculation") == SpeculationStats | None
     assert set(own.values()) == {int, float}
 
 

@@ -5,7 +5,7 @@ Complete at birth.
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from nano_inference.columns import column
-from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable, mask_columns
+from nano_inference.sampling.sampling_batch import (
+    Masks,
+    SamplingBatch,
+    SamplingTable,
+    mask_columns,
+)
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
 from nano_inference.structured.masks import bans_under
@@ -22,6 +27,8 @@ ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)
 NO_TEMPERATURES = torch.empty(0, dtype=torch.float64)
 NO_MASKS = torch.empty((0, 0), dtype=torch.int32)
+Behind = Mapping[int, tuple[int, ...]]  # place of a sample -> the drafts that it is drawn behind
+NO_DRAFTS: Behind = {}
 
 
 class Scored(NamedTuple):
@@ -203,7 +210,7 @@ class BatchBuilder:
             np.array(column, dtype=np.int64)
             for column in (decision.starts, decision.lengths, decision.samples)
         )
-        draws = _Draws.of(decision.draw_rows, samples, lengths)
+        draws = _Draws.of(decision.drafts, samples, lengths)
         self._follow_tables(decision, sequences)
         names = list(dict.fromkeys(decision.weight_sets))
         if len(names) == 1:
@@ -224,7 +231,9 @@ class BatchBuilder:
             seqs=[sequences.by_id[seq_id] for seq_id in decision.seq_ids],
             parts=parts,
             columns=_Columns(slots, starts, lengths, draws),
+            drafts=decision.drafts,
             sampled=sampled,
+            behind=_behind(decision) if any(decision.drafts) else NO_DRAFTS,
             slots=own,
             rows=np.repeat(rows, times),
             positions=np.repeat(starts[draws.chunks] + draws.rows + 1, times),
@@ -239,20 +248,29 @@ class BatchBuilder:
         known on the host.
         """
         return tuple(
-            self._build(name, chunks.seqs, chunks.columns, sampling_now)
+            self._build(name, chunks.seqs, chunks.drafts, chunks.columns, sampling_now)
             if part is ALL
             else self._build(
                 name,
                 list(compress(chunks.seqs, part.tolist())),
+                list(compress(chunks.drafts, part.tolist())),
                 chunks.columns.of(part),
                 sampling_now,
             )
             for name, part in chunks.parts
         )
 
-    def sampling_batch(self, chunks: "Chunks") -> SamplingBatch:
+    def masks(self, chunks: "Chunks") -> Masks:
+        """The masks of samples that have a grammar, by their place."""
+        masks: list[tuple[int, np.ndarray]] = []
+        for place in np.flatnonzero(self._structured[chunks.slots]).tolist():
+            grammar: Any = chunks.sampled[place].grammar
+            masks.append((place, grammar.mask_behind(len(chunks.behind.get(place, ())))))
+        return masks
+
+    def sampling_batch(self, chunks: "Chunks", masks: Masks) -> SamplingBatch:
         """The draw of a step, once the tokens before it are known. Logits of its batches stand one
-        after another.
+        after another. `masks`: as the method gives them.
 
         Parameters of a sequence are read here, so that one whose own cannot be read harms no
         forward.
@@ -272,17 +290,18 @@ class BatchBuilder:
             counts.add(seq.token_ids[seq.request.num_prompt_tokens + counts.length :])
         early = np.flatnonzero(chunks.positions < self._least[chunks.slots]).tolist()
         banned = {place: sorted(chunks.sampled[place].request.stop_ids) for place in early}
-        for place in np.flatnonzero(self._structured[chunks.slots]).tolist():
-            grammar: Any = chunks.sampled[place].grammar
-            self._draws.set_mask(int(chunks.slots[place]), grammar.words)
-            if place in banned and not bans_under(grammar.words, banned[place]):
+        for place, words in masks:
+            if place in banned and not bans_under(words, banned[place]):
                 del banned[place]
-        return self._draws.batch(chunks.slots, chunks.rows, chunks.positions, banned)
+        return self._draws.batch(
+            chunks.slots, chunks.rows, chunks.positions, banned, masks, chunks.behind
+        )
 
     def _build(
         self,
         weight_set: str,
         seqs: Listed[Sequence],
+        drafts: Listed[Listed[int]],
         columns: "_Columns",
         sampling_now: Mapping[int, int],
     ) -> ForwardBatch:
@@ -295,10 +314,13 @@ class BatchBuilder:
 
         input_ids: list[int] = []
         relay: list[tuple[int, int]] = []
-        for seq, start, end in zip(seqs, starts.tolist(), ends.tolist(), strict=True):
+        whole = zip(seqs, starts.tolist(), ends.tolist(), drafts, strict=True)
+        for seq, start, end, drafted in whole:
             token_ids = seq.token_ids
             input_ids += token_ids[start:end]
-            if end > len(token_ids):  # its newest token is being sampled right now
+            if drafted:
+                input_ids += drafted
+            elif end > len(token_ids):  # its newest token is being sampled right now
                 relay.append((len(input_ids), sampling_now[seq.seq_id]))
                 input_ids.append(0)
         relay_rows, relay_sources = zip(*relay, strict=True) if relay else ((), ())
@@ -396,17 +418,16 @@ class _Draws(NamedTuple):
     rows: np.ndarray  # of that chunk
 
     @classmethod
-    def of(
-        cls, draw_rows: Listed[Listed[int]], samples: np.ndarray, lengths: np.ndarray
-    ) -> "_Draws":
-        """Those of a decision."""
-        total = sum(map(len, draw_rows))
-        if total == np.count_nonzero(samples):  # each chunk that draws does so once, at its end
-            chunks = np.flatnonzero(samples)
-            return cls(chunks, lengths[chunks] - 1)
-        counts = np.fromiter(map(len, draw_rows), dtype=np.int64, count=len(draw_rows))
-        rows = np.fromiter(chain.from_iterable(draw_rows), dtype=np.int64, count=total)
-        return cls(np.repeat(np.arange(len(counts)), counts), rows)
+    def of(cls, drafts: Listed[Listed[int]], samples: np.ndarray, lengths: np.ndarray) -> "_Draws":
+        """Those of a decision: the last known row of each chunk that draws, and those behind it."""
+        ends = np.flatnonzero(samples)
+        if not any(drafts):
+            return cls(ends, lengths[ends] - 1)
+        behind = np.fromiter(map(len, drafts), dtype=np.int64, count=len(drafts))[ends]
+        chunks = np.repeat(ends, behind + 1)
+        firsts = np.cumsum(behind + 1) - behind - 1  # place of each chunk's first row
+        rows = np.arange(len(chunks)) - np.repeat(firsts, behind + 1)
+        return cls(chunks, lengths[chunks] - 1 - np.repeat(behind, behind + 1) + rows)
 
     def within(self, part: np.ndarray) -> "_Draws":
         """Those of some of the chunks: bool [S]."""
@@ -436,7 +457,9 @@ class Chunks:
     # weight sets in order of first appearance, and their chunks: bool [S] or ALL
     parts: Listed[tuple[str, np.ndarray]]
     columns: _Columns
+    drafts: Listed[tuple[int, ...]]  # [S]
     sampled: Listed[Sequence]  # [R]
+    behind: Behind  # of the samples drawn behind drafts: their place, and these drafts
     slots: np.ndarray  # [R]
     rows: np.ndarray  # [R] row of the step's logits
     positions: np.ndarray  # [R] of the token to draw
@@ -445,13 +468,25 @@ class Chunks:
         """The same chunks with some of their samples."""
         kept = np.array(places, dtype=np.int64)
         sampled = [self.sampled[place] for place in places]
+        behind = self.behind
         return replace(
             self,
             sampled=sampled,
+            behind={new: behind[old] for new, old in enumerate(places) if old in behind},
             slots=self.slots[kept],
             rows=self.rows[kept],
             positions=self.positions[kept],
         )
+
+
+def _behind(decision: SchedulerOutput) -> Behind:
+    """Which samples are drawn behind which drafts."""
+    found: dict[int, tuple[int, ...]] = {}
+    place = 0
+    for count, drafts in zip(decision.samples, decision.drafts, strict=True):
+        found |= {place + length: drafts[:length] for length in range(1, len(drafts) + 1)}
+        place += count + len(drafts)
+    return found
 
 
 def _rows_to_score(

@@ -18,11 +18,12 @@ from nano_inference.options import (
 from nano_inference.structured.grammar import BackendName
 
 CacheType = Literal["paged", "radix"]
+Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 # groups of options in `--help`
-ENGINE, RANKS = "The engine", "Several processes"
+ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
 # keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
 SEGMENT = 512
 
@@ -43,6 +44,8 @@ class SchedulerConfig:
             stages of a pipeline. Above 1 a sequence is not planned while a token of it is on its
             way, and a step draws for at most its share of the sequences, so that the others fill
             the other stages.
+        max_drafts: of one sequence in a step. Above 0 too a sequence is not planned while a token
+            of it is on its way.
     """
 
     max_batch_size: int = 256
@@ -52,6 +55,12 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     groups: int = 1
+    max_drafts: int = 0
+
+    @property
+    def max_draws(self) -> int:
+        """Rows that a step draws at: bounds the memory of the draw."""
+        return max(self.max_batch_size, self.max_drafts + 1)
 
 
 @strict_options(ConfigError)
@@ -112,6 +121,11 @@ class EngineConfig:
             ends.
         grammar_backend: what makes the masks of grammars that name no backend (docs/structured.md):
             `"llguidance"` is the one that there is.
+        speculation: what guesses the next tokens, so that a step may compute several of a sample
+            (docs/speculation.md); no token and no bit depends on it. `"ngram"`: the sample's own
+            text; `"suffix"`: its siblings' too; `"history"`: earlier samples of the same prompt
+            too; `"auto"`: `"suffix"`. All but `"none"` guess what a grammar forces too.
+        max_drafts: guessed tokens of one sample in a step.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the
             first): 1, 2, 4, 8 ….
@@ -185,6 +199,10 @@ class EngineConfig:
         least=1,
     )
     grammar_backend: BackendName = option("llguidance", ENGINE, "What makes masks of grammars.")
+    speculation: Speculation = option(
+        "none", DRAFTS, "What guesses the next tokens; they stay what they are."
+    )
+    max_drafts: int = option(8, DRAFTS, "Guessed tokens of a sample in a step.", least=1)
     seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
     tensor_parallel: int = option(
         1, RANKS, "Processes that share every layer of the model: 1, 2, 4, 8 …", least=1
@@ -235,6 +253,7 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             groups=self.pipeline_parallel,
+            max_drafts=0 if self.speculation == "none" else self.max_drafts,
         )
 
 

@@ -410,6 +410,35 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What became of drafts since the engine was built (docs/speculation.md).
+
+    Attributes:
+        sources: that are asked; one that failed is missing.
+        drafted, accepted: by source: rows computed for drafts at each place behind the known
+            tokens, and those of them whose draft was drawn.
+        step_rows, step_seconds: what a step was found to cost by its rows, at start; empty: it was
+            not measured.
+    """
+
+    sources: tuple[str, ...]
+    drafted: Mapping[str, tuple[int, ...]]
+    accepted: Mapping[str, tuple[int, ...]]
+    step_rows: tuple[int, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+
+    @property
+    def num_drafted(self) -> int:
+        """Rows that were computed for drafts."""
+        return sum(map(sum, self.drafted.values()))
+
+    @property
+    def num_accepted(self) -> int:
+        """Those of them that were not in vain."""
+        return sum(map(sum, self.accepted.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters of one engine since it was built, and its state now.
 
@@ -441,6 +470,7 @@ class EngineStats:
         grammars_compiled, grammars_failed: compilations of grammars, beside the steps; one serves
             all requests of a grammar while it is kept.
         grammar_seconds: that they took.
+        speculation: None: it is off.
     """
 
     num_waiting: int
@@ -466,3 +496,4 @@ class EngineStats:
     grammars_compiled: int
     grammars_failed: int
     grammar_seconds: float
+    speculation: SpeculationStats | None = None

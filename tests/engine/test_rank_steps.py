@@ -22,7 +22,7 @@ from nano_inference.engine.workers.replay import (  # noqa: E402
 )
 from nano_inference.kv_cache.hash_cache import PagedKVCache  # noqa: E402
 from nano_inference.kv_cache.sliding_window import UnitPool  # noqa: E402
-from nano_inference.sampling.sampling_batch import SamplingBatch  # noqa: E402
+from nano_inference.sampling.sampling_batch import Masks, SamplingBatch  # noqa: E402
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence  # noqa: E402
 from nano_inference.types import SamplingParams  # noqa: E402
 from tests.simulation import workload as workloads  # noqa: E402
@@ -56,8 +56,8 @@ class WireRunner(FakeRunner):
             assert self.units.unit_of.tolist() == self.pool.unit_of.tolist()
             self.pool.changed.clear()
 
-    def announce_draw(self, chunks: Chunks) -> None:  # pyright: ignore
-        self.drawn = self.replay.draw(self.travelled(self.sender.draw(chunks)))
+    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:  # pyright: ignore
+        self.drawn = self.replay.draw(self.travelled(self.sender.draw(chunks, masks)))
 
     def forward(
         self,

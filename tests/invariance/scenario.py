@@ -2,18 +2,28 @@
 with NaN.
 """
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Sequence as Listed
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 from unittest.mock import patch
 
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.config import Backend, CacheType
+from nano_inference.config import Backend, CacheType, SchedulerConfig
 from nano_inference.kv_cache.block_hash import NO_PREFIX
+from nano_inference.scheduling.sequence import Sequence, Sequences
+from nano_inference.speculation.drafter import Drafter, allowed, may_draft
+from nano_inference.speculation.grammar import ForcedDrafts
+from nano_inference.speculation.suffix import SuffixDrafts
 
+Drafts = Literal["none", "right", "wrong", "any", "changing", "real"]
+Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
 MOST_STEPS = 5000  # a scenario takes a few hundred
 
 
@@ -41,6 +51,8 @@ class Schedule:
     num_threads: int = 2
     num_blocks: int | None = None  # None: plenty
     cache_type: CacheType = "paged"
+    drafts: Drafts = "none"
+    max_drafts: int = 4
     # the one thing here that does change bits: the same in all runs that are compared
     backend: Backend = "cpu"
     device: str = "cpu"  # and this
@@ -108,6 +120,55 @@ def poison(engine: InferenceEngine) -> None:
     engine.runner.storage.values[:, :, free] = torch.nan
 
 
+class TriedDrafts:
+    """Drafts of a kind.
+
+    Args:
+        kind: of the drafts.
+        known: what they ought to be.
+        places: request id -> place in the scenario.
+    """
+
+    def __init__(self, kind: Drafts, known: Known, places: Mapping[int, int]) -> None:
+        self._kind, self._known, self._places = kind, known, places
+        self._random = random.Random(0)
+
+    def propose(
+        self, live: Sequences, pending: Container[int], config: SchedulerConfig
+    ) -> dict[int, tuple[int, ...]]:
+        """See `Drafting`."""
+        found: dict[int, tuple[int, ...]] = {}
+        for seq in live.running:
+            if seq.seq_id not in pending and may_draft(seq):
+                found[seq.seq_id] = tuple(allowed(seq, self._drafts(seq)))
+        return found
+
+    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+        """See `Drafting`."""
+        return 0
+
+    def _drafts(self, seq: Sequence) -> list[int]:
+        r = self._random
+        kind = r.choice(["right", "wrong", "any"]) if self._kind == "changing" else self._kind
+        whole = self._known.get((self._places[seq.request_id], seq.sample_index), ())
+        right = list(whole[seq.num_completion_tokens :][: r.randrange(6)])
+        if kind == "wrong":
+            return [(token + 1) % 300 for token in right]
+        return [r.randrange(300) for _ in range(r.randrange(6))] if kind == "any" else right
+
+
+def set_drafts(
+    engine: InferenceEngine, schedule: Schedule, known: Known, places: dict[int, int]
+) -> None:
+    """Have the engine compute drafts from now on."""
+    if schedule.drafts == "none":
+        return
+    engine.loop.config = replace(engine.loop.config, max_drafts=schedule.max_drafts)
+    real = Drafter([ForcedDrafts(), SuffixDrafts()], most=schedule.max_drafts)
+    tried = TriedDrafts(schedule.drafts, known, places)
+    engine.loop.drafter = real if schedule.drafts == "real" else tried
+
+
 def run(
     model: Path,
     dtype: str,
@@ -116,12 +177,14 @@ def run(
     bytes_per_token: int,
     make: Callable[[EngineConfig], AbstractContextManager[InferenceEngine]] = InferenceEngine,
     poison: Callable[[InferenceEngine], None] = poison,
+    known: Known = MappingProxyType({}),
 ) -> tuple[dict[tuple[int, int], TrainingSample], int]:
     """Run requests under a schedule; returns samples by (place in `requests`, sample index), and
-    preemptions.
+    preemptions. `known`: what drafts that are right guess.
     """
     with threads_restored(), make(schedule.config(model, dtype, bytes_per_token)) as engine:
         ids: dict[int, int] = {}
+        set_drafts(engine, schedule, known, ids)
         samples: list[TrainingSample] = []
         last = max([0] + [r.arrives for r in requests] + [r.aborted or 0 for r in requests])
         for step in range(MOST_STEPS):

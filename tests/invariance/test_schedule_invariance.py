@@ -86,6 +86,8 @@ schedules = st.builds(
     num_threads=st.sampled_from([1, 2]),
     num_blocks=st.sampled_from([None, 1]),  # 1: see fitted
     cache_type=st.sampled_from(["paged", "radix"]),
+    drafts=st.sampled_from(["none", "none", "right", "wrong", "any", "changing", "real"]),
+    max_drafts=st.sampled_from([1, 3, 5]),
 )
 
 
@@ -122,16 +124,22 @@ def alone(
 
 
 def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> None:
-    together, _ = run(model, dtype, work, fitted(schedule, work), VALUES_PER_TOKEN * DTYPES[dtype])
-    for place, request in enumerate(work):
-        for (_, index), expected in alone(model, dtype, request, schedule.backend).items():
-            got = together.get((place, index))
-            assert got is not None, "a sample is lost"
-            aborted = got.finish_reason == "abort"
-            assert not aborted or (request.aborted is not None and got.stop_reason is None), (
-                "it read what it may not"
-            )
-            assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
+    expected = {
+        (place, index): sample
+        for place, request in enumerate(work)
+        for (_, index), sample in alone(model, dtype, request, schedule.backend).items()
+    }
+    known = {key: sample.completion_tokens for key, sample in expected.items()}
+    size = VALUES_PER_TOKEN * DTYPES[dtype]
+    together, _ = run(model, dtype, work, fitted(schedule, work), size, known=known)
+    for (place, index), sample in expected.items():
+        got = together.get((place, index))
+        assert got is not None, "a sample is lost"
+        aborted = got.finish_reason == "abort"
+        assert not aborted or (work[place].aborted is not None and got.stop_reason is None), (
+            "it read what it may not"
+        )
+        assert same_bits(got, sample), f"request {place}, sample {index}: other bits"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

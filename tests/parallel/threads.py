@@ -33,7 +33,7 @@ from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import allocate, param_table, read, slots, write
 from nano_inference.parallel.mesh import Mesh, Place
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS
 from tests.parallel.thread_group import ThreadGroup
@@ -152,8 +152,8 @@ class ThreadRanks(ModelRunner):
         if self._pool is not None:
             self._pool.changed.clear()
 
-    def announce_draw(self, chunks: Chunks) -> None:
-        self._frame = encode(self._steps.draw(chunks))
+    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
+        self._frame = encode(self._steps.draw(chunks, masks))
 
     def forward(
         self,

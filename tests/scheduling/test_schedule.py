@@ -1,6 +1,8 @@
 """Every rule of the step that a decision can break, one test each, without a model."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 
@@ -240,9 +242,9 @@ def test_limits_of_a_step_hold() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 5])
-def test_a_sequence_may_draw_at_several_rows_of_a_chunk(window: int) -> None:
-    """Rows behind the first count as computed, leave the window and fill blocks that can be matched
-    only when the tokens before them are accepted.
+def test_rows_of_drafts_count_when_the_drafts_were_drawn(window: int) -> None:
+    """Only then they count as computed, leave the window and fill blocks that can be matched; and
+    blocks that wrong drafts needed are free again.
     """
     layout = BlockLayout(num_sliding=1, window=window) if window else BlockLayout()
     stage = Stage(num_blocks=8)
@@ -251,14 +253,67 @@ def test_a_sequence_may_draw_at_several_rows_of_a_chunk(window: int) -> None:
     apply(stage.decide(), stage.sequences, stage.cache)
     tokens = SampledTokens([7], [-1.0], [-1.0], [0.0])
     assert commit([seq], tokens, stage.sequences, stage.cache) == []
-    # its newest token, and two that are guessed
-    rows = SchedulerOutput((seq.seq_id,), (6,), (3,), (1,), (seq.weight_set,), (1,), ((0, 1, 2),))
-    applied = apply(rows, stage.sequences, stage.cache)
-    assert applied.sampled == (seq, seq, seq)
+    live, wanted = stage.sequences, (8, 5, 10, 11, 12, 13)
+    config = replace(stage.config, max_drafts=6)
+    decision = schedule([], live.running, stage.cache, config, drafts={seq.seq_id: wanted})
+    assert decision.drafts == (wanted,)
+    assert decision.lengths == (7,)
+    applied = apply(decision, live, stage.cache)
+    assert applied.sampled == (seq,) * 7
+    assert len(seq.block_ids) == 4
     assert (seq.num_computed_tokens, seq.num_published_blocks) == (7, 1)
-    drawn = SampledTokens([8, 9], [-1.0] * 2, [-1.0] * 2, [0.0] * 2)
-    commit(applied.sampled[:2], drawn, stage.sequences, stage.cache)  # the third guess was wrong
+    # 9 was drawn and not 5: what stands behind that is nothing, though it looks right
+    tokens, zeros = [8, 9, 10, 11, 12, 13, 14], [0.0] * 7
+    drawn = SampledTokens(tokens, [-1.0] * 2 + [math.nan] * 5, zeros, zeros)
+    behind = {row: wanted[:row] for row in range(1, 7)}
+    assert commit(applied.sampled, drawn, live, stage.cache, behind) == []
     assert seq.token_ids[-3:] == [7, 8, 9]
+    assert len(seq.output_logprobs) == 3
     assert (seq.num_computed_tokens, seq.num_published_blocks) == (8, 2)
+    assert len(seq.block_ids) == 3
     slid = [layout.num_slid(seq.num_computed_tokens, stage.config.block_size)]
     stage.cache.check(stage.sequences.block_tables(), slid)
+
+
+def test_drafts_take_what_is_left_over() -> None:
+    stage = Stage(num_blocks=5, max_batch_size=4, max_drafts=3, max_tokens_per_batch=9)
+    first, second = stage.add([1, 2, 3, 4]), stage.add([5, 6, 7])
+    stage.step()
+    live = stage.sequences
+    drafts = {first.seq_id: (1, 2, 3), second.seq_id: (1, 2, 3)}
+
+    def lengths(**limits: int) -> tuple[int, ...]:
+        config = replace(stage.config, **limits)
+        return schedule(live.waiting, live.running, stage.cache, config, drafts=drafts).lengths
+
+    assert lengths() == (3, 1)  # four rows are drawn
+    assert lengths(max_batch_size=8) == (4, 4)
+    assert lengths(max_batch_size=8, max_tokens_per_batch=7) == (4, 3)
+    assert lengths(max_batch_size=8, max_chunk_tokens=2) == (2, 2)
+    waiting = stage.add([9] * 6)
+    assert lengths(max_batch_size=8) == (2, 1, 6)  # who waits comes first
+    live.remove(waiting)
+    stage.pending = {first.seq_id: 1}
+    decision = schedule([], live.running, stage.cache, stage.config, stage.pending, drafts=drafts)
+    assert decision.seq_ids == (second.seq_id,)  # drafts stand behind known tokens
+
+
+def test_drafts_end_where_the_sample_must() -> None:
+    stage = Stage(max_drafts=3)
+    seq = stage.add([1, 2, 3, 4], max_tokens=3)
+    stage.step()
+    live = stage.sequences
+    drafts = {seq.seq_id: (1, 2, 3)}
+    decision = schedule([], live.running, stage.cache, stage.config, drafts=drafts)
+    assert decision.drafts == ((1,),)  # with it and the token behind it there are three
+
+
+def test_drafts_preempt_nobody() -> None:
+    stage = Stage(num_blocks=4, block_size=2, max_drafts=8)
+    seqs = [stage.add([1, 2, 3]), stage.add([4, 5, 6])]  # two blocks each: all there are
+    stage.step()
+    drafts = {seq.seq_id: (7,) * 8 for seq in seqs}
+    live = stage.sequences
+    decision = schedule([], live.running, stage.cache, stage.config, drafts=drafts)
+    assert decision.drafts == ((), ())
+    assert not decision.preempted_seqs

@@ -200,6 +200,7 @@ class FakeRunner:
             assert self.relays, "a row waits for a token that is on its way"
             ids[row] = previous.tokens[source]
         bounds, tables = batch.cu_seqlens_q.tolist(), batch.block_tables.numpy()
+        drawn = set(batch.logits_indices.tolist())
         ends: dict[int, int] = {}
         contexts: dict[int, list[int]] = {}
         for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -222,7 +223,9 @@ class FakeRunner:
                         kind,
                     )
                 ends[row] = prefix
-            contexts[last - 1] = [*versions, *[self.versions[batch.weight_set]] * (last - first)]
+                if row in drawn:
+                    own = [self.versions[batch.weight_set]] * (row + 1 - first)
+                    contexts[row] = [*versions, *own]
         self._count(batch, bounds)
         targets = zip(batch.score_rows.tolist(), batch.score_targets.tolist(), strict=True)
         return FakeResult(

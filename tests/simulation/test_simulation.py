@@ -8,7 +8,15 @@ import pytest
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.kv_cache.sliding_window import BlockLayout
-from tests.simulation.workload import Ask, Workload, random_workload, run
+from tests.simulation.workload import (
+    Ask,
+    FakeDrafts,
+    Workload,
+    random_workload,
+    run,
+    with_drafts,
+    with_groups,
+)
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
@@ -46,6 +54,31 @@ def test_the_random_workloads_reach_the_hard_cases(cache_type: CacheType) -> Non
     assert sum(workload.layout.num_full == 0 for workload in windowed) > 5
     assert sum(outcome.preemptions for outcome in outcomes) > 10
     assert sum(outcome.tokens_cached for outcome in outcomes) > 50
+
+
+@pytest.mark.parametrize("kind", FakeDrafts.KINDS)
+def test_drafts_change_no_token(kind: str) -> None:
+    """All that the fake model checks of a step, and every token of its oracle."""
+    outcomes = [
+        run(with_drafts(random_workload(seed), kind, most=1 + seed % 5))
+        for seed in range(300_000, 300_040)
+    ]
+    drafted = sum(outcome.drafted for outcome in outcomes)
+    accepted = sum(outcome.accepted for outcome in outcomes)
+    assert drafted > 200
+    assert sum(outcome.preemptions for outcome in outcomes) > 10
+    if kind == "right":
+        assert accepted > 0.9 * drafted  # the rest came behind an end
+    elif kind == "wrong":
+        assert accepted == 0
+    else:
+        assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("kind", FakeDrafts.KINDS)
+def test_drafts_change_no_token_of_a_pipeline(kind: str) -> None:
+    for seed in range(310_000, 310_020):
+        run(with_drafts(with_groups(random_workload(seed), 2 + seed % 2), kind, 1 + seed % 5))
 
 
 # (prompt tokens, max_tokens); 12 tokens are all that fit

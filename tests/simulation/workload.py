@@ -4,7 +4,8 @@ how to run one.
 
 import random
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
@@ -19,6 +20,7 @@ from nano_inference.scheduling.sequence import (
     CheckedRequest,
     SampleGroup,
     Sequence,
+    Sequences,
 )
 from nano_inference.types import (
     GROUP_COMPLETE,
@@ -65,6 +67,7 @@ class Workload:
     judged: bool = False  # a reference model scores every sample
     layout: BlockLayout = UNIFORM
     num_units: int | None = None  # None: enough for every block
+    drafts: str | None = None  # how good they are: see `FakeDrafts`
     # first step -> end, newcomers enter meanwhile
     pauses: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
@@ -84,6 +87,8 @@ class Outcome:
     previous: int = 0  # how often old weights were kept for somebody
     stragglers: int = 0  # samples that ended because enough others had finished
     belated: int = 0  # and because the version was gone that they were to be begun by
+    drafted: int = 0  # rows for drafts
+    accepted: int = 0  # tokens that were drafts
 
 
 def random_workload(seed: int) -> Workload:
@@ -147,6 +152,56 @@ def random_workload(seed: int) -> Workload:
     return workload if r.random() < 0.4 else _windowed(workload, longest, r)
 
 
+def with_drafts(workload: Workload, kind: str, most: int) -> Workload:
+    """The same for an engine that computes drafts."""
+    return replace(workload, config=replace(workload.config, max_drafts=most), drafts=kind)
+
+
+class FakeDrafts:
+    """Drafts that are all right, all wrong, anything, or another of these in each step."""
+
+    KINDS = ("right", "wrong", "any", "nearly right", "changing")
+
+    def __init__(self, workload: Workload) -> None:
+        assert workload.drafts in self.KINDS
+        self._workload, self._kind = workload, workload.drafts
+        self._random = random.Random(len(workload.asks))
+        self.num_drafted = self.num_accepted = 0
+        self._known: dict[int, int] = {}
+
+    def propose(
+        self, live: Sequences, pending: Container[int], config: SchedulerConfig
+    ) -> dict[int, tuple[int, ...]]:
+        """See `Drafting`. Also for sequences that cannot have any now."""
+        self._known = {seq.seq_id: len(seq.token_ids) for seq in live.running}
+        return {seq.seq_id: self._drafts(seq) for seq in live.running if seq.num_samples}
+
+    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+        """See `Drafting`."""
+        self.num_drafted += sum(map(len, drafts.values()))
+        more = sum(
+            max(len(seq.token_ids) - self._known[seq.seq_id] - 1, 0)
+            for seq in seqs
+            if seq.seq_id in drafts
+        )
+        self.num_accepted += more
+        return more
+
+    def _drafts(self, seq: Sequence) -> tuple[int, ...]:
+        ask = self._workload.asks[seq.request_id]
+        alone = oracle(ask.prompt, 1000 + seq.request_id, seq.sample_index, ask.max_tokens)
+        kind, r = self._kind, self._random
+        kind = r.choice(self.KINDS[:-1]) if kind == "changing" else kind
+        tokens = alone[seq.num_completion_tokens :][: r.randrange(1, 9)]
+        if kind == "wrong":
+            tokens = [(token + 1) % VOCAB for token in tokens]
+        elif kind == "any":
+            tokens = [r.randrange(VOCAB) for _ in tokens]
+        elif kind == "nearly right" and tokens:
+            tokens[r.randrange(len(tokens))] = r.randrange(VOCAB)
+        return tuple(tokens)
+
+
 def with_groups(workload: Workload, groups: int) -> Workload:
     """The same for an engine whose steps are on their way through so many stages."""
     return replace(workload, config=replace(workload.config, groups=groups), lookahead=groups - 1)
@@ -201,6 +256,8 @@ def run(
     )
     runner.one_version_only = "keep" not in workload.updates.values()
     loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
+    if workload.drafts is not None:
+        loop.drafter = FakeDrafts(workload)
     if workload.judged:
         loop.sequences.versions[REFERENCE] = 0
     outcome = Outcome(updates=len(workload.updates))
@@ -229,6 +286,9 @@ def run(
         raise AssertionError("livelock: requests are left after many steps")
     _check_end(workload, loop, runner, samples)
     _check_groups(workload, samples, ends)
+    if isinstance(loop.drafter, FakeDrafts):
+        outcome.drafted, outcome.accepted = loop.drafter.num_drafted, loop.drafter.num_accepted
+        assert loop.num_completion_tokens >= sum(len(s.completion_tokens) for s in samples)
     outcome.steps, outcome.preemptions = loop.num_steps, loop.num_preemptions
     outcome.tokens_computed, outcome.tokens_cached = runner.tokens_computed, loop.num_cached_tokens
     outcome.samples = len(samples)
@@ -246,10 +306,9 @@ def _check_flights(loop: EngineLoop) -> None:
     """Through a pipeline no sequence is on its way twice, and nobody takes more than a share of
     it.
     """
-    groups = loop.config.groups
     assert len(loop.in_flight) <= loop.lookahead
-    if groups > 1:
-        drawn = [seq.seq_id for flight in loop.in_flight for seq in flight.sampled]
+    if loop.config.groups > 1 or loop.config.max_drafts:
+        drawn = [seq_id for each in loop.in_flight for seq_id in {s.seq_id for s in each.sampled}]
         assert len(drawn) == len(set(drawn)), (
             "a sequence was planned again while its token was on its way"
         )

@@ -18,6 +18,7 @@ from nano_inference.engine.loop import Abort, EngineLoop, GrammarReady
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
 from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
+from nano_inference.engine.speculation import make_drafter, measure_costs
 from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
@@ -88,6 +89,11 @@ class InferenceEngine:
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.runner.watch(self.shared)
+        self.drafter = make_drafter(config, self.loop)
+        if self.drafter is not None:
+            if lockstep is None:
+                self.drafter.costs = measure_costs(self.loop, self.max_model_len)
+            self.loop.drafter = self.drafter
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -468,6 +474,7 @@ class InferenceEngine:
             completion_tokens=loop.num_completion_tokens,
             tokens_per_second=loop.num_completion_tokens / seconds if seconds else 0.0,
             step_microseconds=loop.clock.microseconds(loop.num_steps),
+            speculation=self.drafter.stats() if self.drafter is not None else None,
             ranks_busy=tuple(busy for busy, _ in times),
             ranks_waiting=tuple(
                 waiting + for_samples * (rank == 0) for rank, (_, waiting) in enumerate(times)

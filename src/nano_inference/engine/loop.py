@@ -4,19 +4,21 @@ engine.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from itertools import groupby
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
-from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
+from nano_inference.batch import NO_DRAFTS, BatchBuilder, Behind, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.deltas import next_delta
 from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.gate import Gate
 from nano_inference.engine.reference_logprobs import ReferenceLogprobs
 from nano_inference.kv_cache.manager import KVCacheManager
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import (
     Applied,
     SampledTokens,
@@ -116,7 +118,7 @@ class Runner(Protocol):
         """Called before the batches of a step are built: other ranks build theirs meanwhile."""
         ...
 
-    def announce_draw(self, chunks: Chunks) -> None:
+    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
         """Called before a draw: other ranks draw the same samples of the step."""
         ...
 
@@ -142,11 +144,30 @@ class Runner(Protocol):
         ...
 
 
+class Drafting(Protocol):
+    """Guesses what steps will draw."""
+
+    def propose(
+        self, live: Sequences, pending: Container[int], config: SchedulerConfig
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Drafts for the next step, by sequence id; `pending`: ids of those of which a token is
+        being sampled.
+        """
+        ...
+
+    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+        """Tokens of these sequences, which may have been computed with drafts, have become known;
+        returns how many more than one of each.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A step that was launched and not retired."""
 
     sampled: tuple[Sequence, ...]  # whose the samples are, in their order
+    behind: Behind  # of samples drawn behind drafts: their place, and these drafts
     scored: tuple[Scored, ...]  # in the order of the scores
     tokens: Pending
 
@@ -207,6 +228,7 @@ class EngineLoop:
         # gets a new sequence its matcher, or posts `GrammarReady` when that is there
         self.start_grammar: Callable[[Sequence], None] = _no_grammars
         self._compiling: set[int] = set()  # sequences of which no `GrammarReady` has come yet
+        self.drafter: Drafting | None = None
         self.groups = SampleGroups(self.sequences)
         # called in this order with each sequence that finishes, not with one that is aborted
         self.on_finish: list[OnFinish] = [
@@ -255,8 +277,15 @@ class EngineLoop:
             self._accompany()
             return finished + self._retire(keep=0)
         live, pending = self.sequences, self._pending()
+        drafts = self.drafter.propose(live, pending, self.config) if self.drafter else NO_DRAFTS
         decision = schedule(
-            live.waiting, live.running, self.cache, self.config, pending, len(self.in_flight)
+            live.waiting,
+            live.running,
+            self.cache,
+            self.config,
+            pending,
+            len(self.in_flight),
+            drafts,
         )
         lap("schedule")
         self.num_preemptions += len(decision.preempted_seqs)
@@ -287,7 +316,7 @@ class EngineLoop:
                 finished += self._end([seq], finish)
         lap("sample")
         scored = tuple(scored for batch in batches for scored in batch.scored)
-        self.in_flight.append(Flight(tuple(chunks.sampled), scored, tokens))
+        self.in_flight.append(Flight(tuple(chunks.sampled), chunks.behind, scored, tokens))
         return finished + self._retire(keep=self.lookahead)
 
     def _accompany(self) -> None:
@@ -296,9 +325,10 @@ class EngineLoop:
             self.runner.idle()
 
     def _draw(self, result: Any, chunks: Chunks) -> Pending:
-        sampling = self.batches.sampling_batch(chunks)
+        masks = self.batches.masks(chunks)
+        sampling = self.batches.sampling_batch(chunks, masks)
         self.clock.lap("build")
-        self.runner.announce_draw(chunks)
+        self.runner.announce_draw(chunks, masks)
         pending = self.runner.sample(result, sampling)
         # at once: what it raises may be one sample's too
         return pending if self.lookahead else Known(pending.wait())
@@ -386,10 +416,16 @@ class EngineLoop:
             self.clock.lap("wait")
             samples += commit_scores(flight.scored, tokens, self.sequences, self.cache)
             live = [seq for seq in flight.sampled if seq.status is not _FINISHED]
+            if flight.behind:
+                live = list(dict.fromkeys(live))
             self.num_completion_tokens += len(live)
             # Length before: a sample whose logits were not finite ends without another token.
             streaming = [(seq, len(seq.token_ids)) for seq in live if seq.request.streaming]
-            ends = commit(flight.sampled, tokens, self.sequences, self.cache)
+            ends = commit(flight.sampled, tokens, self.sequences, self.cache, flight.behind)
+            if self.drafter is not None:
+                pairs = flight.behind.items()  # of a sequence the last has all
+                drafts = {flight.sampled[place].seq_id: each for place, each in pairs}
+                self.num_completion_tokens += self.drafter.learn(live, drafts)
             for seq, before in streaming:
                 ends += self._stream(seq, before)
             for seq, finish in dict(ends).items():  # of two the later one
@@ -621,15 +657,13 @@ def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> I
     would have had. Raises what `draw` raises of these, and what is the device's: that is nobody's
     own.
     """
-    failed: dict[int, Finish] = {}
-    for place, seq in enumerate(chunks.sampled):
+    failed: dict[Sequence, Finish] = {}
+    for seq, places in groupby(range(len(chunks.sampled)), chunks.sampled.__getitem__):
         try:
-            draw(chunks.drawing([place])).wait()
+            draw(chunks.drawing(list(places))).wait()
         except Exception as problem:
             if is_device_failure(problem):
                 raise
-            failed[place] = failure(seq, "the draw", problem)
-    left = chunks.drawing([place for place in range(len(chunks.sampled)) if place not in failed])
-    return Isolated(
-        left, draw(left), [(chunks.sampled[place], finish) for place, finish in failed.items()]
-    )
+            failed[seq] = failure(seq, "the draw", problem)
+    left = chunks.drawing([i for i, seq in enumerate(chunks.sampled) if seq not in failed])
+    return Isolated(left, draw(left), list(failed.items()))

@@ -182,7 +182,7 @@ def run_largest_steps(
     """
     specs = [model.spec for model in models.values()]
     longest = longest_asked(config, specs)
-    drawn = _sampling(min(config.max_batch_size, config.max_tokens_per_batch))
+    drawn = _sampling(min(config.scheduler.max_draws, config.max_tokens_per_batch))
     for lengths, scored in ((_chunk_lengths(config, longest), True), ([1] * len(drawn), False)):
         for name, model in models.items():
             batch = _batch(lengths, longest, config.block_size, name, scored)
@@ -216,7 +216,7 @@ def guess(
             )
         if not kernels:
             a_row += 9 * longest_asked(config, specs)  # a slot and a flag for each key
-        logits = 2 * 4 * spec.vocab_size * max(config.max_batch_size, min(rows, TILE_ROWS))
+        logits = 2 * 4 * spec.vocab_size * max(config.scheduler.max_draws, min(rows, TILE_ROWS))
         most = max(most, rows * a_row + logits)
     return most
 

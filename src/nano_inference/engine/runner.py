@@ -17,7 +17,7 @@ from nano_inference.engine.storage import KVStorage
 from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import Applied, SampledTokens
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, Sequences
@@ -119,7 +119,7 @@ class ModelRunner:
     def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
         """See `Runner`. There is no other rank here."""
 
-    def announce_draw(self, chunks: Chunks) -> None:
+    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
         """See `Runner`. There is no other rank here."""
 
     def forward(

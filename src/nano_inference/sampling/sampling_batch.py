@@ -124,6 +124,8 @@ _READ = [*(each.param for each in PARAMETERS.values()), *OF_ALL.values()]
 
 T = TypeVar("T")
 Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
+Masks = Sequence[tuple[int, np.ndarray]]  # place of a sample, and its mask: int32 [W]
+NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 
 class TokenCounts:
@@ -150,8 +152,16 @@ class TokenCounts:
             self._ids[place] = token_id
             self._counts[place] += 1
 
-    def pairs(self) -> Pairs:
-        """Token ids and their counts; views, good until more is added."""
+    def pairs(self, drafts: Sequence[int] = ()) -> Pairs:
+        """Token ids and their counts; views, good until more is added. With `drafts`: as they would
+        be behind these.
+        """
+        if drafts:
+            behind = TokenCounts(())
+            behind._ids, behind._counts = self._ids.copy(), self._counts.copy()
+            behind._places = dict(self._places)
+            behind.add(drafts)
+            return behind.pairs()
         return self._ids[: len(self._places)], self._counts[: len(self._places)]
 
 
@@ -190,15 +200,9 @@ class SamplingTable:
         if params.logit_bias:
             self._bias[slot] = _pairs(params.logit_bias)
         if params.allowed_token_ids is not None:
-            self.set_mask(slot, mask_of(params.allowed_token_ids))
+            self._masks[slot] = mask_of(params.allowed_token_ids)
         if params.penalizes:
             self._counts[slot] = TokenCounts(prompt if params.repetition_penalty != 1 else ())
-
-    def set_mask(self, slot: int, words: np.ndarray) -> None:
-        """From the next draw on a slot may draw only tokens whose bit is set: int32 [W], see
-        `SamplingBatch.mask_words`. The array is read at the draw.
-        """
-        self._masks[slot], self._masked = words, None
 
     def penalized(self, slots: np.ndarray) -> list[tuple[int, TokenCounts]]:
         """Which of these have penalties, by their place here: their counts must be up to date
@@ -212,27 +216,38 @@ class SamplingTable:
         rows: np.ndarray,
         positions: np.ndarray,
         banned: Mapping[int, Iterable[int]],
+        masks: Masks = (),
+        behind: Mapping[int, Sequence[int]] = NO_DRAFTS,
     ) -> SamplingBatch:
-        """One token of each of these slots.
+        """One token of each of these slots. A slot may stand here more than once.
 
         Args:
             slots: int64 [R].
             rows: int64 [R], row of the logits.
             positions: int64 [R], of the token to draw.
             banned: place in `slots` -> ids that may not be drawn there.
+            masks: place and mask of those that have one in this draw; it takes the place of their
+                `allowed_token_ids`.
+            behind: place -> drafts that stand before the token, which penalties count too.
         """
         fixed = self._fixed_of(slots)
         if self._masked is None:
             self._masked = mask_columns(len(slots), _having(slots, self._masks))
+        masked = self._masked
+        if masks:
+            both = sorted({**dict(_having(slots, self._masks)), **dict(masks)}.items())
+            masked = mask_columns(len(slots), both)
         return SamplingBatch(
             rows=torch.from_numpy(rows),
             noise_keys=torch.from_numpy(stream_keys(fixed.streams, positions.astype(np.uint64))),
             positions=torch.from_numpy(positions),
-            counts=_entries([(place, counts.pairs()) for place, counts in fixed.penalized]),
+            counts=_entries(
+                [(place, counts.pairs(behind.get(place, ()))) for place, counts in fixed.penalized]
+            ),
             banned=_entries(
                 [(i, _pairs(dict.fromkeys(ids, 0.0))) for i, ids in sorted(banned.items())]
             ),
-            **self._masked,
+            **masked,
             **fixed.fields,
         )
 
@@ -258,8 +273,6 @@ def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
     table = SamplingTable()
     for slot, draw in enumerate(draws):
         table.put(slot, draw.params, *draw.key[:2], draw.prompt)
-        if draw.mask is not None:
-            table.set_mask(slot, draw.mask)
     slots = np.arange(len(draws))
     for place, counts in table.penalized(slots):
         counts.add(draws[place].completion)
@@ -268,7 +281,11 @@ def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
         for column in ([d.row for d in draws], [d.key[2] for d in draws])
     )
     return table.batch(
-        slots, rows, positions, {i: draw.banned for i, draw in enumerate(draws) if draw.banned}
+        slots,
+        rows,
+        positions,
+        {i: draw.banned for i, draw in enumerate(draws) if draw.banned},
+        [(i, draw.mask) for i, draw in enumerate(draws) if draw.mask is not None],
     )
 
 

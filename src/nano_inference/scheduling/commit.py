@@ -4,11 +4,13 @@ sampled.
 
 import itertools
 import math
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.schedule import NO_DRAFTS
 from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import (
     MASK_FULL,
@@ -34,8 +36,8 @@ class Applied:
 
     Attributes:
         block_copies: (source, target) blocks to copy before anything is written.
-        sampled: the sequences that get a token, in the order of the chunks' samples. A group's
-            other samples are born here.
+        sampled: the sequences that draw a token, in the order of the rows that they draw at; one
+            with drafts stands here for each of its rows. A group's other samples are born here.
     """
 
     block_copies: tuple[tuple[int, int], ...]
@@ -74,17 +76,17 @@ def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
         decision.lengths,
         decision.samples,
         decision.fresh_blocks,
-        decision.draw_rows,
+        decision.drafts,
     )
-    for seq_id, start, length, num_samples, fresh, draw_rows in zip(*columns, strict=True):
+    for seq_id, start, length, num_samples, fresh, drafts in zip(*columns, strict=True):
         seq, end = sequences.by_id[seq_id], start + length
         if fresh:
             copies += cache.extend(seq.block_ids, start, end)
-        if len(draw_rows) == 1:
+        if num_samples:
             sampled.append(seq)
-        elif draw_rows:  # rows behind the first: when their tokens are accepted
-            end = start + draw_rows[0] + 1
-            sampled += [seq] * len(draw_rows)
+        if drafts:  # their rows count as computed when the drafts are accepted
+            end -= len(drafts)
+            sampled += [seq] * len(drafts)
         seq.num_computed_tokens = end
         if end // size > seq.num_published_blocks:
             publish(seq, cache)
@@ -118,25 +120,25 @@ def _preempt_and_admit(
 
 
 def commit(
-    owners: Listed[Sequence], sampled: SampledTokens, sequences: Sequences, cache: KVCacheManager
+    owners: Listed[Sequence],
+    sampled: SampledTokens,
+    sequences: Sequences,
+    cache: KVCacheManager,
+    drafts: Mapping[int, Listed[int]] = NO_DRAFTS,
 ) -> list[tuple[Sequence, Finish]]:
     """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone
-    are dropped. The tokens of one that drew several stand one after the other.
+    are dropped.
+
+    The rows of a sequence with drafts stand one after the other; `drafts`: row -> the drafts that
+    it was computed behind.
 
     A sequence whose text cannot be made ends with the tokens that it has, and one whose mask is
     full without the new token; the others go on.
     """
     finished: list[tuple[Sequence, Finish]] = []
     followed: list[Sequence] = []
-    gone, size = SequenceStatus.FINISHED, cache.block_size
-    masked = sampled.masks is not None
-    last: Sequence | None = None
-    for row, seq in enumerate(owners):
-        if seq.status is gone:
-            continue  # it ended or was aborted, maybe by the row before
-        if seq is last:
-            _accept_row(seq, cache)
-        last = seq
+    masked, size = sampled.masks is not None, cache.block_size
+    for row, seq in _rows_that_count(owners, drafts, cache):
         finish = NOT_FINITE if not math.isfinite(sampled.logprobs[row]) else None
         if masked and finish is None:
             finish = _take_mask(seq, row, sampled)
@@ -152,6 +154,8 @@ def commit(
         if finish is not None:
             retire(seq, sequences, cache)
             finished.append((seq, finish))
+    for seq in dict.fromkeys(owners[row] for row in drafts):
+        _give_back_blocks(seq, cache)
     return finished + _fill_masks(followed, sequences, cache)
 
 
@@ -174,6 +178,35 @@ def _fill_masks(
             retire(seq, sequences, cache)
             finished.append((seq, grammar_failure(grammar.problem)))
     return finished
+
+
+def _rows_that_count(
+    owners: Listed[Sequence], drafts: Mapping[int, Listed[int]], cache: KVCacheManager
+) -> Iterator[tuple[int, Sequence]]:
+    """Rows whose tokens are to be taken in before the next one is asked for.
+
+    A row behind drafts counts if all of these were drawn: what it computed and drew is then what it
+    would have been without drafts, to the bit. The first that does not count, and those behind it,
+    are dropped, whatever they hold.
+    """
+    wrong: Sequence | None = None
+    for row, seq in enumerate(owners):
+        if seq.status is SequenceStatus.FINISHED:
+            continue  # it ended or was aborted, maybe by the row before
+        if drafts and row in drafts:
+            if seq is wrong or seq.token_ids[-1] != drafts[row][-1]:
+                wrong = seq
+                continue
+            _accept_row(seq, cache)
+        yield row, seq
+
+
+def _give_back_blocks(seq: Sequence, cache: KVCacheManager) -> None:
+    """Let go of blocks that only drafts needed."""
+    wanted = -(-len(seq.token_ids) // cache.block_size)
+    if len(seq.block_ids) > wanted:
+        cache.deallocate(seq.block_ids[wanted:])
+        del seq.block_ids[wanted:]
 
 
 def _accept_row(seq: Sequence, cache: KVCacheManager) -> None:

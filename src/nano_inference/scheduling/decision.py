@@ -14,12 +14,12 @@ class Chunk(NamedTuple):
     """Positions [start, start + length) of one sequence.
 
     Attributes:
-        samples: sequences that draw a token at each of its draw rows: 0, 1, or a whole group, whose
+        samples: sequences that draw the token behind its known ones: 0, 1, or a whole group, whose
             others are forked.
         fresh_blocks: how many KV blocks it takes at most, the copy of one that it shares included.
             0: its block table stays as it is.
-        draw_rows: of the chunk, from 0 on and rising; a single one is the last. Rows behind the
-            first count as computed only when the tokens before them are accepted.
+        drafts: guesses of the tokens behind the known ones, the input of its last rows. Each of
+            these rows draws a token too, and counts as computed only when its guess was drawn.
     """
 
     seq_id: int
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
     samples: int
     weight_set: str
     fresh_blocks: int
-    draw_rows: tuple[int, ...]
+    drafts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class SchedulerOutput:
     """One step's decision. Nothing has happened yet: `commit.apply` makes it so.
 
     Attributes:
-        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks, draw_rows: one entry a
-            chunk; see `Chunk`.
+        seq_ids, starts, lengths, samples, weight_sets, fresh_blocks, drafts: one entry a chunk; see
+            `Chunk`.
         admitted: sequences that leave the waiting list. Each has a chunk.
         preempted_seqs: sequences that give up their blocks and return to the waiting list. None has
             a chunk.
@@ -57,7 +57,7 @@ class SchedulerOutput:
     samples: tuple[int, ...] = ()
     weight_sets: tuple[str, ...] = ()
     fresh_blocks: tuple[int, ...] = ()
-    draw_rows: tuple[tuple[int, ...], ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
     admitted: tuple[Admission, ...] = ()
     preempted_seqs: tuple[int, ...] = ()
 
@@ -70,7 +70,7 @@ class SchedulerOutput:
             self.samples,
             self.weight_sets,
             self.fresh_blocks,
-            self.draw_rows,
+            self.drafts,
         )
         return itertools.starmap(Chunk, zip(*columns, strict=True))
 

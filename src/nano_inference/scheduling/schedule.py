@@ -16,8 +16,8 @@ from nano_inference.scheduling.decision import Admission, Chunk, SchedulerOutput
 from nano_inference.scheduling.sequence import Sequence
 
 NOTHING: Mapping[int, int] = {}
+NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
 NO_MATCH = CacheAllocation((), 0)
-FIRST_ROW = (0,)
 
 
 def schedule(
@@ -27,6 +27,7 @@ def schedule(
     config: SchedulerConfig,
     pending: Mapping[int, int] = NOTHING,
     num_in_flight: int = 0,
+    drafts: Mapping[int, tuple[int, ...]] = NO_DRAFTS,
 ) -> SchedulerOutput:
     """Decide one step. Reads its arguments and writes nothing.
 
@@ -39,6 +40,7 @@ def schedule(
         pending: sequence id -> tokens of it being sampled by steps in flight, not known on the host
             yet.
         num_in_flight: these steps; read where `config.groups` is above 1.
+        drafts: sequence id -> guesses of the tokens behind its known ones.
 
     Running sequences come first, those that need one token before those that need more; where the
     step is too small for all, the oldest request comes first, and its samples go on evenly. Blocks
@@ -48,9 +50,13 @@ def schedule(
 
     With `config.groups` above 1 a sequence whose token is being sampled is not planned, and a step
     draws for at most 1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in
-    every step: those of a long prompt follow each other.
+    every step: those of a long prompt follow each other. With `config.max_drafts` too a sequence is
+    not planned while its token is being sampled: drafts stand behind known tokens.
+
+    Drafts take what is left over when all others are planned: tokens, draws and free blocks.
     """
-    free = running if config.groups == 1 else [seq for seq in running if seq.seq_id not in pending]
+    in_turns = config.groups > 1 or config.max_drafts > 0
+    free = [seq for seq in running if seq.seq_id not in pending] if in_turns else running
     turns = _Turns(config, len(running), len(free), len(waiting), num_in_flight)
     plan = _Plan(running, cache, config, pending, turns)
     for seq, want, length in _share_budget(free, config, plan):
@@ -59,6 +65,8 @@ def schedule(
         for seq in waiting:
             if not plan.admit(seq):
                 break
+    if drafts:
+        plan.add_drafts(free, drafts)
     return plan.freeze()
 
 
@@ -268,6 +276,37 @@ class _Plan:
         self.computing.update(self._names(seq, start, length))
         return True
 
+    def add_drafts(self, running: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> None:
+        """Lengthen chunks that draw by drafts, as far as there is room for them that nothing else
+        wants now.
+        """
+        draws = self.config.max_draws - sum(chunk[3] for chunk in self.chunks.values())
+        for seq in running:
+            wanted, chunk = drafts.get(seq.seq_id, ()), self.chunks.get(seq.seq_id)
+            if not wanted or chunk is None or chunk[3] != 1:
+                continue
+            seq_id, start, length, samples, weight_set, fresh, _ = chunk
+            most = (self.config.max_chunk_tokens or self.budget + length) - length
+            room = min(len(wanted), most, self.budget, draws, seq.most_tokens - start - length - 1)
+            held = len(seq.block_ids) - (seq_id in self.copied) + fresh
+            if start + length + room > held * self.block_size:
+                spare = self.room.fresh(self._reserved(seq))
+                room = min(room, (held + spare) * self.block_size - start - length)
+            if room <= 0:
+                continue
+            more = max(0, self._blocks(start + length + room) - held)
+            self.room.take(more)
+            self.budget, draws = self.budget - room, draws - room
+            self.chunks[seq_id] = (
+                seq_id,
+                start,
+                length + room,
+                samples,
+                weight_set,
+                fresh + more,
+                tuple(wanted[:room]),
+            )
+
     def freeze(self) -> SchedulerOutput:
         """The decision."""
         columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
@@ -290,9 +329,8 @@ class _Plan:
         self, seq: Sequence, start: int, length: int, fresh: int, completes: bool
     ) -> None:
         samples = seq.num_samples if completes else 0
-        rows = () if not samples else FIRST_ROW if length == 1 else (length - 1,)
         # a plain tuple: a named one costs ten times as much to make
-        self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh, rows)
+        self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh, ())
         if fresh:
             self.room.take(fresh)
         self.budget -= length

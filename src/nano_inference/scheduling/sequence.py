@@ -91,6 +91,14 @@ class GrowingGrammar(Protocol):
         """Make the mask of the token that comes next, and those of other samples' grammars."""
         ...
 
+    def look_ahead(self, drafts: Iterable[int]) -> int:
+        """Make the masks behind drafts; returns how many of these the grammar allows."""
+        ...
+
+    def forced(self) -> Listed[int]:
+        """Tokens that have to follow."""
+        ...
+
     def fork(self) -> "GrowingGrammar":
         """Another sample's, with the same past."""
         ...

@@ -1,6 +1,6 @@
 """`GrammarState`: the grammar of one sample, with the mask of the token that comes next."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from nano_inference.structured.backend import Backend, GrammarError, Matcher, Vocabulary
 from nano_inference.structured.grammar import Grammar
-from nano_inference.structured.masks import cut_to, mask_of, num_words
+from nano_inference.structured.masks import cut_to, mask_of, may_draw, num_words
 from nano_inference.structured.thought import Thought
 
 
@@ -32,6 +32,7 @@ class GrammarState:
     """
 
     __slots__ = (
+        "_ahead",
         "_allowed",
         "_at_once",
         "_ends",
@@ -57,6 +58,7 @@ class GrammarState:
         self.is_ended = False
         self.problem: str | None = None
         self.compiled: Future[Any] | None = None
+        self._ahead: list[np.ndarray] = []  # masks behind the drafts of this step
         self._token_ids = list(token_ids)
         self._allowed = allowed if allowed is None else mask_of(allowed)
         self._matcher: Matcher | None = None
@@ -136,6 +138,30 @@ class GrammarState:
             problems = backend.fill([matcher for _, matcher in pairs], table)
             for (state, _), words, problem in zip(pairs, table, problems, strict=True):
                 state.take(words, problem)
+
+    def look_ahead(self, drafts: Iterable[int]) -> int:
+        """Make the masks behind drafts; returns how many drafts the grammar allows, up to the last
+        behind which something may be drawn.
+        """
+        state, self._ahead = self.fork(), []
+        for token_id in drafts:
+            if not may_draw(state.words, token_id):
+                break
+            state.accept(token_id)
+            state.fill()
+            if state.is_ended or state.problem is not None:
+                break
+            self._ahead.append(state.words)
+        return len(self._ahead)
+
+    def mask_behind(self, num_drafts: int) -> np.ndarray:
+        """The mask behind so many of the drafts that were looked at last; behind none: `words`."""
+        return self._ahead[num_drafts - 1] if num_drafts else self.words
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that have to follow, as the tokenizer would split them; maybe none."""
+        matcher = self.changes
+        return matcher.forced() if matcher is not None else ()
 
     def fork(self) -> "GrammarState":
         """Another sample's, with the same past."""

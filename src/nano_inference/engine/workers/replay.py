@@ -15,11 +15,10 @@ import numpy as np
 
 from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch
 from nano_inference.kv_cache.sliding_window import UnitPool
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import Applied
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence, Sequences, SequenceStatus
-from nano_inference.structured.matching import GrammarState
 from nano_inference.types import SamplingParams
 
 _REALS = [each.name for each in fields(SamplingParams) if isinstance(each.default, float)]
@@ -127,19 +126,14 @@ class StepSender:
             units=b"" if self._units is None else _changed_units(self._units),
         )
 
-    def draw(self, chunks: Chunks) -> Draw:
+    def draw(self, chunks: Chunks, masks: Masks) -> Draw:
         """The message of a draw of these samples of the step."""
         places = None
         if len(chunks.sampled) < len(self._sampled):
             wanted = {seq.seq_id for seq in chunks.sampled}
             places = [i for i, seq in enumerate(self._sampled) if seq.seq_id in wanted]
-        masks = [
-            (place, seq.grammar.words.tobytes())
-            for place, seq in enumerate(chunks.sampled)
-            if isinstance(seq.grammar, GrammarState)
-        ]
         new = self._new_tokens(chunks.sampled) if self._penalizes else ([], [])
-        return Draw(places, *new, masks)
+        return Draw(places, *new, [(place, words.tobytes()) for place, words in masks])
 
     def _enter(self, seqs: Iterable[Sequence], whole: bool) -> list[Sequence]:
         """Those that the workers do not know yet; from now on they do. `whole`: all tokens too."""
@@ -225,21 +219,18 @@ class StepReplay:
             chunks = chunks.drawing(message.places)
         if message.counts:
             _add_tokens(chunks.sampled, message.counts, message.token_ids)
-        for place, words in message.masks:
-            state = chunks.sampled[place].grammar
-            assert isinstance(state, GrammarState)
-            state.words = np.frombuffer(words, dtype=np.int32)
         self._newest = {seq.seq_id: place for place, seq in enumerate(chunks.sampled)}
-        return self._builder.sampling_batch(chunks)
+        masks = [(place, np.frombuffer(words, dtype=np.int32)) for place, words in message.masks]
+        return self._builder.sampling_batch(chunks, masks)
 
     def _sampled(
         self, decision: SchedulerOutput, seqs: Listed[Sequence], forks: Listed[int]
     ) -> list[Sequence]:
         """Who gets a token, in the order of the samples; new samples of a group are born."""
         ids, sampled = iter(forks), list[Sequence]()
-        columns = zip(seqs, decision.samples, decision.draw_rows, strict=True)
-        for seq, count, draw_rows in columns:
-            sampled += [seq] * len(draw_rows) if count else []
+        columns = zip(seqs, decision.samples, decision.drafts, strict=True)
+        for seq, count, drafts in columns:
+            sampled += [seq] * (1 + len(drafts)) if count else []
             for index in range(1, count):
                 fork = seq.fork(next(ids), index, None)
                 self._sequences.by_id[fork.seq_id] = fork
@@ -288,8 +279,7 @@ def _sequence(new: NewSequence) -> Sequence:
         score_temperature=new.score_temperature,
         num_best=new.num_best,
     )
-    grammar = GrammarState(new.params.grammar) if new.params.grammar is not None else None
-    return Sequence(new.seq_id, request, [], sample_index=new.sample_index, grammar=grammar)
+    return Sequence(new.seq_id, request, [], sample_index=new.sample_index)
 
 
 def _changed_units(pool: UnitPool) -> bytes:

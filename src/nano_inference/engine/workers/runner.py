@@ -22,7 +22,7 @@ from nano_inference.engine.workers.worker_group import WorkerGroup
 from nano_inference.errors import InvalidRequest, NanoInferenceError, RankLost
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.parallel.process_group import ProcessGroup
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import Applied
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS, Sequences
@@ -76,9 +76,9 @@ class RankedRunner(ModelRunner):
         if self._units is not None and self.device.type == "cpu":
             self._units.changed.clear()
 
-    def announce_draw(self, chunks: Chunks) -> None:
+    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
         """See `ModelRunner`."""
-        self.worker_group.tell(self._steps.draw(chunks))
+        self.worker_group.tell(self._steps.draw(chunks, masks))
 
     def forward(
         self,

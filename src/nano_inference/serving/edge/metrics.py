@@ -341,7 +341,16 @@ def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
 
 def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
     asked = stats.prompt_tokens_computed + stats.prompt_tokens_cached
+    drafts = stats.speculation
     return {
+        "spec_decode_num_draft_tokens": (
+            "Rows that were computed for drafts.",
+            drafts.num_drafted if drafts else 0,
+        ),
+        "spec_decode_num_accepted_tokens": (
+            "Drafts that were drawn.",
+            drafts.num_accepted if drafts else 0,
+        ),
         "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", asked),
         "prefix_cache_hits": ("Prompt tokens that were found there.", stats.prompt_tokens_cached),
         "num_preemptions": (

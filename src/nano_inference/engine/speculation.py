@@ -1,0 +1,103 @@
+"""The drafter of an engine: its sources, and what steps cost, measured once at start."""
+
+from collections.abc import Container, Mapping
+from collections.abc import Sequence as Listed
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.engine.loop import Abort, EngineLoop
+from nano_inference.scheduling.sequence import CheckedRequest, Sequence, Sequences
+from nano_inference.speculation.costs import ROWS, StepCosts
+from nano_inference.speculation.drafter import Drafter, may_draft
+from nano_inference.speculation.grammar import ForcedDrafts
+from nano_inference.speculation.history import HistoryDrafts
+from nano_inference.speculation.source import DraftSource
+from nano_inference.speculation.suffix import SuffixDrafts
+from nano_inference.types import SamplingParams, TrainingSample
+
+MOST_SECONDS = 2.0  # that measuring may take, once some sizes are known
+LEAST_SIZES = 4
+TRIES = 3
+PROMPT = 8  # tokens of the sequences that are measured
+# Where nothing could be measured.
+GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
+
+
+def make_drafter(config: EngineConfig, loop: EngineLoop) -> Drafter | None:
+    """The drafter that a config asks for."""
+    if config.speculation == "none":
+        return None
+    sources: list[DraftSource] = [ForcedDrafts(), SuffixDrafts(config.speculation != "ngram")]
+    if config.speculation == "history":
+        history = HistoryDrafts()
+        sources.append(history)
+        loop.on_finish.append(partial(_keep, history))
+    return Drafter(sources, GUESSED, config.max_drafts)
+
+
+def _keep(
+    history: HistoryDrafts, seq: Sequence, samples: list[TrainingSample]
+) -> list[TrainingSample]:
+    if seq.num_samples == 1 and samples:
+        history.keep(seq, samples[0].weight_version)
+    return samples
+
+
+class _AnyDrafts:
+    """So many that a step has the rows that are wanted."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._drafts = (0,) * num_drafts
+
+    def propose(
+        self, live: Sequences, pending: Container[int], config: SchedulerConfig
+    ) -> Mapping[int, tuple[int, ...]]:
+        """See `Drafter`."""
+        return {seq.seq_id: self._drafts for seq in live.running if may_draft(seq)}
+
+    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+        """See `Drafter`."""
+        return 0
+
+
+def measure_costs(loop: EngineLoop, max_model_len: int) -> StepCosts:
+    """Run steps of one sequence with drafts that nobody wants, and time them.
+
+    Nothing may run yet. Steps are those of the engine, on its own cache; its counters are not
+    touched.
+    """
+    found: dict[int, float] = {}
+    begun = perf_counter()
+    for rows in sorted(ROWS, key=lambda rows: (rows & (rows - 1) != 0, rows)):
+        if len(found) >= LEAST_SIZES and perf_counter() - begun > MOST_SECONDS:
+            break
+        room = min(max_model_len, loop.cache.num_blocks * loop.cache.block_size)
+        if PROMPT + TRIES + rows < room and rows <= loop.config.max_tokens_per_batch:
+            found[rows] = _seconds(loop, rows)
+    sizes = sorted(found)
+    return StepCosts(sizes, [found[rows] for rows in sizes]) if sizes else GUESSED
+
+
+def _seconds(loop: EngineLoop, rows: int) -> float:
+    config = replace(loop.config, enable_prefix_caching=False, max_drafts=rows)
+    probe = EngineLoop(loop.cache, loop.runner, config, 0, loop.numerics)
+    probe.sequences = loop.sequences  # whose ids are used once
+    probe.drafter = _AnyDrafts(rows - 1)
+    params = SamplingParams(max_tokens=TRIES + rows)
+    request = CheckedRequest(
+        request_id=-1, num_prompt_tokens=PROMPT, params=params, stop_ids=frozenset(), seed=0
+    )
+    loop.sequences.insert(Sequence(loop.sequences.new_id(), request, [0] * PROMPT))
+    probe.step()  # the prompt
+    times: list[float] = []
+    for _ in range(TRIES):
+        started = perf_counter()
+        probe.step()
+        times.append(perf_counter() - started)
+        if times[0] > MOST_SECONDS / 8:
+            break
+    probe.inbox.append(Abort(None))
+    probe.handle()
+    return min(times)
