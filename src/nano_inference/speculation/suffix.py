@@ -33,11 +33,12 @@ class SuffixIndex:
         return len(self._pairs) + len(self._tokens)
 
     def add(self, text: Listed[int], start: int = 0) -> None:
-        """Take in what a text has grown by. It is read again at every look-up, so it must only
-        grow; tokens before `start` are known from another text.
+        """Take in what a text has grown by, but for its last token, which nothing follows yet. It is
+        read again at every look-up, so it must only grow; tokens before `start` are known from
+        another text.
         """
-        begin, end = self._read.get(id(text), start), len(text)
-        if begin == end:
+        begin, end = self._read.get(id(text), start), len(text) - 1
+        if begin >= end:
             return
         self._read[id(text)] = end
         before = text[begin - 1] if begin else -1
@@ -61,8 +62,6 @@ class SuffixIndex:
         longest = 0
         for place in reversed(places):
             other, at = place
-            if at >= len(other):
-                continue  # nothing follows: it is where this text ends, or one beside it
             length, most = 2, min(LONGEST_MATCH, at, end)
             while length < most and other[at - 1 - length] == text[end - 1 - length]:
                 length += 1
@@ -70,10 +69,8 @@ class SuffixIndex:
                 longest, found = length, [place]
             elif length == longest:
                 found.append(place)
-        if not found:
-            place = self._tokens.get(last)
-            if place is not None and place[1] < len(place[0]):
-                return 1, [place]
+        if not found and last in self._tokens:
+            return 1, [self._tokens[last]]
         return longest, found
 
 
