@@ -235,7 +235,7 @@ def make_runner(
         models,
         storages,
         queue_of(model.device),
-        largest=min(config.max_batch_size, config.max_tokens_per_batch),
+        largest=min(config.scheduler.max_draws, config.max_tokens_per_batch),
         max_blocks=-(-max_model_len // config.block_size),
         graphs=captures_graphs(config),
     )

@@ -161,7 +161,7 @@ class GrammarState:
     def forced(self) -> Sequence[int]:
         """Tokens that have to follow, as the tokenizer would split them; maybe none."""
         matcher = self.changes
-        return matcher.forced() if matcher is not None else ()
+        return matcher.forced() if matcher is not None and self._thought is None else ()
 
     def fork(self) -> "GrammarState":
         """Another sample's, with the same past."""
