@@ -20,6 +20,7 @@ ON_CPU, ON_REFERENCE = f"{INVARIANCE} -k cpu", f"{INVARIANCE} -k reference"
 SCHEDULE = "tests/scheduling/test_schedule.py"
 OPERATIONS = "tests/ops/test_reference.py"
 BATCHES = "tests/test_batch.py"
+DRAFTS = "tests/speculation/test_bits.py"
 SIMULATION = "tests/simulation/test_simulation.py"
 POLICIES = "tests/engine/test_kv_policies.py"
 ON_CUDA = "tests/invariance/test_triton_invariance.py -k"
@@ -45,6 +46,13 @@ CATCHES = {
     "grammar_samples_share_a_matcher": "tests/engine/test_grammar.py -k follow",
     "grammar_thought_closed_by_a_longer_token": "tests/structured/test_thought.py -k thought",
     "grammar_rolled_back_one_too_few": "tests/structured/test_grammar.py -k rollback",
+    "draft_rows_count_at_once": f"{DRAFTS} -k 'llama and plain'",
+    "drafts_behind_a_wrong_one_count": f"{SCHEDULE} -k drafts",
+    "draft_blocks_are_kept": f"{SCHEDULE} -k drafts",
+    "accepted_rows_leave_no_window": f"{DRAFTS} -k 'gemma3 and plain'",
+    "drafts_under_the_first_mask": f"{DRAFTS} -k 'llama and grammar'",
+    "penalties_without_drafts": f"{DRAFTS} -k 'llama and penalties'",
+    "drafts_take_reserved_blocks": f"{SIMULATION} -k drafts",
     "vocabulary_tie_to_the_later_rank": "tests/parallel/test_head.py -k lower",
     "prefix_match_one_too_long": INVARIANCE,
     "planned_while_on_its_way": "tests/simulation/test_stages.py -k random",

@@ -253,7 +253,7 @@ def test_rows_of_drafts_count_when_the_drafts_were_drawn(window: int) -> None:
     apply(stage.decide(), stage.sequences, stage.cache)
     tokens = SampledTokens([7], [-1.0], [-1.0], [0.0])
     assert commit([seq], tokens, stage.sequences, stage.cache) == []
-    live, wanted = stage.sequences, (8, 5, 10, 11, 12, 13)
+    live, wanted = stage.sequences, (8, 5, 9, 10, 12, 13)
     config = replace(stage.config, max_drafts=6)
     decision = schedule([], live.running, stage.cache, config, drafts={seq.seq_id: wanted})
     assert decision.drafts == (wanted,)
@@ -263,7 +263,7 @@ def test_rows_of_drafts_count_when_the_drafts_were_drawn(window: int) -> None:
     assert len(seq.block_ids) == 4
     assert (seq.num_computed_tokens, seq.num_published_blocks) == (7, 1)
     # 9 was drawn and not 5: what stands behind that is nothing, though it looks right
-    tokens, zeros = [8, 9, 10, 11, 12, 13, 14], [0.0] * 7
+    tokens, zeros = [8, 9, 4, 10, 11, 13, 14], [0.0] * 7
     drawn = SampledTokens(tokens, [-1.0] * 2 + [math.nan] * 5, zeros, zeros)
     behind = {row: wanted[:row] for row in range(1, 7)}
     assert commit(applied.sampled, drawn, live, stage.cache, behind) == []

@@ -401,6 +401,8 @@ class EngineLoop:
         live, layout = self.sequences.by_id.values(), self.cache.layout
         slid = [layout.num_slid(seq.num_computed_tokens, self.cache.block_size) for seq in live]
         self.cache.check(self.sequences.block_tables(), slid)
+        for seq in live:
+            assert seq.num_computed_tokens <= len(seq.token_ids), "a draft counts as computed"
         for seq in [*self.sequences.waiting, *self.sequences.held]:
             assert not seq.block_ids, "a waiting sequence holds blocks"
             assert not seq.num_computed_tokens, "a waiting sequence has computed tokens"

@@ -33,8 +33,8 @@ class SuffixIndex:
         return len(self._pairs) + len(self._tokens)
 
     def add(self, text: Listed[int], start: int = 0) -> None:
-        """Take in what a text has grown by, but for its last token, which nothing follows yet. It is
-        read again at every look-up, so it must only grow; tokens before `start` are known from
+        """Take in what a text has grown by, but for its last token, which nothing follows yet. It
+        is read again at every look-up, so it must only grow; tokens before `start` are known from
         another text.
         """
         begin, end = self._read.get(id(text), start), len(text) - 1
