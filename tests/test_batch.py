@@ -4,7 +4,8 @@ step.
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from collections.abc import Sequence as Listed
 from dataclasses import fields, replace
 
 import numpy as np
@@ -27,7 +28,13 @@ from nano_inference.sampling.sampling_batch import (
     mask_of,
     sampling_batch,
 )
-from nano_inference.scheduling.sequence import POLICY, REFERENCE, CheckedRequest, Sequence
+from nano_inference.scheduling.sequence import (
+    POLICY,
+    REFERENCE,
+    CheckedRequest,
+    Sequence,
+    Sequences,
+)
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner
 
@@ -52,9 +59,13 @@ class CheckedBuilder(BatchBuilder):
             assert {seq.weight_set for seq in seqs} == {name}
             width = batch.block_tables.shape[1]
             assert width == max(len(seq.block_ids) for seq in seqs)
-            padded = [[*seq.block_ids, *[0] * (width - len(seq.block_ids))] for seq in seqs]
-            assert batch.block_tables.tolist() == padded
-            assert batch.seq_lens.tolist() == [seq.num_computed_tokens for seq in seqs]
+            for table, seq in zip(batch.block_tables.tolist(), seqs, strict=True):
+                assert table[: len(seq.block_ids)] == seq.block_ids
+            own = [drafts for drafts, own in zip(chunks.drafts, chosen, strict=True) if own]
+            ends = [seq.num_computed_tokens + len(d) for seq, d in zip(seqs, own, strict=True)]
+            assert batch.seq_lens.tolist() == ends
+            for drafts, end in zip(own, batch.cu_seqlens_q.tolist()[1:], strict=True):
+                assert batch.input_ids[end - len(drafts) : end].tolist() == list(drafts)
             starts = [int(batch.positions[first]) for first in batch.cu_seqlens_q[:-1]]
             of_prompt = [
                 min(seq.num_computed_tokens, seq.request.num_prompt_tokens) for seq in seqs
@@ -88,17 +99,19 @@ class CheckedBuilder(BatchBuilder):
 
     @staticmethod
     def requests(chunks: Chunks) -> Iterator[DrawRequest]:
-        for seq, row in zip(chunks.sampled, chunks.rows.tolist(), strict=True):
+        for place, (seq, row) in enumerate(zip(chunks.sampled, chunks.rows.tolist(), strict=True)):
+            drafts = chunks.behind.get(place, ())
             prompt, completion = (
                 seq.token_ids[: seq.request.num_prompt_tokens],
-                seq.token_ids[seq.request.num_prompt_tokens :],
+                [*seq.token_ids[seq.request.num_prompt_tokens :], *drafts],
             )
+            position = seq.num_computed_tokens + len(drafts)
             banned = (
                 seq.request.stop_ids
-                if seq.num_computed_tokens < len(prompt) + seq.request.params.min_tokens
+                if position < len(prompt) + seq.request.params.min_tokens
                 else ()
             )
-            key = seq.request.seed, seq.sample_index, seq.num_computed_tokens
+            key = seq.request.seed, seq.sample_index, position
             yield DrawRequest(seq.request.params, row, key, prompt, completion, banned)
 
 
@@ -145,12 +158,34 @@ def random_params(r: random.Random) -> SamplingParams:
     return params
 
 
+class AnyDrafts:
+    """Drafts of which some are right by chance."""
+
+    def __init__(self, r: random.Random) -> None:
+        self._random = r
+        self.num_drafted = 0
+
+    def propose(
+        self, live: Sequences, pending: Container[int], config: SchedulerConfig
+    ) -> dict[int, tuple[int, ...]]:
+        r = self._random
+        return {seq.seq_id: tuple(r.choices(range(VOCAB), k=3)) for seq in live.running}
+
+    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+        self.num_drafted += sum(map(len, drafts.values()))
+        return 0
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
-def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
+def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_drafts: int) -> None:
     r = random.Random(seed)
     config = SchedulerConfig(
-        block_size=BLOCK_SIZE, max_tokens_per_batch=r.choice([4, 64]), max_batch_size=8
+        block_size=BLOCK_SIZE,
+        max_tokens_per_batch=r.choice([4, 64]),
+        max_batch_size=8,
+        max_drafts=max_drafts,
     )
     blocks = r.choice([18, 30, 200])
     loop = EngineLoop(
@@ -161,6 +196,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
         "",
     )
     loop.batches = builder = CheckedBuilder()
+    loop.drafter = drafts = AnyDrafts(random.Random(seed)) if max_drafts else None
     assert isinstance(loop.runner, FakeRunner)
     loop.runner.one_version_only = False
     if r.random() < 0.5:
@@ -200,6 +236,8 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int) -> None:
     while loop.has_pending():
         loop.step()
     assert builder.num_draws > 100
+    is_tight = config.max_tokens_per_batch == 4
+    assert drafts is None or is_tight or drafts.num_drafted > 20
     assert len(builder._prompts) < loop.sequences.new_id(), (
         "slots of sequences that ended are used again"
     )

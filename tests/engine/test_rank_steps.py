@@ -27,7 +27,12 @@ from nano_inference.scheduling.sequence import CheckedRequest, Sequence  # noqa:
 from nano_inference.types import SamplingParams  # noqa: E402
 from tests.simulation import workload as workloads  # noqa: E402
 from tests.simulation.fake_model import FakeResult, FakeRunner, FakeSampled  # noqa: E402
-from tests.simulation.workload import random_workload, run  # noqa: E402
+from tests.simulation.workload import (  # noqa: E402
+    FakeDrafts,
+    random_workload,
+    run,
+    with_drafts,
+)
 
 DECODER = msgspec.msgpack.Decoder(Forward | Draw)
 
@@ -100,6 +105,8 @@ def test_random_workloads_are_replayed_as_they_were_run(
 ) -> None:
     monkeypatch.setattr(workloads, "FakeRunner", WireRunner)
     run(random_workload(seed))
+    kind = FakeDrafts.KINDS[seed % len(FakeDrafts.KINDS)]
+    run(with_drafts(random_workload(1000 + seed), kind, most=1 + seed % 4))
 
 
 def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
@@ -110,7 +117,7 @@ def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
 
     monkeypatch.setattr(test_batch, "FakeRunner", WireRunner)
     for seed in range(4):
-        test_batch.test_batches_say_what_the_sequences_say(seed, seed % 2)
+        test_batch.test_batches_say_what_the_sequences_say(seed, seed % 2, 3 * (seed % 3 > 0))
 
 
 def test_a_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> None:

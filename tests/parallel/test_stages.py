@@ -87,6 +87,7 @@ def check(model: Path, dtype: str, schedule: Schedule, mesh: Mesh) -> int:
         TOKEN_BYTES[dtype],
         make=partial(through, mesh),
         poison=poison,
+        known={key: sample.completion_tokens for key, sample in alone.items()},
     )
     assert together.keys() == alone.keys()
     for key, sample in together.items():
@@ -113,6 +114,8 @@ def test_stages_change_no_bit(
         num_threads=1,
     )
     assert check(models("llama"), dtype, tight, Mesh(pipeline=stages)) > 0
+    drafted = replace(tight, drafts="changing")
+    assert check(models("llama"), dtype, drafted, Mesh(pipeline=stages)) > 0
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float32"), ("cpu", "bfloat16")])
@@ -128,6 +131,8 @@ def test_two_tensor_ranks_in_two_stages_change_no_bit(
         num_threads=1,
     )
     assert check(models("llama"), dtype, schedule, Mesh(tensor=2, pipeline=2)) > 0
+    drafted = replace(schedule, drafts="changing")
+    assert check(models("llama"), dtype, drafted, Mesh(tensor=2, pipeline=2)) > 0
 
 
 @pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "qwen3-moe"])
