@@ -4,7 +4,7 @@ MaskBench of guidance-ai/jsonschemabench: schemas from the wild, each with docum
 and documents that it does not. A document is accepted where masks let all its tokens be drawn, as
 the tokenizer splits its text, and the end behind them. Each backend runs in a process of its own,
 which is killed where a schema takes longer than the limit. Times are CPU time: of the thread that
-asks for masks and commits, of the whole process until the first mask.
+asks for masks and commits, of the whole process and its children until the first mask.
 """
 
 import json
@@ -16,18 +16,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 
 from benchmarks.measure import Row, console, show
 from nano_inference.models.loading import resolve_model
-from nano_inference.structured.backend import Vocabulary
+from nano_inference.structured.backend import CompilationStopped, Vocabulary, backend_named
 from nano_inference.structured.compiler import GrammarCompiler
-from nano_inference.structured.grammar import Grammar
+from nano_inference.structured.grammar import BackendName, Grammar
 from nano_inference.structured.masks import WORD, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.text.token_texts import TokenTexts
@@ -35,9 +37,14 @@ from nano_inference.text.tokenizer import load_tokenizer
 
 FOLDER = "maskbench/data"  # in the repository
 START_LIMIT = 120.0  # seconds for imports and the tokenizer
-# ours: llguidance behind our compiler and states; the others are packages as they come
-NAMES = ("ours", "llguidance", "xgrammar")
-PACKAGES = {"ours": "llguidance"}
+# ours: behind our compiler, checks and states; the others are packages as they come
+OURS: dict[str, BackendName] = {
+    "ours": "llguidance",
+    "ours-xgrammar": "xgrammar",
+    "ours-outlines": "outlines",
+}
+NAMES = (*OURS, "llguidance", "xgrammar")
+PACKAGES = {"ours": "llguidance", "ours-xgrammar": "xgrammar", "ours-outlines": "outlines-core"}
 KEYWORD = re.compile(
     r"(?<![\w$])(additionalItems|additionalProperties|allOf|anyOf|const|contains|contentEncoding|"
     r"contentMediaType|dependencies|dependentRequired|dependentSchemas|enum|"
@@ -65,6 +72,10 @@ class Walk(Protocol):
 
 class Refused(Exception):
     """A backend does not take a schema."""
+
+
+class Stopped(Exception):
+    """A compilation came to one of our limits."""
 
 
 # A schema becomes what makes walks; raises `Refused`.
@@ -184,7 +195,10 @@ def serve(backend: str, model: str, pipe: Connection) -> None:
     pipe.send("ready")
     while True:
         case = pipe.recv()
-        pipe.send(examine(compile_schema, case, tokenizer.encode, vocabulary.eos_token_ids))
+        try:
+            pipe.send(examine(compile_schema, case, tokenizer.encode, vocabulary.eos_token_ids))
+        except Stopped as problem:
+            pipe.send(str(problem))
 
 
 def examine(
@@ -192,13 +206,13 @@ def examine(
 ) -> Outcome:
     """Compile a schema and try its documents."""
     outcome = Outcome()
-    begun = time.process_time()
+    begun = cpu_seconds()
     try:
         begin = compile_schema(json.dumps(case["schema"]))
     except Refused as problem:
         outcome.refusal = str(problem)
         return outcome
-    outcome.first_mask = time.process_time() - begun
+    outcome.first_mask = cpu_seconds() - begun
     for place, test in enumerate(case["tests"]):
         token_ids = encode(json.dumps(test["data"], ensure_ascii=False))
         accepted = try_document(begin(), token_ids, ends, outcome)
@@ -207,6 +221,12 @@ def examine(
         else:
             (outcome.wrongly_accepted if accepted else outcome.wrongly_refused).append(place)
     return outcome
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its children."""
+    children = (child.cpu_times() for child in psutil.Process().children())
+    return time.process_time() + sum(times.user + times.system for times in children)
 
 
 def try_document(walk: Walk, token_ids: list[int], ends: Collection[int], outcome: Outcome) -> bool:
@@ -228,9 +248,10 @@ def is_allowed(words: np.ndarray, token_id: int) -> bool:
     return bool(words[token_id // WORD] >> (token_id % WORD) & 1)
 
 
-def ours(vocabulary: Vocabulary) -> Compile:
-    """llguidance behind our compiler, checked first as an engine does it."""
-    compiler = GrammarCompiler(lambda: vocabulary, num_threads=1, time_limit=1e6)
+def ours(backend: BackendName, vocabulary: Vocabulary) -> Compile:
+    """A backend behind our compiler, checked first as an engine does it."""
+    compiler = GrammarCompiler(lambda: vocabulary, backend, num_threads=1, time_limit=1e6)
+    backend_named(backend).prepare(vocabulary)
 
     def compile_schema(schema: str) -> Callable[[], Walk]:
         is_ready = threading.Event()
@@ -240,11 +261,14 @@ def ours(vocabulary: Vocabulary) -> Compile:
             state = GrammarState(grammar)
         except Exception as problem:
             raise Refused(str(problem)) from None
+        outcome = compiler.begin(grammar)
+        outcome.add_done_callback(lambda _: is_ready.set())
+        is_ready.wait()
+        if isinstance(problem := outcome.exception(), CompilationStopped):
+            raise Stopped(str(problem))
+        if problem is not None:
+            raise Refused(str(problem))
         compiler.start(state, is_ready.set)
-        if not state.is_ready:
-            is_ready.wait()
-        if state.problem is not None:
-            raise Refused(state.problem)
         return state.fork
 
     return compile_schema
@@ -324,7 +348,7 @@ def xgrammar_alone(vocabulary: Vocabulary) -> Compile:
 
 
 COMPILERS: dict[str, Callable[[Vocabulary], Compile]] = {
-    "ours": ours,
+    **{name: partial(ours, backend) for name, backend in OURS.items()},
     "llguidance": llguidance_alone,
     "xgrammar": xgrammar_alone,
 }

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TypeVar
 
@@ -19,9 +19,16 @@ _NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM)
 Begin = TypeVar("Begin", bound=msgspec.Struct)
 
 
-def start_child(module: str, begin: msgspec.Struct) -> "subprocess.Popen[bytes]":
+def start_child(
+    module: str, begin: msgspec.Struct, keep: Collection[int] = ()
+) -> "subprocess.Popen[bytes]":
     """Start `python -m module`, which calls `be_child`. What it prints goes to stderr. Raises
     `OSError`.
+
+    Args:
+        module: that is run.
+        begin: its first message.
+        keep: file descriptors that it gets too, by the same numbers.
 
     It ends when its stdin is closed here or, by the system, when this process has ended.
     """
@@ -30,7 +37,7 @@ def start_child(module: str, begin: msgspec.Struct) -> "subprocess.Popen[bytes]"
     try:
         # -P: a module in the current folder is not taken for one of ours
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=2
+            [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=2, pass_fds=keep
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -120,7 +120,7 @@ class EngineConfig:
             (docs/sampling.md). More is refused; a sample whose mask grows beyond its part of this
             ends.
         grammar_backend: what makes the masks of grammars that name no backend (docs/structured.md):
-            `"llguidance"` is the one that there is.
+            `"llguidance"`, or `"xgrammar"` or `"outlines"` with the extra of that name.
         speculation: what guesses the next tokens, so that a step may compute several of a sample
             (docs/speculation.md); no token and no bit depends on it. `"ngram"`: the sample's own
             text; `"suffix"`: its siblings' too; `"history"`: earlier samples of the same prompt

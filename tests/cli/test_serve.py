@@ -63,7 +63,7 @@ CHOICES |= {
     "root_path": "/other",
     "max_pending_bytes": 1 << 30,
 }
-CHOICES |= {"generation_config": "none", "grammar_backend": "llguidance", "speculation": "suffix"}
+CHOICES |= {"generation_config": "none", "grammar_backend": "outlines", "speculation": "suffix"}
 CHOICES |= {
     "log_level": "error",
     "log_format": "json",

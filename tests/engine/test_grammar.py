@@ -26,11 +26,12 @@ from nano_inference.engine.intake import vocabulary_of
 from nano_inference.structured import backend as backends
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.compiler import GrammarCompiler
+from nano_inference.structured.grammar import BackendName
 from nano_inference.structured.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
 from nano_inference.structured.matching import GrammarState
 from tests.engine.weight_cases import NEW, PROMPT, Build, bits, drain, drawn
 from tests.models.tiny import tiny_llama
-from tests.structured.vocabularies import EOS, byte_tokenizer
+from tests.structured.vocabularies import BACKENDS, EOS, byte_tokenizer
 
 PATIENCE = 20.0  # seconds
 DIGITS = SamplingParams(max_tokens=30, seed=3, grammar=Grammar.regex("[0-9]{4,8}"))
@@ -41,6 +42,12 @@ PERSON = {
         "ok": {"type": "boolean"},
     },
     "required": ["age", "ok"],
+    "additionalProperties": False,
+}
+ANSWER = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}},
+    "required": ["word", "ok"],
     "additionalProperties": False,
 }
 OBJECT = SamplingParams(max_tokens=200, seed=5, grammar=Grammar.json_schema(PERSON))
@@ -89,6 +96,29 @@ def test_samples_follow_their_grammar_and_end_with_it(build: Build) -> None:
     for sample in samples[4:]:
         assert set(json.loads(text_of(engine, sample))) == {"age", "ok"}
     assert len({sample.completion_tokens for sample in samples[:4]}) > 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("of_request", [True, False])
+def test_samples_follow_their_grammar_whatever_the_backend(
+    build: Build, backend: BackendName, of_request: bool
+) -> None:
+    """The request names it, or the engine has it."""
+    named = backend if of_request else None
+    engine = build() if of_request else build(grammar_backend=backend)
+    params = [
+        replace(DIGITS, grammar=Grammar("regex", "[0-9]{4,8}", backend=named)),
+        replace(OBJECT, grammar=Grammar("json", json.dumps(ANSWER), backend=named)),
+        drawn(20),
+    ]
+    samples = engine.generate([PROMPT] * 3, params, 3)
+    assert bits(samples[6]) == bits(build().generate(PROMPT, params[2], 3)[0])
+    for sample in samples[:6]:
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", EOS)
+    for sample in samples[:3]:
+        assert re.fullmatch("[0-9]{4,8}", text_of(engine, sample))
+    for sample in samples[3:6]:
+        assert set(json.loads(text_of(engine, sample))) == {"word", "ok"}
 
 
 def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build: Build) -> None:

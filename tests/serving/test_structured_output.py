@@ -109,6 +109,10 @@ EVERYWHERE: list[tuple[dict[str, Any], Grammar | None]] = [
         {"guided_regex": "a+", "guided_decoding_backend": "guidance:no-fallback"},
         Grammar("regex", "a+", backend="llguidance"),
     ),
+    (
+        {"structured_outputs": {"regex": "a+", "backend": "guidance"}},
+        Grammar("regex", "a+", backend="llguidance"),
+    ),
     ({"json_schema": SCHEMA}, OF_SCHEMA),
     ({"json_schema": json.dumps(SCHEMA)}, Grammar.json_schema(json.dumps(SCHEMA))),
     ({"json_schema": ""}, None),
@@ -210,6 +214,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # fields, the one at fault, a pa
         {"guided_regex": "a", "guided_decoding_backend": "mine"},
         "guided_decoding_backend",
         "guidance",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "backend": "lm-format-enforcer"}},
+        "structured_outputs.backend",
+        "xgrammar",
     ),
 ]
 

@@ -1,7 +1,7 @@
 """Grammars: what they allow, and what is refused by name."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +10,27 @@ from hypothesis import strategies as st
 from nano_inference import Grammar, InvalidRequest, SamplingParams
 from nano_inference.structured.backend import GrammarError, backend_named
 from nano_inference.structured.compiler import GrammarCompiler
-from nano_inference.structured.grammar import COMPACT
+from nano_inference.structured.grammar import COMPACT, BackendName, GrammarKind
 from nano_inference.structured.matching import GrammarState
+from nano_inference.structured.outlines_backend import KINDS as OF_OUTLINES
+from nano_inference.structured.xgrammar_backend import KINDS as OF_XGRAMMAR
 from nano_inference.text.tokenizer import Tokenizer
 from tests.depth import at_depth
-from tests.structured.vocabularies import EOS, accepts, byte_tokenizer, mask, vocabulary_of
+from tests.structured.vocabularies import (
+    BACKENDS,
+    EOS,
+    accepts,
+    byte_tokenizer,
+    compiled,
+    mask,
+    vocabulary_of,
+)
+
+KINDS = {
+    "llguidance": get_args(GrammarKind),
+    "xgrammar": OF_XGRAMMAR,
+    "outlines": OF_OUTLINES,
+}
 
 PERSON = {
     "type": "object",
@@ -106,11 +122,22 @@ TAG = {
     ],
     ids=lambda value: value.kind if isinstance(value, Grammar) else "",
 )
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_grammar_allows_its_language_alone(
-    grammar: Grammar, yes: list[str], no: list[str], tokenizer: Tokenizer
+    grammar: Grammar, yes: list[str], no: list[str], backend: BackendName, tokenizer: Tokenizer
 ) -> None:
-    assert [text for text in yes if not accepts(grammar, text, tokenizer)] == []
-    assert [text for text in no if accepts(grammar, text, tokenizer)] == []
+    if grammar.kind not in KINDS[backend]:
+        with pytest.raises(InvalidRequest, match=f"{backend} .* not {grammar.kind}; llguidance"):
+            backend_named(backend).check(grammar)
+        return
+    if "minimum" in grammar.text and backend == "outlines":
+        with pytest.raises(InvalidRequest, match="outlines cannot enforce `minimum`"):
+            backend_named(backend).check(grammar)
+        return
+    # they write JSON in one line
+    yes = [text for text in yes if backend == "llguidance" or "\n" not in text]
+    assert [text for text in yes if not accepts(grammar, text, tokenizer, backend)] == []
+    assert [text for text in no if accepts(grammar, text, tokenizer, backend)] == []
 
 
 @pytest.mark.parametrize(
@@ -118,6 +145,7 @@ def test_a_grammar_allows_its_language_alone(
     [
         ('{"a":1}', True, True),
         ('{"a": 1}', True, False),
+        ('{"a":\t1}', False, False),
         ('{"a":  1}', False, False),
         ('{\n    "a": 1\n}', True, False),
         ('{"a":\n\n1}', False, False),
@@ -130,6 +158,23 @@ def test_whitespace_is_bounded(
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert accepts(Grammar.json_schema(schema), text, tokenizer) == bounded
     assert accepts(Grammar.json_schema(schema, whitespace=COMPACT), text, tokenizer) == compact
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_other_backends_allow_less_whitespace_or_none_and_refuse_another_pattern(
+    backend: BackendName, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}}
+    text = '{"a": [1, {"b": null}]}'
+    tight = text.replace(" ", "")
+    default, none = Grammar.json_schema(schema), Grammar.json_schema(schema, whitespace=COMPACT)
+    assert accepts(default, text, tokenizer, backend)
+    assert accepts(none, tight, tokenizer, backend)
+    assert not accepts(none, text, tokenizer, backend)
+    for wrong in (text.replace(" ", "\n"), text.replace(" ", "  "), f"{text} "):
+        assert not accepts(default, wrong, tokenizer, backend)
+    with pytest.raises(InvalidRequest, match="whitespace"):
+        backend_named(backend).check(Grammar.json_schema(schema, whitespace="[ ]*"))
 
 
 @pytest.mark.parametrize(
@@ -307,29 +352,54 @@ VALUES = st.recursive(  # llguidance wants DEL escaped, which JSON does not
 
 @settings(max_examples=at_depth(200), deadline=None, derandomize=True)
 @given(value=st.dictionaries(TEXT, VALUES, max_size=3), cut=st.integers(0, 10**6))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_any_object_is_accepted_and_no_beginning_of_one(
-    value: dict[str, Any], cut: int, tokenizer: Tokenizer
+    backend: BackendName, value: dict[str, Any], cut: int, tokenizer: Tokenizer
 ) -> None:
     text = json.dumps(value, ensure_ascii=False)
     grammar = Grammar.json_object()
-    assert accepts(grammar, text, tokenizer)
-    assert not accepts(grammar, text[: cut % len(text)], tokenizer)
+    if backend != "outlines" or (depth_of(value) <= 2 and text.isprintable() and "\\u" not in text):
+        assert accepts(grammar, text, tokenizer, backend)
+    assert not accepts(grammar, text[: cut % len(text)], tokenizer, backend)
+
+
+def depth_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return int(isinstance(value, dict | list)) + max(map(depth_of, inner), default=0)
 
 
 @settings(max_examples=at_depth(100), deadline=None, derandomize=True)
 @given(data=st.data())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rollback_and_copies_lead_back_to_the_same_masks(
-    data: st.DataObject, tokenizer: Tokenizer
+    backend: BackendName, data: st.DataObject, tokenizer: Tokenizer
 ) -> None:
     vocabulary = vocabulary_of(tokenizer)
-    matcher = backend_named("llguidance").compile(Grammar.json_schema(PERSON), vocabulary)
+    schema = {**PERSON, "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    matcher = compiled(Grammar.json_schema(schema), tokenizer, backend)
+    taken: list[int] = []
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            following = sorted(mask(matcher, vocabulary) - {EOS})
+            taken.append(data.draw(st.sampled_from(following)))
+            matcher.accept(taken[-1])
+
     for token_id in tokenizer.encode('{"name": "'[: data.draw(st.integers(0, 10))]):
         matcher.accept(token_id)
+        taken.append(token_id)
     before, other = mask(matcher, vocabulary), matcher.copy()
-    taken = data.draw(st.integers(1, 6))
-    for _ in range(taken):
-        following = sorted(mask(matcher, vocabulary) - {EOS})
-        matcher.accept(data.draw(st.sampled_from(following)))
+    kept = len(taken)
+    go_on(data.draw(st.integers(1, 6)))
     assert mask(other, vocabulary) == before
-    matcher.rollback(taken)
+    matcher.rollback(len(taken) - kept)
+    del taken[kept:]
     assert mask(matcher, vocabulary) == before
+    go_on(3)  # it is as one that never was elsewhere
+    replayed = compiled(Grammar.json_schema(schema), tokenizer, backend)
+    for token_id in taken:
+        replayed.accept(token_id)
+    assert mask(matcher, vocabulary) == mask(replayed, vocabulary)
+    assert mask(other, vocabulary) == before
+    with pytest.raises(GrammarError):
+        matcher.rollback(len(taken) + 1)

@@ -1,9 +1,12 @@
-"""A vocabulary of a token a byte, for tests of grammars."""
+"""A vocabulary of a token a byte, and the backends, for tests of grammars."""
 
 from collections.abc import Iterable
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from nano_inference.structured.backend import Matcher, Vocabulary, backend_named
 from nano_inference.structured.grammar import BackendName, Grammar
@@ -15,6 +18,18 @@ from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.cli.running import write_tokenizer
 
 EOS = 2
+PACKAGES: dict[BackendName, str] = {
+    "llguidance": "llguidance",
+    "xgrammar": "xgrammar",
+    "outlines": "outlines_core",
+}
+# every backend; those whose package is missing are skipped
+BACKENDS = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is missing")
+    )
+    for name, package in PACKAGES.items()
+]
 
 
 def byte_tokenizer(folder: Path) -> Tokenizer:
@@ -49,12 +64,27 @@ def mask(matcher: Matcher, vocabulary: Vocabulary) -> set[int]:
     return allowed(words)
 
 
+@lru_cache(256)
+def _compiled(grammar: Grammar, vocabulary: Vocabulary, backend: BackendName) -> Matcher:
+    return backend_named(backend).compile(grammar, vocabulary)
+
+
+def compiled(
+    grammar: Grammar, tokenizer: Tokenizer, backend: BackendName = "llguidance"
+) -> Matcher:
+    """A matcher at the beginning, the caller's alone."""
+    vocabulary = vocabulary_of(tokenizer)
+    if backend == "llguidance":  # copies share its limits
+        return backend_named(backend).compile(grammar, vocabulary)
+    return _compiled(grammar, vocabulary, backend).copy()
+
+
 def state_of(
     grammar: Grammar, tokenizer: Tokenizer, backend: BackendName = "llguidance"
 ) -> GrammarState:
     """At the beginning of a sample's text."""
     vocabulary = vocabulary_of(tokenizer)
-    matcher = backend_named(backend).compile(grammar, vocabulary)
+    matcher = compiled(grammar, tokenizer, backend)
     first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
     matcher.fill(first)
     state = GrammarState(grammar)

@@ -17,6 +17,10 @@ class GrammarError(Exception):
     """A matcher cannot go on: a limit was reached, or a token that its mask forbids was given."""
 
 
+class CompilationStopped(InvalidRequest):
+    """A compilation was ended by its limits. Another attempt may come to an end."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The tokens that a matcher knows.
@@ -122,6 +126,8 @@ def fill_each(matchers: Sequence[Matcher], table: np.ndarray) -> list[GrammarErr
 
 _MODULES: Mapping[str, tuple[str, str]] = {
     "llguidance": ("llguidance_backend", "llguidance"),
+    "xgrammar": ("xgrammar_backend", "nano-inference[xgrammar]"),
+    "outlines": ("outlines_backend", "nano-inference[outlines]"),
 }
 _loaded: dict[str, Backend] = {}
 
@@ -132,11 +138,11 @@ def backend_named(name: BackendName) -> Backend:
         module, package = _MODULES[name]
         try:
             loaded: Any = import_module(f"nano_inference.structured.{module}")
+            make: Callable[[], Backend] = loaded.make_backend
+            _loaded[name] = make()
         except ImportError as problem:
             raise InvalidRequest(
                 f"the grammar backend {name} needs the package {package}: {problem}; install it, "
                 "or choose another backend."
             ) from None
-        make: Callable[[], Backend] = loaded.make_backend
-        _loaded[name] = make()
     return _loaded[name]

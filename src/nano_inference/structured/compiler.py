@@ -15,7 +15,13 @@ from queue import SimpleQueue
 import numpy as np
 
 from nano_inference.errors import EngineDead, InvalidRequest
-from nano_inference.structured.backend import GrammarError, Matcher, Vocabulary, backend_named
+from nano_inference.structured.backend import (
+    CompilationStopped,
+    GrammarError,
+    Matcher,
+    Vocabulary,
+    backend_named,
+)
 from nano_inference.structured.grammar import REFUSED, BackendName, Grammar
 from nano_inference.structured.masks import cut_to, num_words
 from nano_inference.structured.matching import GrammarState
@@ -189,11 +195,13 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, promise: Future[Compiled]) -> None:
         clock = threading.Timer(self.time_limit, self._give_up, (grammar, promise))
         clock.daemon = True
-        clock.start()
         begun = time.perf_counter()
         try:
             vocabulary = self.vocabulary()
-            matcher = backend_named(grammar.backend or self._default).compile(grammar, vocabulary)
+            backend = backend_named(grammar.backend or self._default)
+            backend.prepare(vocabulary)  # what it imports and starts is no grammar's time
+            clock.start()
+            matcher = backend.compile(grammar, vocabulary)
             first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
             matcher.fill(first)  # backends are lazy: a first mask may take longest
             first, thought = cut_to(first, vocabulary.drawable), self._thoughts.of(grammar)
@@ -205,6 +213,8 @@ class GrammarCompiler:
         clock.cancel()
         with self._lock:
             self.seconds += time.perf_counter() - begun
+            if isinstance(outcome, CompilationStopped):
+                self._cache.pop(grammar, None)
         self._keep(promise, outcome)
 
     def _give_up(self, grammar: Grammar, promise: Future[Compiled]) -> None:

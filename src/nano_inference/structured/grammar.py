@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from nano_inference.errors import InvalidRequest
 
 GrammarKind = Literal["json", "regex", "choice", "lark", "gbnf", "structural_tag"]
-BackendName = Literal["llguidance"]
+BackendName = Literal["llguidance", "xgrammar", "outlines"]
 
 # What may stand between the tokens of JSON: a space, or a new line and its indentation. Without a
 # bound models loop in it.
@@ -31,6 +31,7 @@ class Grammar:
             tag (JSON).
         text: the language in that notation.
         whitespace: regular expression of what may stand between the tokens of JSON; "" is nothing.
+            Backends other than llguidance take the default, of which they allow a part, and "".
         lenient: pass over keywords of a JSON schema that the backend cannot enforce. Then a
             sample may be invalid. False: they are refused by name.
         after: the grammar begins behind the first appearance of this text in the completion, such

@@ -76,6 +76,8 @@ _BACKENDS: Mapping[str, BackendName | None] = {
     "auto": None,
     "guidance": "llguidance",
     "llguidance": "llguidance",
+    "xgrammar": "xgrammar",
+    "outlines": "outlines",
 }
 
 
@@ -139,13 +141,14 @@ def _options(given: Mapping[str, Any], within: str) -> dict[str, Any]:
         options["whitespace"] = COMPACT
     if _at(given, "structured_outputs.lenient"):
         options["lenient"] = True
-    name = given.get("guided_decoding_backend")
-    if name is not None:
+    for where in ("structured_outputs.backend", "guided_decoding_backend"):
+        if (name := _at(given, where)) is None:
+            continue
         known = name.split(":")[0]
         if known not in _BACKENDS:
-            where = within + "guided_decoding_backend"
             raise bad_request(
-                f"{where} must be one of {', '.join(_BACKENDS)}, not {shown(name)}.", where
+                f"{within}{where} must be one of {', '.join(_BACKENDS)}, not {shown(name)}.",
+                within + where,
             )
         options["backend"] = _BACKENDS[known]
     return options

@@ -329,6 +329,7 @@ class StructuredOutputs(Strict):
     disable_additional_properties: bool | None = Field(
         None, description="objects of a schema that names their properties have no others"
     )
+    backend: str | None = Field(None, description="that makes the masks, as vLLM names it")
 
 
 class GrammarFields(Strict):

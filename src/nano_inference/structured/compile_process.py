@@ -1,0 +1,201 @@
+"""Compiling grammars in a child process, with a limit of time and one of memory.
+
+Some compilers blow up, hold the interpreter's lock, or crash. There that fails one grammar: the
+child is killed, and the next grammar gets another one.
+"""
+
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from nano_inference.child_process import start_child
+from nano_inference.errors import InvalidRequest
+from nano_inference.structured.backend import CompilationStopped, Vocabulary
+from nano_inference.structured.grammar import Grammar
+
+CHILD = "nano_inference.structured.compile_child"
+START_LIMIT = 120.0  # seconds, for imports and the vocabulary
+TIME_LIMIT = 20.0  # seconds of a grammar; the compiler's own limit is longer
+MEMORY = 2 * 2**30  # bytes that a grammar may take
+MOST_RESULT = 2**26  # bytes of a compiled grammar: many are kept
+OUT_OF_MEMORY = 77  # exit code
+
+
+class Begin(msgspec.Struct):
+    """What a child is started with.
+
+    Attributes:
+        module: whose `make_compiler(tokens, ends)` makes a function of a kind and a source.
+        channel: file descriptor of the socket on which it is talked to.
+        memory: bytes that grammars may take.
+    """
+
+    module: str
+    channel: int
+    memory: int
+
+
+class Words(msgspec.Struct):
+    """A vocabulary: the bytes of each token, and the ids that end a text."""
+
+    tokens: list[bytes]
+    ends: tuple[int, ...]
+
+
+class Job(msgspec.Struct):
+    """A grammar, as the backend's compiler reads it."""
+
+    kind: str
+    source: str
+
+
+class Answer(msgspec.Struct):
+    """A compiled grammar, or what is wrong with it."""
+
+    result: bytes = b""
+    problem: str = ""
+
+
+class CompileProcesses:
+    """Children that compile with one backend; as many as compile at once, which stay.
+
+    Args:
+        module: see `Begin`.
+        time_limit: seconds that a grammar may take.
+        memory: bytes that it may take.
+    """
+
+    def __init__(self, module: str, time_limit: float = TIME_LIMIT, memory: int = MEMORY) -> None:
+        self._module = module
+        self.time_limit, self.memory = time_limit, memory
+        self._idle: dict[str, list[_Child]] = {}  # by vocabulary
+        self._lock = threading.Lock()
+        weakref.finalize(self, _kill_all, self._idle)  # also when the interpreter ends
+
+    def prepare(self, vocabulary: Vocabulary, tokens: Callable[[], list[bytes]]) -> None:
+        """Have a child that waits for grammars."""
+        self._give_back(vocabulary, self._take(vocabulary, tokens))
+
+    def compile(
+        self,
+        grammar: Grammar,
+        vocabulary: Vocabulary,
+        tokens: Callable[[], list[bytes]],
+        job: Job,
+    ) -> bytes:
+        """A compiled grammar. Other threads run meanwhile.
+
+        Args:
+            grammar: that errors name.
+            vocabulary: of the model.
+            tokens: its tokens' bytes.
+            job: the grammar, as the child reads it.
+
+        Raises:
+            CompilationStopped: it took too long or too much memory, or the child crashed.
+            InvalidRequest: the grammar cannot be compiled.
+        """
+        child = self._take(vocabulary, tokens)
+        try:
+            answer = child.ask(job, self.time_limit)
+        except _Ended as problem:
+            child.kill()
+            raise CompilationStopped(
+                f"the {grammar.kind} grammar cannot be enforced: {problem}."
+            ) from None
+        except BaseException:
+            child.kill()
+            raise
+        self._give_back(vocabulary, child)
+        if answer.problem:
+            reason = " ".join(answer.problem.split())[:500].rstrip(".")
+            raise InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {reason}.")
+        return answer.result
+
+    def _take(self, vocabulary: Vocabulary, tokens: Callable[[], list[bytes]]) -> "_Child":
+        with self._lock:
+            idle = self._idle.get(vocabulary.key, [])
+            while idle:
+                child = idle.pop()
+                if child.runs:
+                    return child
+                child.kill()
+        words = Words(tokens(), vocabulary.eos_token_ids)
+        return _Child(self._module, self.memory, words)
+
+    def _give_back(self, vocabulary: Vocabulary, child: "_Child") -> None:
+        with self._lock:
+            self._idle.setdefault(vocabulary.key, []).append(child)
+
+
+def _kill_all(idle: "dict[str, list[_Child]]") -> None:
+    for children in idle.values():
+        for child in children:
+            child.kill()
+
+
+class _Ended(Exception):
+    """A child came to no answer."""
+
+
+class _Child:
+    def __init__(self, module: str, memory: int, words: Words) -> None:
+        self._memory = memory
+        ours, theirs = socket.socketpair()
+        with theirs:
+            begin = Begin(module, theirs.fileno(), memory)
+            self._process = start_child(CHILD, begin, keep=[theirs.fileno()])
+        self._channel = Connection(ours.detach())
+        try:
+            ready = self._exchange(words, START_LIMIT)
+        except _Ended as problem:
+            self.kill()
+            raise InvalidRequest(f"the process that compiles grammars: {problem}.") from None
+        if ready.problem:
+            self.kill()
+            raise InvalidRequest(f"the process that compiles grammars: {ready.problem}.")
+
+    @property
+    def runs(self) -> bool:
+        """Whether it waits for grammars. It ends by itself when none come for long."""
+        return self._process.poll() is None
+
+    def ask(self, job: Job, limit: float) -> Answer:
+        """Raises `_Ended`."""
+        return self._exchange(job, limit)
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._channel.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _exchange(self, message: msgspec.Struct, limit: float) -> Answer:
+        until = time.monotonic() + limit
+        try:
+            self._channel.send_bytes(msgspec.msgpack.encode(message))
+            if not self._channel.poll(max(until - time.monotonic(), 0)):
+                raise _Ended(f"its compilation took longer than {limit:g} seconds")
+            return msgspec.msgpack.decode(self._channel.recv_bytes(), type=Answer)
+        except (EOFError, OSError):
+            raise _Ended(self._ending()) from None
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "the process that compiled it does not answer"
+        if code == OUT_OF_MEMORY:
+            return f"its compilation took more than {self._memory / 2**30:g} GiB"
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"the process that compiled it ended {how}; it may take {self._memory / 2**30:g} GiB"

@@ -1,0 +1,349 @@
+"""Masks by outlines-core: regular expressions as automata over tokens, made whole in a child
+process. This one gets their tables as numbers, and needs no more.
+
+outlines-core itself passes over many keywords of a schema: it gets schemas in their plain form.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.structured.backend import (
+    Backend,
+    GrammarError,
+    Matcher,
+    Vocabulary,
+    backend_named,
+    fill_each,
+)
+from nano_inference.structured.compile_process import CompileProcesses, Job
+from nano_inference.structured.grammar import BOUNDED, COMPACT, Grammar
+from nano_inference.structured.plain_schema import Abilities, parts_of, plain_schema
+from nano_inference.structured.token_bytes import token_bytes
+
+ABILITIES = Abilities(
+    "outlines",
+    frozenset(
+        [
+            "properties",
+            "required",
+            "additionalProperties",
+            "items",
+            "prefixItems",
+            "minItems",
+            "maxItems",
+            "minLength",
+            "maxLength",
+            "pattern",
+            "format",
+        ]
+    ),
+)
+# What stands between the tokens of JSON: with the default less than that allows.
+WHITESPACE = {COMPACT: "", BOUNDED: "[ ]?"}
+KINDS = ("json", "regex", "choice")
+# An array or object of which nothing is said holds no deeper ones: automata have no recursion.
+DEPTH = 1
+_HOLDS = {"items", "prefixItems", "properties", "additionalProperties"}
+MOST_STEPS = 2**23  # from a state to another by a token: 8 bytes each
+MOST_KEPT = 4  # vocabularies
+END = "\U0010fffe"  # no character; it ends the texts that the automaton reads
+
+
+def make_backend() -> Backend:
+    """The backend. Raises `ImportError` where the package is missing."""
+    if find_spec("outlines_core") is None:
+        raise ImportError("No module named 'outlines_core'")
+    return OutlinesBackend()
+
+
+class Table(msgspec.Struct):
+    """An automaton, as bytes of numpy's arrays.
+
+    Attributes:
+        starts: int64 [S + 1], where a state's steps begin; state 0 is the first.
+        tokens: int32 [N], ascending within a state.
+        following: int32 [N], the state behind each.
+        final: bool [S], where a text may end.
+    """
+
+    starts: bytes
+    tokens: bytes
+    following: bytes
+    final: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Automaton:
+    """`Table` as arrays."""
+
+    starts: np.ndarray
+    tokens: np.ndarray
+    following: np.ndarray
+    final: np.ndarray
+
+    @classmethod
+    def of(cls, table: Table) -> "Automaton":
+        """Of the arrays' bytes; nothing is copied."""
+        return cls(
+            np.frombuffer(table.starts, dtype=np.int64),
+            np.frombuffer(table.tokens, dtype=np.int32),
+            np.frombuffer(table.following, dtype=np.int32),
+            np.frombuffer(table.final, dtype=np.bool_),
+        )
+
+    def steps(self, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens may follow a state, and the states behind them."""
+        own = slice(self.starts[state], self.starts[state + 1])
+        return self.tokens[own], self.following[own]
+
+
+class OutlinesBackend:
+    """Compiles with outlines-core in a child. Keeps the vocabularies that it has read.
+
+    Attributes:
+        processes: the children.
+    """
+
+    def __init__(self) -> None:
+        self.processes = CompileProcesses("nano_inference.structured.outlines_backend")
+        self._known: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._reading = threading.Lock()
+
+    def check(self, grammar: Grammar) -> None:
+        """See `Backend`. What outlines-core itself would say is not known here."""
+        _job(grammar)
+        if grammar.kind == "regex":  # in the same syntax
+            backend_named("llguidance").check(grammar)
+
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """See `Backend`."""
+        self.processes.prepare(vocabulary, lambda: self._tokens(vocabulary))
+
+    def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
+        """See `Backend`."""
+        job = _job(grammar)
+        found = self.processes.compile(grammar, vocabulary, lambda: self._tokens(vocabulary), job)
+        automaton = Automaton.of(msgspec.msgpack.decode(found, type=Table))
+        return OutlinesMatcher(self, automaton, vocabulary, [0])
+
+    def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
+        """See `Backend`."""
+        return fill_each(matchers, table)
+
+    def _tokens(self, vocabulary: Vocabulary) -> list[bytes]:
+        with self._reading:
+            if vocabulary.key not in self._known:
+                self._known[vocabulary.key] = token_bytes(vocabulary)
+                while len(self._known) > MOST_KEPT:
+                    self._known.popitem(last=False)
+            return self._known[vocabulary.key]
+
+
+class OutlinesMatcher:
+    """See `Matcher`."""
+
+    def __init__(
+        self, backend: Backend, automaton: Automaton, vocabulary: Vocabulary, states: list[int]
+    ) -> None:
+        self.backend = backend
+        self._automaton, self._vocabulary = automaton, vocabulary
+        self._states = states  # all of them, for `rollback`
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Matcher`."""
+        state = self._states[-1]
+        return bool(self._automaton.final[state]) and not len(self._automaton.steps(state)[0])
+
+    def fill(self, words: np.ndarray) -> None:
+        """See `Matcher`."""
+        bits = np.zeros(len(words) * 32, dtype=np.bool_)
+        bits[self._automaton.steps(self._states[-1])[0]] = True
+        if self._automaton.final[self._states[-1]]:
+            bits[list(self._vocabulary.eos_token_ids)] = True
+        words[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> None:
+        """See `Matcher`."""
+        tokens, following = self._automaton.steps(self._states[-1])
+        place = int(np.searchsorted(tokens, token_id))
+        if place == len(tokens) or tokens[place] != token_id:
+            raise GrammarError(f"token {token_id} cannot follow")
+        self._states.append(int(following[place]))
+
+    def forced(self) -> Sequence[int]:
+        """See `Matcher`. The tables do not tell the tokenizer's split."""
+        return ()
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+        if num_tokens >= len(self._states):
+            raise GrammarError(f"{num_tokens} tokens cannot be taken back")
+        del self._states[len(self._states) - num_tokens :]
+
+    def copy(self) -> "OutlinesMatcher":
+        """See `Matcher`."""
+        return OutlinesMatcher(self.backend, self._automaton, self._vocabulary, list(self._states))
+
+
+def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
+    """In the child: what compiles grammars of these kinds."""
+    import outlines_core  # pyright: ignore[reportMissingImports]
+    from outlines_core.json_schema import (  # pyright: ignore[reportMissingImports]
+        build_regex_from_schema,
+    )
+
+    by_bytes: dict[bytes, list[int]] = {END.encode(): [len(tokens)]}
+    for token_id, text in enumerate(tokens):
+        if text:
+            by_bytes.setdefault(text, []).append(token_id)
+    vocabulary = outlines_core.Vocabulary(ends[0], by_bytes)
+
+    def compile_one(kind: str, source: str) -> bytes:
+        if kind == "json":
+            said = json.loads(source)
+            source = build_regex_from_schema(said["schema"], said["whitespace"])
+        # A match ends an automaton's reading, and what is less preferred (`ab` in `a|ab`) is lost.
+        # With an end of our own it is never at a match before that.
+        index = outlines_core.Index(f"(?:{source}){END}", vocabulary)
+        return msgspec.msgpack.encode(_table(index, len(tokens), set(ends)))
+
+    return compile_one
+
+
+def _table(index: Any, end: int, ends: Container[int]) -> Table:
+    """All states and their steps, but those from which no text comes to its end.
+
+    Args:
+        index: of outlines-core.
+        end: the token of `END`.
+        ends: ids that end a text.
+    """
+    states = [index.get_initial_state()]  # it grows while it is gone through
+    numbers: dict[int, int] = {states[0]: 0}
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    final: list[bool] = []
+    size = 0
+    for state in states:
+        steps = sorted(each for each in index.get_allowed_tokens(state) or () if each not in ends)
+        final.append(False)
+        if steps and steps[-1] == end:
+            final[-1] = index.is_final_state(index.get_next_state(state, steps.pop()))
+        behind: list[int] = []
+        for token_id in steps:
+            next_state = index.get_next_state(state, token_id)
+            if next_state not in numbers:
+                numbers[next_state] = len(states)
+                states.append(next_state)
+            behind.append(numbers[next_state])
+        rows.append((np.array(steps, dtype=np.int32), np.array(behind, dtype=np.int32)))
+        size += len(steps)
+        if size > MOST_STEPS:
+            raise ValueError(f"its automaton has more than {MOST_STEPS} steps")
+    live = _live([np.unique(behind).tolist() for _, behind in rows], final)
+    if not live[0]:
+        raise ValueError("it allows no text")
+    kept = [(tokens[live[behind]], behind[live[behind]]) for tokens, behind in rows]
+    return Table(
+        np.cumsum([0, *(len(tokens) for tokens, _ in kept)], dtype=np.int64).tobytes(),
+        np.concatenate([tokens for tokens, _ in kept]).tobytes(),
+        np.concatenate([behind for _, behind in kept]).tobytes(),
+        np.array(final, dtype=np.bool_).tobytes(),
+    )
+
+
+def _live(behind: Sequence[Sequence[int]], final: Sequence[bool]) -> np.ndarray:
+    """Which states lead to a final one. Those amid the bytes of `END` do not: real tokens may
+    spell it.
+    """
+    before: list[list[int]] = [[] for _ in behind]
+    for state, others in enumerate(behind):
+        for other in others:
+            before[other].append(state)
+    live = np.array(final, dtype=np.bool_)
+    found = np.flatnonzero(live).tolist()
+    for state in found:  # it grows
+        for other in before[state]:
+            if not live[other]:
+                live[other] = True
+                found.append(other)
+    return live
+
+
+def _job(grammar: Grammar) -> Job:
+    """A grammar as the child reads it. Raises `InvalidRequest`."""
+    match grammar.kind:
+        case "json":
+            told = {"schema": _schema(grammar), "whitespace": _whitespace(grammar)}
+            return Job("json", json.dumps(told))
+        case "regex":
+            return Job("regex", _unanchored(grammar.text))
+        case "choice":
+            return Job("regex", "|".join(map(_escaped, json.loads(grammar.text))))
+        case kind:
+            raise InvalidRequest(
+                f"the backend outlines takes grammars of the kinds {', '.join(KINDS)}, not {kind}; "
+                "llguidance takes all."
+            )
+
+
+def _schema(grammar: Grammar) -> str:
+    plain = plain_schema(grammar.text, ABILITIES, grammar.lenient)
+    for part in parts_of(plain):
+        if part.get("type") in ("object", "array") and not _HOLDS.intersection(part):
+            part["depth"] = DEPTH
+        if "enum" in part:
+            part["enum"] = [_with_names_escaped(each) for each in part["enum"]]
+        if "properties" in part:
+            part["properties"] = {
+                _inside_quotes(name): value for name, value in part["properties"].items()
+            }
+            part["required"] = [_inside_quotes(name) for name in part["required"]]
+    return json.dumps(plain, ensure_ascii=False)
+
+
+def _inside_quotes(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _with_names_escaped(value: Any) -> Any:
+    """A value whose properties' names are patterns: outlines-core takes them so."""
+    if isinstance(value, list):
+        return [_with_names_escaped(each) for each in value]
+    if isinstance(value, dict):
+        return {
+            _escaped(_inside_quotes(name)): _with_names_escaped(each)
+            for name, each in value.items()
+        }
+    return value
+
+
+def _unanchored(pattern: str) -> str:
+    """A pattern of whole texts without `^` and `$` at its ends: what follows here is `END`."""
+    body = pattern.removeprefix("^")
+    ends = body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1
+    return body[:-1] if ends else body
+
+
+def _whitespace(grammar: Grammar) -> str:
+    if grammar.whitespace not in WHITESPACE:
+        raise InvalidRequest(
+            "the backend outlines takes the default as `whitespace`, or none, not "
+            f"{grammar.whitespace!r}; llguidance takes any."
+        )
+    return WHITESPACE[grammar.whitespace]
+
+
+def _escaped(text: str) -> str:
+    """A pattern of this text alone."""
+    return re.sub(r"[^0-9A-Za-z]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)

@@ -1,0 +1,604 @@
+"""JSON schemas in a plain form, for backends that pass over what they do not know.
+
+A backend tells which keywords it enforces. Its schema then holds nothing else: what says more is
+refused by name. The plain form may allow less than the schema does, such as no properties but those
+named; it never allows more. Every part of it is one of
+
+- `{"$ref": "#/$defs/NAME"}`, with those definitions at the root,
+- `{"enum": [...]}`,
+- `{"anyOf": [...]}`,
+- `{"type": NAME, ...}`, with keywords of that one type.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.structured.regular import NotPlain, plain_pattern
+
+MOST_DEPTH = 64  # schemas within each other
+MOST_PARTS = 20_000  # of a plain form
+MOST_INTEGER = 2**53
+MOST_DECIMALS = 6  # of bounds of numbers
+
+_OF_TYPES: Mapping[str, frozenset[str]] = {
+    "object": frozenset(
+        [
+            "properties",
+            "required",
+            "additionalProperties",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+            "unevaluatedProperties",
+        ]
+    ),
+    "array": frozenset(
+        [
+            "items",
+            "prefixItems",
+            "additionalItems",
+            "minItems",
+            "maxItems",
+            "uniqueItems",
+            "contains",
+            "minContains",
+            "maxContains",
+            "unevaluatedItems",
+        ]
+    ),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "number": frozenset(
+        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+_OF_ALL = frozenset(
+    [
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "type",
+    ]
+)
+_ASSERTIONS = _OF_ALL.union(*_OF_TYPES.values())
+# that say nothing with these values
+_TRIVIAL: Mapping[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "minItems": (0,),
+    "minLength": (0,),
+    "minProperties": (0,),
+    "required": ([],),
+    "patternProperties": ({},),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "propertyNames": (True, {}),
+    "additionalItems": (True,),
+    "unevaluatedItems": (True,),
+    "unevaluatedProperties": (True,),
+    "multipleOf": (),
+}
+_DAY = (
+    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|"
+    "02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"[12][0-9]{{3}}-{_DAY}"
+_TIME = (
+    "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\x2e[0-9]{1,6})?"
+    "(Z|[\\x2b\\x2d]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_NAME = "[0-9A-Za-z]([0-9A-Za-z\\x2d]*[0-9A-Za-z])?"
+_MAILBOX = "[0-9A-Za-z\\x2b\\x2d_]+"
+# values of `format`: some of the strings that have it, such as no 29th of February
+FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+    "ipv4": f"({_BYTE}[\\x2e]){{3}}{_BYTE}",
+    "email": f"{_MAILBOX}([\\x2e]{_MAILBOX})*@{_NAME}([\\x2e]{_NAME})+",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a backend enforces.
+
+    Attributes:
+        name: of the backend.
+        keywords: that it enforces, of those that belong to one type.
+        recursion: definitions may refer to themselves; False: every reference is replaced by what
+            it refers to.
+    """
+
+    name: str
+    keywords: frozenset[str]
+    recursion: bool = False
+
+
+def plain_schema(text: str, abilities: Abilities, lenient: bool = False) -> dict[str, Any]:
+    """A schema in its plain form.
+
+    Args:
+        text: of the schema.
+        abilities: of the backend that gets it.
+        lenient: leave out what the backend cannot enforce.
+
+    Raises `InvalidRequest` that names a keyword.
+    """
+    root = json.loads(text)
+    return _Plain(root, abilities, lenient).whole()
+
+
+def parts_of(plain: Any) -> Iterator[dict[str, Any]]:
+    """Every part of a plain form, for a backend that writes some otherwise."""
+    yield plain
+    inner = [
+        *plain.get("anyOf", ()),
+        *plain.get("prefixItems", ()),
+        *plain.get("properties", {}).values(),
+        *plain.get("$defs", {}).values(),
+        *(plain[name] for name in ("items", "additionalProperties") if plain.get(name)),
+    ]
+    for part in inner:
+        yield from parts_of(part)
+
+
+class _Unsatisfiable(Exception):
+    """No value is one of a schema's."""
+
+
+class _Plain:
+    def __init__(self, root: Any, abilities: Abilities, lenient: bool) -> None:
+        self._root, self._can, self._lenient = root, abilities, lenient
+        self._names: dict[str, str] = {}  # of definitions, by pointer
+        self._definitions: dict[str, Any] = {}
+        self._inlining: list[str] = []
+        self._parts = 0
+
+    def whole(self) -> dict[str, Any]:
+        """The plain form of it all."""
+        try:
+            plain = self.part(self._root, 0)
+        except _Unsatisfiable as problem:
+            raise InvalidRequest(f"{problem}: no text is allowed.") from None
+        if self._definitions:
+            # a root that is a reference alone would hide them from some
+            plain = {"anyOf": [plain]} if "$ref" in plain else plain
+            return {**plain, "$defs": self._definitions}
+        return plain
+
+    def part(self, schema: Any, depth: int) -> dict[str, Any]:
+        """The plain form of a schema. Raises `_Unsatisfiable`."""
+        self._parts += 1
+        if depth > MOST_DEPTH or self._parts > MOST_PARTS:
+            raise InvalidRequest(
+                f"the schema is too large for {self._can.name}: deeper than {MOST_DEPTH} or, with "
+                f"its references replaced, of more than {MOST_PARTS} parts."
+            )
+        if schema is False:
+            raise _Unsatisfiable("a schema is `false`")
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"a schema must be an object or a boolean, not {schema!r}.")
+        said = {
+            name: value
+            for name, value in schema.items()
+            if name in _ASSERTIONS and value not in _TRIVIAL.get(name, ())
+        }
+        if depth and "$id" in schema:
+            self._refuse("$id", "below the root")
+        for name in ("not", "if", "$dynamicRef", "$recursiveRef"):
+            if name in said:
+                self._refuse(name)
+                del said[name]
+        return self._by_form(said, depth + 1)
+
+    def _by_form(self, said: dict[str, Any], depth: int) -> dict[str, Any]:
+        for name, read in (
+            ("$ref", self._reference),
+            ("const", self._values),
+            ("enum", self._values),
+            ("anyOf", self._choice),
+            ("oneOf", self._choice),
+            ("allOf", self._all),
+        ):
+            if name in said:
+                return read(name, said, depth)
+        return self._typed(said, depth)
+
+    def _refuse(self, name: str, why: str = "") -> None:
+        """A keyword is not enforced."""
+        if not self._lenient:
+            raise InvalidRequest(
+                f"{self._can.name} cannot enforce `{name}`{' ' if why else ''}{why}; another "
+                "backend may, and `lenient` passes over it."
+            )
+
+    def _refuse_beside(self, name: str, said: Mapping[str, Any], known: Sequence[str]) -> None:
+        for other in said:
+            if other not in known:
+                self._refuse(other, f"beside `{name}`")
+
+    # references
+
+    def _reference(self, name: str, said: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        self._refuse_beside(name, said, [name])
+        pointer = said[name]
+        target = self._at(pointer)
+        if not self._can.recursion:
+            if pointer in self._inlining:
+                raise InvalidRequest(
+                    f"{self._can.name} cannot enforce `$ref` of a schema to itself ({pointer}); "
+                    "another backend may."
+                )
+            self._inlining.append(pointer)
+            try:
+                return self.part(target, depth)
+            finally:
+                self._inlining.pop()
+        return self._definition(pointer, target, depth)
+
+    def _definition(self, pointer: str, target: Any, depth: int) -> dict[str, Any]:
+        known = self._names.get(pointer)
+        if known is None:
+            known = self._names[pointer] = f"d{len(self._names)}"
+            try:
+                self._definitions[known] = self.part(target, depth)
+            except _Unsatisfiable:
+                self._names[pointer] = ""
+                raise
+        if not known:
+            raise _Unsatisfiable(f"`$ref` {pointer!r} allows nothing")
+        return {"$ref": f"#/$defs/{known}"}
+
+    def _at(self, pointer: Any) -> Any:
+        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+            raise InvalidRequest(
+                f"{self._can.name} knows a `$ref` within the schema alone, such as "
+                f'"#/$defs/name", not {pointer!r}.'
+            )
+        found = self._root
+        for step in unquote(pointer).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                found = found[int(step)]
+            elif isinstance(found, dict) and step in found:
+                found = found[step]
+            else:
+                raise InvalidRequest(f"`$ref` {pointer!r} leads to nothing.")
+        return found
+
+    # values and choices
+
+    def _values(self, name: str, said: Mapping[str, Any], _: int) -> dict[str, Any]:
+        self._refuse_beside(name, said, ["enum", "const", "type"])
+        values = said.get("enum", [said.get("const")])
+        if not isinstance(values, list):
+            raise InvalidRequest(f"enum must be a list, not {values!r}.")
+        if "enum" in said and "const" in said:
+            values = [each for each in values if _same(each, said["const"])]
+        if "type" in said:
+            types = self._types(said["type"])
+            values = [each for each in values if any(_is_of(each, type_) for type_ in types)]
+        if any(isinstance(each, int) and abs(each) > MOST_INTEGER for each in values):
+            self._refuse(name, f"with integers beyond {MOST_INTEGER}")
+        if not values:
+            raise _Unsatisfiable(f"`{name}` leaves no value")
+        return {"enum": values}
+
+    def _choice(self, name: str, said: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        self._refuse_beside(name, said, [name, "type"])
+        options = said[name]
+        if not isinstance(options, list) or not options:
+            raise InvalidRequest(f"{name} must be a list of schemas, not {options!r}.")
+        if "type" in said:
+            options = [self._with_type(each, said["type"], name) for each in options]
+        parts: list[dict[str, Any]] = []
+        for option in options:
+            try:
+                parts.append(self.part(option, depth))
+            except _Unsatisfiable:
+                continue
+        if not parts:
+            raise _Unsatisfiable(f"`{name}` leaves no schema")
+        if name == "oneOf" and not self._are_apart(parts):
+            self._refuse(name, "of schemas that may allow the same value")
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _with_type(self, option: Any, types: Any, name: str) -> Any:
+        """A schema of a choice, as far as it is of these types."""
+        if option is True:
+            return {"type": types}
+        if isinstance(option, dict) and not _OF_ALL.intersection(option):
+            return {**option, "type": types}
+        if isinstance(option, dict) and _OF_ALL.intersection(option) == {"type"}:
+            types = self._types(types)
+            own = self._types(option["type"])
+            shared = [
+                each for each in own if each in types or (each == "integer" and "number" in types)
+            ]
+            if "integer" in types and "number" in own:
+                shared.append("integer")
+            return {**option, "type": shared} if shared else False
+        self._refuse("type", f"beside `{name}`")
+        return option
+
+    def _are_apart(self, parts: Sequence[dict[str, Any]]) -> bool:
+        """Whether no value belongs to two of these schemas, as far as that is plain to see."""
+        seen: set[str] = set()
+        for part in parts:
+            own = self._marks(part)
+            if own is None or seen & own:
+                return False
+            seen |= own
+        return True
+
+    def _marks(self, part: Mapping[str, Any]) -> set[str] | None:
+        """What tells a schema's values from those of another: their types. None: not known."""
+        if "enum" in part:
+            return {_type_of(each) for each in part["enum"]}
+        if "anyOf" in part:
+            inner = [self._marks(each) for each in part["anyOf"]]
+            return None if None in inner else set().union(*(each for each in inner if each))
+        if "type" not in part:
+            return None
+        return {"number" if part["type"] == "integer" else part["type"]}
+
+    def _all(self, name: str, said: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        schemas = said[name]
+        if isinstance(schemas, list) and len(schemas) == 1 and len(said) == 1:
+            return self.part(schemas[0], depth)
+        self._refuse(name)
+        return self._by_form({key: value for key, value in said.items() if key != name}, depth)
+
+    # types
+
+    def _types(self, types: Any) -> list[str]:
+        types = types if isinstance(types, list) else [types]
+        for each in types:
+            if each not in _TYPES:
+                raise InvalidRequest(f"type {each!r} is not one of {', '.join(_TYPES)}.")
+        if not types:
+            raise InvalidRequest("type must name a type.")
+        return types
+
+    def _typed(self, said: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        if not said:
+            return self._anything(depth)
+        if "type" in said:
+            types = self._types(said["type"])
+            types = [each for each in types if each != "integer" or "number" not in types]
+        else:  # values of other types are allowed too; these are what it is about
+            types = [each for each, names in _OF_TYPES.items() if names.intersection(said)]
+        makers = {
+            "object": self._object,
+            "array": self._array,
+            "string": self._string,
+            "number": self._number,
+            "integer": self._number,
+        }
+        parts: list[dict[str, Any]] = []
+        for type_ in types:
+            keywords = _OF_TYPES["number" if type_ == "integer" else type_]
+            own = {name: value for name, value in said.items() if name in keywords}
+            make = makers.get(type_)
+            parts.append({"type": type_} if make is None else make(type_, own, depth))
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _anything(self, depth: int) -> dict[str, Any]:
+        if not self._can.recursion:
+            return {"anyOf": [{"type": each} for each in _TYPES if each != "integer"]}
+        if "any" not in self._definitions:
+            again = {"$ref": "#/$defs/any"}
+            self._definitions["any"] = {
+                "anyOf": [
+                    *({"type": each} for each in ("null", "boolean", "number", "string")),
+                    {"type": "array", "items": again},
+                    {"type": "object", "additionalProperties": again},
+                ]
+            }
+        return {"$ref": "#/$defs/any"}
+
+    def _enforced(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Those keywords that the backend enforces; the others are refused."""
+        for name in said:
+            if name not in self._can.keywords:
+                self._refuse(name)
+        return {name: value for name, value in said.items() if name in self._can.keywords}
+
+    def _object(self, _: str, said: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        said = dict(said)
+        if isinstance(unevaluated := said.get("unevaluatedProperties"), bool):
+            del said["unevaluatedProperties"]
+            said.setdefault("additionalProperties", unevaluated)
+        said = self._enforced(said)
+        properties = _object_of("properties", said.get("properties", {}))
+        required = said.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+            raise InvalidRequest(f"required must be a list of names, not {required!r}.")
+        others = said.get("additionalProperties", True)
+        named = properties | {name: others for name in required if name not in properties}
+        if not named and others is not False:
+            any_one = self._can.recursion or others not in (True, {})
+            return {"type": "object"} | (
+                {"additionalProperties": self.part(others, depth)} if any_one else {}
+            )
+        plain: dict[str, Any] = {}
+        for name, schema in named.items():
+            try:
+                plain[name] = self.part(schema, depth)
+            except _Unsatisfiable:
+                if name in required:
+                    raise
+        return {
+            "type": "object",
+            "properties": plain,
+            "required": [name for name in plain if name in required],
+            "additionalProperties": False,
+        }
+
+    def _array(self, _: str, said: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        said = {name: value for name, value in said.items() if name != "additionalItems"}
+        if "items" in said or "prefixItems" in said:
+            said.pop("unevaluatedItems", None)
+        said = self._enforced(said)
+        least, most = _count("minItems", said, 0), _count("maxItems", said, None)
+        if most is not None and (most < least):
+            raise _Unsatisfiable("`minItems` is more than `maxItems`")
+        items = said.get("items", True)
+        first = items if isinstance(items, list) else said.get("prefixItems", [])
+        if first:
+            # as many as are listed: less than what JSON schema allows
+            if not least <= len(first) <= (len(first) if most is None else most):
+                self._refuse("minItems" if least > len(first) else "maxItems", "beside a tuple")
+            return {"type": "array", "prefixItems": [self.part(each, depth) for each in first]}
+        plain: dict[str, Any] = {"type": "array"}
+        try:
+            if items not in (True, {}) or self._can.recursion:
+                plain["items"] = self.part(items, depth)
+        except _Unsatisfiable:
+            if least:
+                raise
+            most = 0
+        if most == 0:
+            return {"type": "array", "maxItems": 0}
+        if least:
+            plain["minItems"] = least
+        return plain if most is None else {**plain, "maxItems": most}
+
+    def _string(self, _: str, said: Mapping[str, Any], __: int) -> dict[str, Any]:
+        said = self._enforced(said)
+        plain: dict[str, Any] = {"type": "string"}
+        for name in ("format", "pattern", "length"):
+            own = {key: said[key] for key in _STRINGS[name] if key in said}
+            if not own:
+                continue
+            if len(plain) > 1:  # one of them is all that backends look at
+                self._refuse(next(iter(own)), f"beside `{list(plain)[1]}`")
+            else:
+                plain |= getattr(self, f"_{name}")(own)
+        return plain
+
+    def _format(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        pattern = FORMATS.get(said["format"]) if isinstance(said["format"], str) else None
+        if pattern is None:
+            self._refuse("format", f"{said['format']!r}")
+            return {}
+        return {"pattern": pattern}
+
+    def _pattern(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        pattern = said["pattern"]
+        if not isinstance(pattern, str):
+            raise InvalidRequest(f"pattern must be a string, not {pattern!r}.")
+        try:
+            return {"pattern": plain_pattern(pattern)}
+        except NotPlain as problem:
+            self._refuse("pattern", f"{pattern!r} with {problem}")
+            return {}
+
+    def _length(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        least, most = _count("minLength", said, 0), _count("maxLength", said, None)
+        if most is not None and most < least:
+            raise _Unsatisfiable("`minLength` is more than `maxLength`")
+        return {"minLength": least} | ({} if most is None else {"maxLength": most})
+
+    def _number(self, type_: str, said: Mapping[str, Any], _: int) -> dict[str, Any]:
+        if said.get("multipleOf") == 1 and type_ == "integer":
+            said = {name: value for name, value in said.items() if name != "multipleOf"}
+        bounds = {
+            name: bound
+            for name, bound in self._enforced(said).items()
+            if self._is_bound(name, bound, type_)
+        }
+        for inclusive, exclusive, sign in (
+            ("minimum", "exclusiveMinimum", 1),
+            ("maximum", "exclusiveMaximum", -1),
+        ):
+            if type_ == "integer":
+                _to_integers(bounds, inclusive, exclusive, sign)
+            elif inclusive in bounds and exclusive in bounds:  # the stricter one
+                tighter = sign * bounds[inclusive] > sign * bounds[exclusive]
+                del bounds[exclusive if tighter else inclusive]
+        return {"type": type_, **bounds}
+
+    def _is_bound(self, name: str, bound: Any, type_: str) -> bool:
+        """Whether it is a number that backends read exactly; else it is refused."""
+        exact = (
+            not isinstance(bound, bool)
+            and isinstance(bound, int | float)
+            and abs(bound) <= MOST_INTEGER
+            and (type_ == "integer" or round(bound, MOST_DECIMALS) == bound)
+        )
+        if not exact:
+            self._refuse(name, f"of {bound!r}")
+        return exact
+
+
+_STRINGS: Mapping[str, tuple[str, ...]] = {
+    "format": ("format",),
+    "pattern": ("pattern",),
+    "length": ("minLength", "maxLength"),
+}
+
+
+def _to_integers(bounds: dict[str, Any], inclusive: str, exclusive: str, sign: int) -> None:
+    """Leave one bound of integers, which may be reached; `sign` is 1 for lower ones."""
+    found: list[int] = []
+    if inclusive in bounds:
+        found.append(sign * math.ceil(sign * bounds[inclusive]))
+    if exclusive in bounds:
+        found.append(sign * (math.floor(sign * bounds.pop(exclusive)) + 1))
+    if found:
+        bounds[inclusive] = sign * max(sign * each for each in found)
+
+
+def _object_of(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be an object, not {value!r}.")
+    return value
+
+
+def _count(name: str, said: Mapping[str, Any], missing: Any) -> Any:
+    value = said.get(name, missing)
+    if value is missing:
+        return missing
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise InvalidRequest(f"{name} must be a whole number, not {value!r}.")
+    return max(int(value), 0)
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return "null" if value is None else names.get(type(value), "object")
+
+
+def _is_of(value: Any, type_: str) -> bool:
+    if type_ == "integer":
+        return _type_of(value) == "number" and value == int(value)
+    return _type_of(value) == type_
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as values of JSON: `1` and `true` are not."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

@@ -1,0 +1,248 @@
+"""Masks by xgrammar. It compiles in a child process, and gets schemas in their plain form: by
+itself it passes over keywords that it does not know.
+
+The API process checks grammars with this module and never imports xgrammar, which imports torch.
+"""
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.structured.backend import (
+    Backend,
+    GrammarError,
+    Matcher,
+    Vocabulary,
+    backend_named,
+    fill_each,
+)
+from nano_inference.structured.compile_process import CompileProcesses, Job
+from nano_inference.structured.grammar import BOUNDED, COMPACT, Grammar
+from nano_inference.structured.masks import cut_to, num_words, without
+from nano_inference.structured.plain_schema import Abilities, parts_of, plain_schema
+from nano_inference.structured.regular import NotPlain, characters, plain_regex
+from nano_inference.structured.token_bytes import token_bytes
+
+ABILITIES = Abilities(
+    "xgrammar",
+    frozenset(
+        [
+            "properties",
+            "required",
+            "additionalProperties",
+            "items",
+            "prefixItems",
+            "minItems",
+            "maxItems",
+            "minLength",
+            "maxLength",
+            "pattern",
+            "format",
+            "minimum",
+            "maximum",
+            "exclusiveMinimum",
+            "exclusiveMaximum",
+        ]
+    ),
+    recursion=True,
+)
+# What stands between the tokens of JSON, as `json.dumps` writes it: less than the default allows.
+SEPARATORS = {COMPACT: (",", ":"), BOUNDED: (", ", ": ")}
+KINDS = ("json", "regex", "choice", "gbnf")
+MOST_KEPT = 4  # vocabularies
+
+
+def make_backend() -> Backend:
+    """The backend. Raises `ImportError` where the package is missing."""
+    if find_spec("xgrammar") is None:
+        raise ImportError("No module named 'xgrammar'")
+    return XgrammarBackend()
+
+
+class XgrammarBackend:
+    """Compiles with xgrammar in a child. Keeps the vocabularies that it has read.
+
+    Attributes:
+        processes: the children.
+    """
+
+    def __init__(self) -> None:
+        self.processes = CompileProcesses("nano_inference.structured.xgrammar_backend")
+        self._known: OrderedDict[str, tuple[list[bytes], Any]] = OrderedDict()
+        self._reading = threading.Lock()
+
+    def check(self, grammar: Grammar) -> None:
+        """See `Backend`. What xgrammar itself would say is not known here."""
+        _job(grammar)
+        if grammar.kind == "gbnf":
+            backend_named("llguidance").check(grammar)
+
+    def prepare(self, vocabulary: Vocabulary) -> None:
+        """See `Backend`."""
+        self._vocabulary(vocabulary)
+        self.processes.prepare(vocabulary, lambda: self._vocabulary(vocabulary)[0])
+
+    def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
+        """See `Backend`."""
+        import xgrammar  # pyright: ignore[reportMissingImports]
+
+        job = _job(grammar)
+        tokens, information = self._vocabulary(vocabulary)
+        found = self.processes.compile(grammar, vocabulary, lambda: tokens, job)
+        try:
+            compiled = xgrammar.CompiledGrammar.deserialize_json(found.decode(), information)
+            return XgrammarMatcher(self, xgrammar.GrammarMatcher(compiled), vocabulary)
+        except RuntimeError as problem:
+            raise InvalidRequest(
+                f"the {grammar.kind} grammar cannot be enforced: {problem}."
+            ) from None
+
+    def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
+        """See `Backend`."""
+        return fill_each(matchers, table)
+
+    def _vocabulary(self, vocabulary: Vocabulary) -> tuple[list[bytes], Any]:
+        with self._reading:
+            if vocabulary.key not in self._known:
+                tokens = token_bytes(vocabulary)
+                made = _information(tokens, vocabulary.eos_token_ids)
+                self._known[vocabulary.key] = (tokens, made)
+                while len(self._known) > MOST_KEPT:
+                    self._known.popitem(last=False)
+            return self._known[vocabulary.key]
+
+
+class XgrammarMatcher:
+    """See `Matcher`."""
+
+    def __init__(self, backend: Backend, inner: Any, vocabulary: Vocabulary) -> None:
+        self.backend = backend
+        self._inner, self._vocabulary = inner, vocabulary
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Matcher`."""
+        if not self._inner.is_completed():
+            return False
+        words = np.zeros(num_words(self._vocabulary.size), dtype=np.int32)
+        self.fill(words)
+        return not without(words, self._vocabulary.eos_token_ids).any()
+
+    def fill(self, words: np.ndarray) -> None:
+        """See `Matcher`."""
+        try:
+            if not self._inner.fill_next_token_bitmask(words[None]):
+                words.fill(-1)
+        except RuntimeError as problem:
+            raise GrammarError(str(problem)) from None
+        cut_to(words, self._vocabulary.size)  # its last word is whole
+
+    def accept(self, token_id: int) -> None:
+        """See `Matcher`."""
+        try:
+            accepted = self._inner.accept_token(token_id)
+        except RuntimeError as problem:
+            raise GrammarError(str(problem)) from None
+        if not accepted:
+            raise GrammarError(f"token {token_id} cannot follow")
+
+    def forced(self) -> Sequence[int]:
+        """See `Matcher`. xgrammar tells text, not tokens."""
+        return ()
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+        if num_tokens:
+            try:
+                self._inner.rollback(num_tokens)
+            except RuntimeError as problem:
+                raise GrammarError(f"{num_tokens} tokens cannot be taken back") from problem
+
+    def copy(self) -> "XgrammarMatcher":
+        """See `Matcher`."""
+        return XgrammarMatcher(self.backend, self._inner.fork(), self._vocabulary)
+
+
+def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
+    """In the child: what compiles grammars of these kinds."""
+    import xgrammar  # pyright: ignore[reportMissingImports]
+
+    num_threads = max((os.cpu_count() or 2) // 2, 1)
+    compiler = xgrammar.GrammarCompiler(
+        _information(tokens, ends), max_threads=num_threads, cache_enabled=False
+    )
+
+    def compile_one(kind: str, source: str) -> bytes:
+        if kind == "json":
+            said = json.loads(source)
+            grammar = xgrammar.Grammar.from_json_schema(
+                said["schema"],
+                any_whitespace=False,
+                separators=tuple(said["separators"]),
+                strict_mode=True,
+            )
+        elif kind == "regex":
+            grammar = xgrammar.Grammar.from_regex(source)
+        else:
+            grammar = xgrammar.Grammar.from_ebnf(source)
+        return compiler.compile_grammar(grammar).serialize_json().encode()
+
+    return compile_one
+
+
+def _information(tokens: list[bytes], ends: Sequence[int]) -> Any:
+    import xgrammar  # pyright: ignore[reportMissingImports]
+
+    return xgrammar.TokenizerInfo(tokens, stop_token_ids=list(ends))
+
+
+def _job(grammar: Grammar) -> Job:
+    """A grammar as the child reads it. Raises `InvalidRequest`."""
+    match grammar.kind:
+        case "json":
+            return Job(
+                "json", json.dumps({"schema": _schema(grammar), "separators": _separators(grammar)})
+            )
+        case "regex":
+            try:
+                return Job("regex", plain_regex(grammar.text))
+            except NotPlain as problem:
+                raise InvalidRequest(
+                    f"xgrammar cannot enforce a regular expression with {problem}; another "
+                    "backend may."
+                ) from None
+        case "choice":
+            choices = (json.dumps(each, ensure_ascii=False) for each in json.loads(grammar.text))
+            return Job("ebnf", f"root ::= {' | '.join(choices)}\n")
+        case "gbnf":
+            return Job("ebnf", grammar.text)
+        case kind:
+            raise InvalidRequest(
+                f"the backend xgrammar takes grammars of the kinds {', '.join(KINDS)}, not {kind}; "
+                "llguidance takes all."
+            )
+
+
+def _schema(grammar: Grammar) -> str:
+    plain = plain_schema(grammar.text, ABILITIES, grammar.lenient)
+    for part in parts_of(plain):
+        # xgrammar's own strings of a bounded length may hold control characters
+        if "minLength" in part:
+            part["pattern"] = characters(part.pop("minLength"), part.pop("maxLength", None))
+    return json.dumps(plain, ensure_ascii=False)
+
+
+def _separators(grammar: Grammar) -> tuple[str, str]:
+    if grammar.whitespace not in SEPARATORS:
+        raise InvalidRequest(
+            "the backend xgrammar takes the default as `whitespace`, or none, not "
+            f"{grammar.whitespace!r}; llguidance takes any."
+        )
+    return SEPARATORS[grammar.whitespace]

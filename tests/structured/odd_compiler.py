@@ -1,0 +1,36 @@
+"""A compiler of grammars that goes wrong in every way, for `test_compile_process`."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from nano_inference.structured.compile_process import MOST_RESULT
+
+
+def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
+    """Tells what it was started with; `kind` says how it goes wrong."""
+    told = b",".join(tokens) + repr(tuple(ends)).encode()
+
+    def compile_one(kind: str, source: str) -> bytes:
+        match kind:
+            case "sleep":
+                time.sleep(600)
+            case "eat":
+                held = [bytes(2**24) for _ in range(2**10)]
+                return held[0][:1]
+            case "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "leave":
+                os._exit(3)
+            case "panic":
+                raise BaseException("a panic")
+            case "large":
+                return bytes(MOST_RESULT + 1)
+            case "print":
+                print("what libraries print harms nothing")
+            case _:
+                pass
+        return told + source.encode()
+
+    return compile_one

@@ -1,0 +1,198 @@
+"""Compilers in a child: what goes wrong there fails one grammar."""
+
+import os
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nano_inference import Grammar, InvalidRequest
+from nano_inference.structured.backend import CompilationStopped, Vocabulary
+from nano_inference.structured.compile_process import CompileProcesses, Job
+from nano_inference.structured.compiler import GrammarCompiler
+from nano_inference.structured.grammar import REFUSED
+from nano_inference.structured.matching import GrammarState
+from nano_inference.structured.xgrammar_backend import XgrammarBackend
+from nano_inference.text.tokenizer import Tokenizer
+from tests.structured.vocabularies import EOS, PACKAGES, byte_tokenizer, vocabulary_of
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 30.0
+GRAMMAR = Grammar.regex("a")
+WORDS = Vocabulary("words", 3, 3, (2,), lambda: pytest.fail("not read"))
+TOKENS = [b"a", b"\xff", b""]
+FINE = b"a,\xff,(2,)!"
+ODD = "tests.structured.odd_compiler"
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> CompileProcesses:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return CompileProcesses(ODD, memory=2**28)
+
+
+def compiled(children: CompileProcesses, kind: str) -> bytes:
+    return children.compile(GRAMMAR, WORDS, lambda: TOKENS, Job(kind, "!"))
+
+
+def ids(children: CompileProcesses) -> set[int]:
+    """Of the processes that wait for grammars."""
+    idle = children._idle.values()  # pyright: ignore
+    return {child._process.pid for each in idle for child in each}  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("eat", "took more than 0.25 GiB"),
+        ("crash", "ended by signal 11"),
+        ("leave", "ended with exit code 3"),
+    ],
+)
+def test_what_ends_the_child_fails_its_grammar_alone(
+    kind: str, reason: str, children: CompileProcesses
+) -> None:
+    assert compiled(children, "") == FINE
+    first = ids(children)
+    with pytest.raises(CompilationStopped, match=f"regex grammar cannot be enforced: .*{reason}"):
+        compiled(children, kind)
+    assert compiled(children, "") == FINE
+    assert ids(children) != first, "another child"
+
+
+def test_one_that_takes_too_long_is_killed(children: CompileProcesses) -> None:
+    compiled(children, "")
+    before = ids(children)
+    children.time_limit = 0.3
+    with pytest.raises(CompilationStopped, match=r"took longer than 0\.3 seconds"):
+        compiled(children, "sleep")
+    assert not ids(children)
+    assert not any(map(psutil.pid_exists, before))
+    children.time_limit = PATIENCE
+    assert compiled(children, "") == FINE
+
+
+def test_a_refusal_and_what_is_printed_leave_the_child_as_it_is(children: CompileProcesses) -> None:
+    compiled(children, "")
+    before = ids(children)
+    with pytest.raises(InvalidRequest, match="cannot be enforced: a panic") as raised:
+        compiled(children, "panic")
+    assert not isinstance(raised.value, CompilationStopped)
+    with pytest.raises(InvalidRequest, match="67108865 bytes when compiled; 67108864 are"):
+        compiled(children, "large")
+    assert compiled(children, "print") == FINE
+    assert ids(children) == before
+
+
+def test_a_child_that_ended_while_it_was_idle_is_replaced(children: CompileProcesses) -> None:
+    compiled(children, "")
+    (child,) = ids(children)
+    psutil.Process(child).kill()
+    psutil.wait_procs([psutil.Process(child)], timeout=PATIENCE)
+    assert compiled(children, "") == FINE
+
+
+def test_compilations_at_once_have_a_child_each(children: CompileProcesses) -> None:
+    children.time_limit = 5.0
+    problems: list[Exception] = []
+
+    def sleep() -> None:
+        try:
+            compiled(children, "sleep")
+        except CompilationStopped as problem:
+            problems.append(problem)
+
+    slow = threading.Thread(target=sleep)
+    slow.start()
+    assert compiled(children, "") == FINE
+    slow.join(PATIENCE)
+    assert len(problems) == 1
+
+
+def test_a_child_that_does_not_start_says_why(children: CompileProcesses) -> None:
+    missing = CompileProcesses("tests.structured.no_compiler")
+    with pytest.raises(InvalidRequest, match=r"process that compiles grammars.*no_compiler"):
+        compiled(missing, "")
+
+
+def test_a_compilation_that_was_stopped_is_tried_again_and_a_refusal_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vocabulary = vocabulary_of(byte_tokenizer(tmp_path))
+    compiler = GrammarCompiler(lambda: vocabulary, num_threads=1)
+    problems: list[Exception] = [CompilationStopped("stopped"), InvalidRequest("refused")]
+
+    def fail(*_: Any) -> Any:
+        raise problems[0]
+
+    monkeypatch.setattr(
+        "nano_inference.structured.llguidance_backend.LlguidanceBackend.compile", fail
+    )
+    for expected in ("stopped", "refused", "refused"):
+        state, done = GrammarState(GRAMMAR), threading.Event()
+        compiler.start(state, done.set)
+        assert done.wait(PATIENCE) or state.problem
+        assert state.problem == f"{REFUSED}{expected}"
+        problems[:] = [InvalidRequest("refused" if expected == "stopped" else "not asked again")]
+    compiler.close()
+
+
+CHECK = """
+import json, sys
+from nano_inference import Grammar, InvalidRequest
+from nano_inference.structured.backend import backend_named
+for name in ("xgrammar", "outlines"):
+    backend_named(name).check(Grammar.json_object())
+    try:
+        backend_named(name).check(Grammar.json_schema({"type": "array", "uniqueItems": True}))
+    except InvalidRequest as problem:
+        assert f"{name} cannot enforce `uniqueItems`" in str(problem), problem
+    else:
+        raise AssertionError(name)
+print(json.dumps([each for each in ("torch", "xgrammar", "outlines_core") if each in sys.modules]))
+"""
+
+
+@pytest.mark.skipif(not all(map(find_spec, PACKAGES.values())), reason="missing")
+def test_grammars_are_checked_without_the_packages_and_without_torch() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (found.returncode, found.stdout.strip()) == (0, "[]"), found.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nano_inference.structured import backend, xgrammar_backend
+
+    monkeypatch.setattr(xgrammar_backend, "find_spec", lambda _: None)
+    monkeypatch.delitem(backend._loaded, "xgrammar", raising=False)  # pyright: ignore
+    with pytest.raises(InvalidRequest, match=r"xgrammar needs .*nano-inference\[xgrammar\]"):
+        backend.backend_named("xgrammar")
+
+
+@pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is missing")
+def test_xgrammar_that_blows_up_is_stopped(tmp_path: Path) -> None:
+    """Nested optional properties double its grammar with each level."""
+    tokenizer: Tokenizer = byte_tokenizer(tmp_path)
+    backend = XgrammarBackend()
+    vocabulary = vocabulary_of(tokenizer)
+    backend.prepare(vocabulary)
+    backend.processes.time_limit = 0.5
+    schema: dict[str, Any] = {"type": "string", "maxLength": 20_000}
+    for level in range(40):
+        names = [f"p{level}{each}" for each in range(60)]
+        schema = {"type": "object", "properties": dict.fromkeys(names, schema)}
+        if level == 1:
+            break
+    with pytest.raises(CompilationStopped):
+        backend.compile(Grammar.json_schema(schema), vocabulary)
+    backend.processes.time_limit = PATIENCE
+    matcher = backend.compile(GRAMMAR, vocabulary)
+    matcher.accept(tokenizer.encode("a")[0])
+    assert matcher.is_complete
+    assert EOS in vocabulary.eos_token_ids
