@@ -121,6 +121,18 @@ def test_samples_follow_their_grammar_whatever_the_backend(
         assert set(json.loads(text_of(engine, sample))) == {"word", "ok"}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_change_no_bit_whatever_the_backend(build: Build, backend: BackendName) -> None:
+    """Guessed tokens that are not drawn are taken back, or were never accepted."""
+    params = [
+        replace(DIGITS, grammar=Grammar("regex", "(12){4,9}[0-9]{9}", backend=backend)),
+        replace(OBJECT, grammar=Grammar("json", json.dumps(ANSWER), backend=backend)),
+    ]
+    plain = build().generate([PROMPT] * 2, params, 3)
+    drafted = build(speculation="suffix").generate([PROMPT] * 2, params, 3)
+    assert list(map(bits, drafted)) == list(map(bits, plain))
+
+
 def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build: Build) -> None:
     engine = build()
     params = replace(DIGITS, raw_logprobs=True)
