@@ -181,13 +181,17 @@ class Head {
     Scratch& s = *scratch_[size_t(team.thread)];
     each_block(team, input, blocks, [&](int64_t row, int64_t block, const float* raw, int count) {
       if (plan_.row_slot[size_t(row)] >= 0) keep(plan_.row_slot[size_t(row)], block, raw, count);
-      for (int64_t v = plan_.first_plain[size_t(row)]; v >= 0; v = plan_.views[size_t(v)].next)
+      int64_t newest = -1;  // the view whose odds the scratch holds
+      for (int64_t v = plan_.first_plain[size_t(row)]; v >= 0; newest = v, v = plan_.views[size_t(v)].next)
         run_block(v, input.first, block, raw, raw, count, s);
       for (int64_t v = plan_.first_edited[size_t(row)]; v >= 0; v = plan_.views[size_t(v)].next) {
         const View& view = plan_.views[size_t(v)];
+        if (view.slot < 0 && plan_.cuts_all(*batch, view, block)) continue;  // its statistics are those of nothing
         plan_.edit(*batch, view, block, raw, (count + LANES - 1) / LANES * LANES, s.edited);
         if (view.slot >= 0) keep(view.slot, block, s.edited, count);
-        run_block(v, input.first, block, raw, s.edited, count, s);
+        const int64_t same = plan_.unmasked(view, block);
+        run_block(v, input.first, block, raw, s.edited, count, s, same == newest ? same : -1);
+        newest = v;
       }
     });
   }
@@ -199,7 +203,9 @@ class Head {
   }
 
   // One block of a view: its statistics, and how its samples fare. The sum is NaN if some logit is NaN or +inf.
-  void run_block(int64_t v, int64_t first, int64_t block, const float* raw, const float* z, int count, Scratch& s) {
+  // `unmasked`: the view that this is without its mask, if the scratch holds its odds.
+  void run_block(int64_t v, int64_t first, int64_t block, const float* raw, const float* z, int count, Scratch& s,
+                 int64_t unmasked = -1) {
     const View& view = plan_.views[size_t(v)];
     float highest = highest_of(z, count);
     if (!(highest > -INF)) highest = -INF;
@@ -209,7 +215,9 @@ class Head {
     sums_[size_t(v * stats_stride_ + block)] = 1;
     if (plan_.samples[size_t(view.first)].choice == Choice::draw) exponentials(z, count, base, view.inv_t, s.odds);
 #else
-    sums_[size_t(v * stats_stride_ + block)] = exponentials(z, count, base, view.inv_t, s.odds);
+    const bool same_base = unmasked >= 0 && highest > -INF && highest == maxima_[size_t(unmasked * stats_stride_ + block)];
+    sums_[size_t(v * stats_stride_ + block)] =
+        same_base ? odds_left(z, count, s.odds) : exponentials(z, count, base, view.inv_t, s.odds);
 #endif
     const int64_t start = first + block * VOCAB_BLOCK;
     const Runners runners{s.odds, z, raw, s.stirred, nullptr, start, count, base, view.inv_t};

@@ -154,22 +154,39 @@ void Plan::sort_edits(const DrawBatch& b, int64_t index) {
     }
 }
 
+bool Plan::cuts_all(const DrawBatch& b, const View& view, int64_t block) const {
+  const int32_t* words = view.masked ? b.mask_of(edited_[size_t(view.edits)]) : nullptr;
+  if (!words) return false;
+  const int64_t first = (first_ + block * VOCAB_BLOCK) / WORD;
+  const int64_t end = std::min<int64_t>(first + VOCAB_BLOCK / WORD, b.mask_width);
+  return std::all_of(words + std::min(first, end), words + end, [](int32_t word) { return word == 0; });
+}
+
+int64_t Plan::unmasked(const View& view, int64_t block) const {
+  const int64_t* bounds = &bounds_[size_t(view.edits * (num_blocks + 1) + block)];
+  return bounds[0] == bounds[1] ? samples[size_t(edited_[size_t(view.edits)])].uncut : -1;
+}
+
 void Plan::edit(const DrawBatch& b, const View& view, int64_t block, const float* raw, int num_columns,
                 float* out) const {
   const int64_t i = edited_[size_t(view.edits)], first = first_ + block * VOCAB_BLOCK;
   std::copy(raw, raw + num_columns, out);
+  constexpr float nothing = -std::numeric_limits<float>::infinity();
   if (const int32_t* words = view.masked ? b.mask_of(i) : nullptr)
-    for (int column = 0; column < num_columns; column++) {
-      const int64_t id = first + column;
-      const uint32_t word = id < b.mask_width * WORD ? uint32_t(words[id / WORD]) : 0;
-      if (!(word >> (id % WORD) & 1)) out[column] = -std::numeric_limits<float>::infinity();
+    for (int column = 0; column < num_columns; column += WORD) {  // a block begins with a word
+      const int64_t at = (first + column) / WORD;
+      const uint32_t word = at < b.mask_width ? uint32_t(words[at]) : 0;
+      const int count = std::min(WORD, num_columns - column);
+      if (word == ~uint32_t(0)) continue;
+      for (int bit = 0; bit < count; bit++)
+        if (!(word >> bit & 1)) out[column + bit] = nothing;
     }
   const int64_t* bounds = &bounds_[view.edits * (num_blocks + 1) + block];
   for (int64_t e = bounds[0]; e < bounds[1]; e++) {
     const Edit& edit = edits_[e];
     float& z = out[edit.column];
     if (edit.type == Edit::ban) {
-      if (view.masked) z = -std::numeric_limits<float>::infinity();
+      if (view.masked) z = nothing;
     } else if (edit.type == Edit::bias) {
       z += edit.value;
     } else {

@@ -45,6 +45,10 @@ class Plan {
   int64_t num_edited() const { return int64_t(edited_.size()); }
   // Put the entries of edited sample `index` in the order of blocks; of a block: bias, penalties, bans.
   void sort_edits(const DrawBatch& batch, int64_t index);
+  // Whether the mask of a view leaves nothing of a block.
+  bool cuts_all(const DrawBatch& batch, const View& view, int64_t block) const;
+  // The view that a view is but for its mask, if it is no more than that in a block; or -1.
+  int64_t unmasked(const View& view, int64_t block) const;
   // One block of a view with edits. [num_columns]
   void edit(const DrawBatch& batch, const View& view, int64_t block, const float* raw, int num_columns, float* out) const;
 

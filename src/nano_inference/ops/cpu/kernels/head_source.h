@@ -65,6 +65,17 @@ float highest_of(const float* z, int count) {
   return vhighest(highest);
 }
 
+// Odds with zeros where z is -inf, and their sum: what `exponentials` gives where the odds are of the same base.
+float odds_left(const float* z, int count, float* odds) {
+  Vec sum = vset(0.f), nothing = vset(-INF);
+  for (int j = 0; j < count; j += LANES) {
+    Vec odd = vselect(vgt(vload(z + j), nothing), vload(odds + j), vset(0.f));
+    vstore(odds + j, odd);
+    sum = vadd(sum, odd);
+  }
+  return vsum(sum);
+}
+
 // exp((z - base) * inv_t) and its sum, which is NaN where some z is NaN or +inf.
 float exponentials(const float* z, int count, float base, float inv_t, float* odds) {
   Vec sum = vset(0.f), from = vset(base), scale = vset(inv_t * LOG2E);
