@@ -24,6 +24,7 @@ from nano_inference.sampling.filters import rank
 from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.structured.masks import mask_of
 from tests.depth import at_depth
 from tests.ops import cpu_kernels
 from tests.ops.cpu_kernels import as_packed
@@ -412,6 +413,37 @@ def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
     )
     logits[0, 5] = math.nan  # what cannot be right is reported, although nobody could draw it
     assert bool(CpuHead(kernels, 2).sample_logits(logits, batch).logprobs.isnan().all())
+
+
+@CALM
+@given(
+    seed=st.integers(0, 2**20),
+    left=st.sampled_from([0.005, 0.5, 0.97, 1.0]),
+    temperature=st.sampled_from([0.4, 1.0]),
+    num_samples=st.sampled_from([1, 3]),
+)
+def test_a_masked_draw_has_the_bits_of_one_from_what_is_left(
+    kernels: ctypes.CDLL, seed: int, left: float, temperature: float, num_samples: int
+) -> None:
+    """Whole blocks are cut, the highest of a block is, or only others are."""
+    vocab, generator = 384 * 4 + 100, torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, vocab, generator=generator) * 3
+    may = torch.rand(2, vocab, generator=generator) < left
+    may[0, 384 * (seed % 4) :][:384] = False
+    may[1, 384:768] |= logits[1, 384:768] > 4
+    may[:, 3] = True
+    params = SamplingParams(temperature=temperature)
+    requests = [
+        DrawRequest(params, row, (seed, i, 5), mask=mask_of(may[row].nonzero().flatten().tolist()))
+        for row in range(2)
+        for i in range(num_samples)
+    ]
+    head = CpuHead(kernels, 2)
+    masked = head.sample_logits(logits, sampling_batch(requests))
+    plain = sampling_batch([request._replace(mask=None) for request in requests])
+    expected = head.sample_logits(logits.masked_fill(~may, -math.inf), plain)
+    assert torch.equal(masked.token_ids, expected.token_ids)
+    assert torch.equal(masked.logprobs, expected.logprobs)
 
 
 def test_nothing_outside_the_allowed_tokens_is_drawn(kernels: ctypes.CDLL) -> None:
