@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.process_client import ProcessClient
-from nano_inference.types import Delta, SamplingParams, TrainingSample
+from nano_inference.types import Delta, EngineStats, SamplingParams, TrainingSample
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]  # what runs a coroutine on a client's loop
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
@@ -81,3 +81,10 @@ def child_of(client: EngineClient) -> ProcessClient:
         client = client.supervisor.replicas["0"].client
     assert isinstance(client, ProcessClient)
     return client
+
+
+def stats_with(**values: Any) -> EngineStats:
+    """Statistics of an engine that has done nothing else."""
+    zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
+    others = {"step_microseconds": {}, "ranks_busy": (), "ranks_waiting": (), "speculation": None}
+    return EngineStats(**zeros | others | values)

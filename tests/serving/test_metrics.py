@@ -5,6 +5,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nano_inference.serving.edge.metrics import Metrics
+from nano_inference.types import SpeculationStats
+from tests.serving.engines import stats_with
 from tests.serving.fleet.fleets import Made
 from tests.serving.scripted import Script
 
@@ -104,6 +106,39 @@ def test_pauses_of_failovers_are_a_histogram_whose_buckets_add_up() -> None:
         if "le" not in sample.labels
     }
     assert rest == {"count": 8, "sum": pytest.approx(109.495)}
+
+
+def test_drafts_are_counted_by_source_and_place() -> None:
+    made = Made(1, Script())
+    metrics = Metrics(made.client)
+    metrics.serve("m")
+    drafts = SpeculationStats(
+        ("grammar", "suffix"),
+        {"grammar": (4, 2), "suffix": (9, 5, 1)},
+        {"grammar": (4, 1), "suffix": (6, 3, 0)},
+        (1, 2, 4),
+        (0.5, 0.75, 1.5),
+    )
+    for given in (None, drafts):
+        made.client.stats = stats_with(speculation=given)
+        text = metrics.text().decode()
+        families = {each.name: each.samples for each in text_string_to_metric_families(text)}
+        plain = {
+            name: families[f"nano_inference_spec_decode_num_{name}"][0].value
+            for name in ("drafts", "draft_tokens", "accepted_tokens", "wasted_rows")
+        }
+        if given is None:
+            assert set(plain.values()) == {0}
+            assert not [name for name in families if "per_pos" in name or "step_seconds" in name]
+    assert plain == {"drafts": 13, "draft_tokens": 21, "accepted_tokens": 14, "wasted_rows": 7}
+    for name, counts in (("draft", drafts.drafted), ("accepted", drafts.accepted)):
+        found = {
+            (sample.labels["source"], int(sample.labels["position"])): sample.value
+            for sample in families[f"nano_inference_spec_decode_num_{name}_tokens_per_pos"]
+        }
+        assert found == {(key, i): n for key, each in counts.items() for i, n in enumerate(each)}
+    costs = families["nano_inference_spec_decode_step_seconds"]
+    assert {each.labels["rows"]: each.value for each in costs} == {"1": 0.5, "2": 0.75, "4": 1.5}
 
 
 def test_stats(server: str) -> None:

@@ -4,16 +4,16 @@ end a request.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from nano_inference.errors import EngineDead, NanoInferenceError, WeightUpdateError
 from nano_inference.serving.edge.admission import Lifecycle
 from nano_inference.serving.errors import ApiError
-from nano_inference.types import EngineStats, SamplingParams
+from nano_inference.types import EngineStats, SamplingParams, SpeculationStats
 from tests.serving.engines import finished, until
+from tests.serving.engines import stats_with as stats
 from tests.serving.fleet.fleets import Engine, Made, fleet, play, told
 from tests.serving.scripted import Script
 
@@ -213,13 +213,6 @@ def test_who_was_told_to_end_does_so_wherever_it_goes_on(is_repeated: bool) -> N
     play(test())
 
 
-def stats(**values: float) -> EngineStats:
-    zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
-    return EngineStats(
-        **zeros | {"step_microseconds": {}, "ranks_busy": (), "ranks_waiting": ()} | values
-    )
-
-
 def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
     async def test() -> None:
         async with fleet(3, restart=True) as made:
@@ -248,6 +241,36 @@ def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
             found = made.client.stats
             assert found is not None
             assert (found.completion_tokens, found.num_blocks) == (307, 100)
+
+    play(test())
+
+
+def test_what_became_of_drafts_is_of_all_engines_that_there_were() -> None:
+    def drafts(*drafted: int, accepted: tuple[int, ...], source: str = "suffix") -> EngineStats:
+        return stats(
+            speculation=SpeculationStats(
+                (source, "mine"), {source: drafted}, {source: accepted}, (1, 2), (0.5, 0.7)
+            )
+        )
+
+    async def test() -> None:
+        async with fleet(2, restart=True) as made:
+            made.engines[0].stats = drafts(9, 4, accepted=(8, 1))
+            made.engines[1].stats = drafts(3, accepted=(2,))
+            for number in (0, 2):
+                made.engines[number].die()
+                await until(lambda count=number + 2: len(made.client.supervisor.living()) == 2)
+                made.engines[-1].stats = drafts(5, accepted=(4,), source="history")
+            await until(lambda: len(made.engines) == 4)
+            made.client.replicas_changed()
+            assert made.client.stats is not None
+            found = made.client.stats.speculation
+            assert found is not None
+            assert found.drafted == {"suffix": (12, 4), "history": (10,)}
+            assert found.accepted == {"suffix": (10, 1), "history": (8,)}
+            assert (found.num_drafted, found.num_accepted) == (26, 19)
+            assert found.sources == ("history", "mine", "suffix")
+            assert (found.step_rows, found.step_seconds) == ((1, 2), (0.5, 0.7))
 
     play(test())
 

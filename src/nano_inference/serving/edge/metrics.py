@@ -24,7 +24,7 @@ from nano_inference.serving.edge.replies import RequestRecord
 from nano_inference.serving.fleet.failover import BUCKETS, Failover
 from nano_inference.serving.fleet.supervisor import ReplicaStatus
 from nano_inference.serving.protocols.generation import Generation
-from nano_inference.types import EngineStats
+from nano_inference.types import EngineStats, SpeculationStats
 
 PREFIX = "nano_inference_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -130,6 +130,7 @@ _REASONS = {
     429: "queue_full",
     503: "not_serving",
 }
+_NO_DRAFTS = SpeculationStats((), {}, {})
 _NOT_SERVING = frozenset(("starting", "overloaded", "draining", "engine_dead", "engine_restarting"))
 
 
@@ -250,6 +251,8 @@ class _EngineCollector(Collector):
             )
             steps.add_metric(values, [("+Inf", stats.num_steps)], stats.tokens_computed)
             yield steps
+            if stats.speculation is not None:
+                yield from _of_drafts(stats.speculation, self._metrics.model_name)
         if (replicas := self._client.replica_report()) is not None:
             yield from _of_replicas(*replicas, self._metrics.model_name)
 
@@ -262,6 +265,35 @@ def _family(
     for values, value in found:
         family.add_metric(values, value)
     return family
+
+
+def _of_drafts(drafts: SpeculationStats, model: str) -> Iterable[Metric]:
+    """By source and place behind the known tokens, from 0 on; and what steps were found to cost."""
+    for name, text, counts in (
+        ("draft", "Rows that were computed for drafts, by source and place.", drafts.drafted),
+        ("accepted", "Drafts that were drawn, by source and place.", drafts.accepted),
+    ):
+        yield _family(
+            CounterMetricFamily,
+            f"spec_decode_num_{name}_tokens_per_pos",
+            text,
+            ("model_name", "source", "position"),
+            [
+                ((model, source, str(place)), count)
+                for source, places in counts.items()
+                for place, count in enumerate(places)
+            ],
+        )
+    yield _family(
+        GaugeMetricFamily,
+        "spec_decode_step_seconds",
+        "What a step was found to cost at start, by its rows.",
+        ("model_name", "rows"),
+        [
+            ((model, str(rows)), seconds)
+            for rows, seconds in zip(drafts.step_rows, drafts.step_seconds, strict=True)
+        ],
+    )
 
 
 def _of_replicas(
@@ -341,15 +373,20 @@ def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
 
 def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
     asked = stats.prompt_tokens_computed + stats.prompt_tokens_cached
-    drafts = stats.speculation
+    drafts = stats.speculation or _NO_DRAFTS
     return {
+        "spec_decode_num_drafts": (
+            "How often a sequence had drafts in a step.",
+            sum(places[0] for places in drafts.drafted.values() if places),
+        ),
         "spec_decode_num_draft_tokens": (
             "Rows that were computed for drafts.",
-            drafts.num_drafted if drafts else 0,
+            drafts.num_drafted,
         ),
-        "spec_decode_num_accepted_tokens": (
-            "Drafts that were drawn.",
-            drafts.num_accepted if drafts else 0,
+        "spec_decode_num_accepted_tokens": ("Drafts that were drawn.", drafts.num_accepted),
+        "spec_decode_num_wasted_rows": (
+            "Rows that were computed in vain, for drafts that were not drawn.",
+            drafts.num_drafted - drafts.num_accepted,
         ),
         "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", asked),
         "prefix_cache_hits": ("Prompt tokens that were found there.", stats.prompt_tokens_cached),

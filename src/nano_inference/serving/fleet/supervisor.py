@@ -14,7 +14,8 @@ from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
-from nano_inference.types import EngineStats, Memory
+from nano_inference.speculation.joined import counted, joined
+from nano_inference.types import EngineStats, Memory, SpeculationStats
 
 if TYPE_CHECKING:
     from nano_inference.serving.fleet.fleet_client import FleetClient
@@ -42,7 +43,14 @@ _COUNTED = (
     "grammars_failed",
     "grammar_seconds",
 )
-_NOT_SUMS = ("kv_use", "hit_rate", "step_microseconds", "ranks_busy", "ranks_waiting")
+_NOT_SUMS = (
+    "kv_use",
+    "hit_rate",
+    "step_microseconds",
+    "ranks_busy",
+    "ranks_waiting",
+    "speculation",
+)
 
 # starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes
 # nothing new; dead: it has died, and maybe another one will take its place.
@@ -159,6 +167,7 @@ class Supervisor:
         self._in_lockstep = in_lockstep
         self._first: EngineInfo | None = None  # what all others must be like
         self._gone: Counter[str] = Counter()  # what engines had counted that are no more
+        self._gone_drafts: list[SpeculationStats] = []  # what had become of theirs: one, in all
         self._num_made = 0
         self._tasks = set[asyncio.Task[Any]]()
         self._ends = set[asyncio.Task[None]]()
@@ -230,6 +239,7 @@ class Supervisor:
         blocks, steps = total["num_blocks"] or 1, sum(one.num_steps for one in each) or 1
         asked = total["prompt_tokens_computed"] + total["prompt_tokens_cached"]
         phases = {phase for one in each for phase in one.step_microseconds}
+        drafts = [one.speculation for one in each if one.speculation is not None]
         return EngineStats(
             **total,
             kv_use=sum(one.kv_use * one.num_blocks for one in each) / blocks,
@@ -241,6 +251,7 @@ class Supervisor:
             },
             ranks_busy=tuple(seconds for one in each for seconds in one.ranks_busy),
             ranks_waiting=tuple(seconds for one in each for seconds in one.ranks_waiting),
+            speculation=joined([*drafts, *self._gone_drafts]),
         )
 
     # -- coming and going --------------------------------------------------------------------------
@@ -325,6 +336,9 @@ class Supervisor:
         stats = each.client.stats
         if state == "dead" != each.state and stats is not None:
             self._gone.update({name: getattr(stats, name) for name in _COUNTED})
+            if stats.speculation is not None:
+                gone = joined([*self._gone_drafts, counted(stats.speculation)])
+                self._gone_drafts = [] if gone is None else [gone]
         each.state, each.why = state, why
         if each.name in self._router.replicas:
             self._router.remove(each.name)
