@@ -92,6 +92,7 @@ CATCHES = {
     "some_replicas_sleep_on": "tests/serving/fleet/test_operations.py -k sleep_that_one_refuses",
     "repeated_text_is_cut_twice": "tests/serving/fleet/test_fleet.py -k counted_down",
     "moved_logprobs_are_not_compared": "tests/serving/fleet/test_fleet.py -k other_logprobs",
+    "moved_deltas_have_one_token": "tests/serving/fleet/test_replicas.py -k amid_drafts",
     "ties_to_the_first_replica": "tests/serving/fleet/test_router.py -k take_turns",
     "new_engines_do_not_wait": "tests/serving/test_backoff.py",
     "failover_buckets_do_not_add_up": "tests/serving/test_metrics.py -k add_up",

@@ -35,7 +35,7 @@ from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 from tests.models.tiny import tiny_llama
-from tests.serving.engines import config_of, finished, params_of, until
+from tests.serving.engines import PATIENCE, config_of, finished, params_of, until
 from tests.serving.fleet.fleets import plain
 from tests.structured.vocabularies import byte_tokenizer
 
@@ -127,6 +127,48 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
             assert client.failover.moved >= on_it - 4  # some may have ended meanwhile
             assert 0 < client.failover.longest < 20
             assert [each.state for each in client.supervisor.statuses()] == ["dead", "serving"]
+
+    play(test())
+
+
+def test_a_replica_that_dies_amid_drafts_leaves_the_bits_of_a_quiet_run_without_any(
+    model: Path,
+) -> None:
+    """kill -9, while streams get several tokens a step."""
+
+    def repetitive(client: EngineClient) -> list[RequestStream]:
+        few = frozenset([5, 6, 7])
+        params = SamplingParams(max_tokens=400, ignore_eos=True, allowed_token_ids=few)
+        return [
+            client.submit(
+                [1, 2, each],
+                replace(params, seed=each, temperature=0.3 * (each % 3), top_logprobs=each % 2),
+                1 + (each == 5),
+                stream=each != 4,
+            )
+            for each in range(6)
+        ]
+
+    async def test() -> None:
+        config = config_of(model)
+        async with fleet_of(ProcessClient, config) as client:
+            quiet = await answers(repetitive(client))
+        async with fleet_of(ProcessClient, replace(config, speculation="suffix")) as client:
+            streams = repetitive(client)
+            heard: dict[int, list[Delta]] = {0: []}
+            victim = next(iter(client.requests.values())).client  # that of the first stream
+            assert victim is not None
+            before = await victim.call("stats")
+            while before.speculation.num_accepted < 20:
+                heard[0] += await asyncio.wait_for(streams[0].next(), PATIENCE)
+                before = await victim.call("stats")
+            assert any(len(delta.token_ids) > 1 for delta in heard[0])
+            on_it = sum(request.client is victim for request in client.requests.values())
+            os.kill(victim.info.pid, signal.SIGKILL)
+            assert await answers(streams, heard) == quiet
+            assert client.failover.moved == on_it > 0
+            after = await client.call("stats")
+            assert after.speculation.num_accepted > before.speculation.num_accepted
 
     play(test())
 
