@@ -459,6 +459,29 @@ def grammars(
 
 
 @app.command()
+def speculation(
+    model: Model = "smollm2-135m",
+    source: Annotated[str, typer.Option(help="of the drafts")] = "suffix",
+    tasks: Annotated[str, typer.Option(help="separated by commas; not given: all")] = "",
+    repeats: Annotated[
+        int, typer.Option("--repeats", "--rounds", help="rounds of each task", min=1)
+    ] = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """What drafts save: one stream of chat, of code, of JSON; long-tailed rollouts; a large batch."""
+    from benchmarks.speculation import TASKS, measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    chosen = [name.strip() for name in tasks.split(",") if name.strip()]
+    picked = tuple(task for task in TASKS if not chosen or task.name in chosen)
+    rows = measure(options, source, picked)
+    write("speculation", rows, asdict(options) | {"source": source}, out, model)
+
+
+@app.command()
 def load(
     url: Annotated[str, typer.Argument(help="of the server, such as http://127.0.0.1:8000")],
     model: Annotated[
