@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.engine.cuda_runner import CudaRunner
+from nano_inference.engine.graphs import row_by_row
 from nano_inference.engine.storage import UnitMap
 from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from tests.engine.cuda_cases import CheckingQueue, conventional
 from tests.engine.weight_cases import Build, drain
+from tests.invariance.scenario import same_bits
 from tests.models.tiny import tiny_model
+from tests.speculation.test_bits import PROMPT, set_drafts
 
 __all__ = ["conventional"]
 pytestmark = pytest.mark.usefixtures("conventional")
@@ -212,6 +216,43 @@ def test_windows(build: Build, tmp_path: Path, family: str) -> None:
         repr(bare(sample)) for sample in expected
     ]
     assert runner(engine).num_replays > 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"frequency_penalty": 0.5}], ids=str)
+def test_graphs_of_decodes_compute_drafts_too(
+    build: Build, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    """Right ones and wrong ones; in gemma3 windows move meanwhile."""
+    model = str(tiny_model(tmp_path / family, family))
+    how: dict[str, Any] = {"model_path": model, "lookahead": 1}
+    asked = params(max_tokens=40, **options)
+    expected = build(backend="reference", **how).generate([PROMPT], asked, 3)
+    engine = build(backend="cuda", batch_invariant=True, **how)
+    known = {(0, sample.sample_index): sample.completion_tokens for sample in expected}
+    steps: list[int] = []
+    for kind in ("changing", "right"):
+        set_drafts(engine, kind, known)
+        before = runner(engine).num_replays, runner(engine).num_eager_steps
+        engine.flush_cache()
+        found = engine.generate([PROMPT], asked, 3)
+        assert all(map(same_bits, found, expected))
+        steps.append(runner(engine).num_replays - before[0])
+        assert runner(engine).num_eager_steps - before[1] == 1  # the prompt
+    assert steps[1] < 30  # so there were drafts
+
+
+def test_each_row_becomes_a_chunk() -> None:
+    chunks = [Rows([5, 6, 7], 3, [9, 4]), Rows([8], 6, [2, 1])]
+    batch = batch_of_rows(chunks, 4, draws=range(4))
+    found = row_by_row(batch)
+    assert found.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert found.row_chunks.tolist() == [0, 1, 2, 3]
+    assert found.seq_lens.tolist() == [4, 5, 6, 7]
+    assert found.block_tables.tolist() == [[9, 4], [9, 4], [9, 4], [2, 1]]
+    for name in ("input_ids", "positions", "slot_mapping", "logits_indices"):
+        assert torch.equal(getattr(found, name), getattr(batch, name))
+    assert row_by_row(found) is found
 
 
 def test_a_mirror_of_the_units_stays_where_it_is() -> None:

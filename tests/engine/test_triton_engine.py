@@ -13,7 +13,9 @@ from nano_inference.rl import score
 from tests.engine.cuda_cases import CheckingQueue
 from tests.engine.test_cuda_runner import bare, runner
 from tests.engine.weight_cases import Build, drain
+from tests.invariance.scenario import same_bits
 from tests.models.tiny import tiny_model
+from tests.speculation.test_bits import set_drafts
 from tests.structured.vocabularies import with_tokenizer
 
 
@@ -96,3 +98,25 @@ def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> N
     for mine, theirs in zip(found["cuda"], found["reference"], strict=True):
         assert mine.completion_tokens == theirs.completion_tokens
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+@pytest.mark.usefixtures("checking")
+def test_graphs_compute_drafts_as_a_step_without_any(build: Build, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "model_path": tiny(tmp_path / "mistral", "mistral"),
+        "backend": "cuda",
+        "batch_invariant": True,
+        "max_batch_size": 8,
+        "max_model_len": 24,
+    }
+    prompt, params = [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
+    plain = build(cuda_graphs=False, **options)
+    expected = plain.generate([prompt], params, 2)
+    engine = build(**options)
+    set_drafts(
+        engine, "changing", {(0, each.sample_index): each.completion_tokens for each in expected}
+    )
+    found = engine.generate([prompt], params, 2)
+    assert all(map(same_bits, found, expected))
+    assert runner(engine).num_eager_steps == 1  # the prompt
+    assert engine.stats().tokens_computed > plain.stats().tokens_computed  # there were drafts

@@ -31,7 +31,13 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.config import EngineConfig
 from nano_inference.engine.backends import captures_graphs
 from nano_inference.engine.device import Event, HostQueue, queue_of
-from nano_inference.engine.graphs import RESULTS, DecodeGraphs, DrawResults, is_plain
+from nano_inference.engine.graphs import (
+    RESULTS,
+    DecodeGraphs,
+    DrawResults,
+    is_plain,
+    row_by_row,
+)
 from nano_inference.engine.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.engine.step_buffers import Downloads, Uploads
 from nano_inference.engine.storage import KVStorage
@@ -83,8 +89,8 @@ class Arriving:
 
 
 class CudaRunner(ModelRunner):
-    """Replays captured graphs where a step is a decode of the policy and nothing else; computes all
-    others as usual.
+    """Replays captured graphs where a step is a decode of the policy and nothing else, with drafts
+    or without; computes all others as usual.
 
     Args:
         models, storages: by weight set.
@@ -146,7 +152,7 @@ class CudaRunner(ModelRunner):
             self._copy_blocks(block_copies)
             if self._graphs is not None and self._is_decode(batches, self._graphs):
                 self.num_replays += 1
-                return self._replay(batches[0], self._graphs)
+                return self._replay(row_by_row(batches[0]), self._graphs)
             self.num_eager_steps += 1
             return self._compute(self._uploads.send_all(batches), previous)
 
@@ -178,8 +184,8 @@ class CudaRunner(ModelRunner):
         self._graphs = None  # it knows the KV tensors, and the engine may be known for longer
 
     def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
-        """Whether a graph can compute a step: one row of each sequence, a draw from each, all by
-        the policy.
+        """Whether a graph can compute a step: a draw from each row, drafts' too, all by the
+        policy.
         """
         if len(batches) != 1:
             return False
@@ -188,7 +194,7 @@ class CudaRunner(ModelRunner):
         is_relayed = len(batch.relay_rows) > 0
         return (
             batch.weight_set == POLICY
-            and rows == len(batch.seq_lens) == len(batch.logits_indices)
+            and rows == len(batch.logits_indices)
             and rows <= graphs.largest
             and not len(batch.score_rows)
             and batch.block_tables.shape[1] <= graphs.max_blocks

@@ -63,6 +63,23 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < largest} | {largest}))
 
 
+def row_by_row(batch: ForwardBatch) -> ForwardBatch:
+    """The same rows, each a chunk of its own, as the graphs of decodes compute them: a draft sees
+    the rows before it in the cache, where a layer has put all of them before it attends.
+    """
+    rows = len(batch.input_ids)
+    if rows == len(batch.seq_lens):
+        return batch
+    return replace(
+        batch,
+        row_chunks=torch.arange(rows),
+        cu_seqlens_q=torch.arange(rows + 1),
+        seq_lens=batch.positions + 1,
+        block_tables=batch.block_tables[batch.row_chunks],
+        table_rows=None,  # a row there is a sequence's
+    )
+
+
 RESULTS = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass")  # fields of `Draw`
 
 
