@@ -44,6 +44,7 @@ class Run:
     steps: list[Step]
     engine_steps: int
     preemptions: int
+    drafts: int  # tokens that were guessed and computed, right or wrong
     seconds: float
 
 
@@ -55,7 +56,10 @@ def whole_run(config: EngineConfig, task: Task, recipe: Recipe) -> Run:
         steps = list(train(engine, policy, task, recipe))
         stats = engine.stats()
         seconds = time.perf_counter() - began
-        return Run(checkpoint_hash(policy), steps, stats.num_steps, stats.num_preemptions, seconds)
+        drafts = stats.speculation.num_drafted if stats.speculation is not None else 0
+        return Run(
+            checkpoint_hash(policy), steps, stats.num_steps, stats.num_preemptions, drafts, seconds
+        )
 
 
 def main() -> None:

@@ -30,7 +30,9 @@ from examples.grpo import (
 )
 from examples.same_hash import Run, whole_run
 from nano_inference import EngineConfig, Grammar, TrainingSample
+from nano_inference.engine import engine
 from nano_inference.rl import PolicyModel
+from nano_inference.speculation.costs import StepCosts
 from tests.models.tiny import tiny_llama
 from tests.structured.vocabularies import with_tokenizer
 
@@ -113,6 +115,35 @@ def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str)
     assert untimed[0] == untimed[1]
     other = run(model, dataclasses.replace(RECIPE, seed=1), **ROOMY)
     assert other.sha256 != roomy.sha256  # so the hash sees what was learned
+
+
+def test_drafts_from_history_leave_the_checkpoint_as_it_is(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = StepCosts((1, 64), (1.0, 1.0))  # so that there are as many drafts as may be
+    monkeypatch.setattr(engine, "measure_costs", lambda *_: free)
+    recipe = dataclasses.replace(RECIPE, steps=8)
+    plain = run(model, recipe, **ROOMY)
+    drafted = run(model, recipe, **ROOMY, speculation="history")
+    assert plain.drafts == 0
+    assert drafted.drafts > 100
+    assert drafted.sha256 == plain.sha256
+    assert [step.reward for step in drafted.steps] == [step.reward for step in plain.steps]
+
+
+@pytest.mark.slow
+def test_smollm2_with_drafts_from_history_ends_in_the_same_checkpoint() -> None:
+    task = largest_number(0, num_held_out=8)
+    runs = [
+        whole_run(
+            EngineConfig("smollm2-135m", dtype="float32", max_model_len=64, speculation=mode),
+            task,
+            Recipe(steps=3, prompts=2, samples=4, test_every=1),
+        )
+        for mode in ("none", "history")
+    ]
+    assert runs[1].drafts > 0 == runs[0].drafts
+    assert runs[0].sha256 == runs[1].sha256
 
 
 def test_the_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -> None:
