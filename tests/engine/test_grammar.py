@@ -257,6 +257,19 @@ def test_a_compilation_that_raises_tells_the_kind_alone(
     assert sample.stop_reason == "error: compiling the grammar raised KeyError"
 
 
+def test_a_sample_that_uses_up_a_grammars_limits_leaves_them_to_the_next(build: Build) -> None:
+    """Copies of llguidance's matchers share what they may construct in all."""
+    engine = build()
+    greedy = SamplingParams(max_tokens=300, grammar=Grammar.regex("(x{1,1000}){1,1000}y"))
+    allowed = frozenset(engine.tokenizer.encode("x"))
+    (spent,) = engine.generate(PROMPT, replace(greedy, allowed_token_ids=allowed))
+    assert spent.finish_reason == "abort"
+    assert "too many expressions" in str(spent.stop_reason)
+    (after,) = engine.generate(PROMPT, replace(greedy, max_tokens=8))
+    assert after.finish_reason != "abort"
+    assert engine.stats().grammars_compiled == 2
+
+
 def test_an_error_of_a_matcher_ends_its_sample_alone_and_not_as_a_clean_stop(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

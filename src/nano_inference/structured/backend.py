@@ -60,6 +60,11 @@ class Matcher(Protocol):
         """Whether nothing but the end can follow."""
         ...
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether it shares limits with its copies that one of these has reached."""
+        ...
+
     def fill(self, words: np.ndarray) -> None:
         """Write which tokens may follow, int32 [W]: bit i % 32 of word i // 32 is token i. Where a
         text may end its end-of-sequence ids may follow. Raises `GrammarError`.

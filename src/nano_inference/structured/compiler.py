@@ -161,7 +161,7 @@ class GrammarCompiler:
         """Have a grammar compiled, if it is not yet."""
         with self._lock:
             found = self._cache.get(grammar)
-            if found is not None:
+            if found is not None and not _is_spent(found):
                 self._cache.move_to_end(grammar)
                 return found
             if self._is_closed:
@@ -270,6 +270,11 @@ class GrammarCompiler:
 
     def _begin(self, state: GrammarState, ready: Compiled) -> None:
         state.begin(ready.template.copy(), self.vocabulary(), ready.first, ready.thought)
+
+
+def _is_spent(found: Future[Compiled]) -> bool:
+    is_there = found.done() and found.exception() is None
+    return is_there and found.result().template.is_spent
 
 
 def _end(promise: Future[Compiled]) -> Future[Compiled]:

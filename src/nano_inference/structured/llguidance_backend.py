@@ -99,20 +99,33 @@ class LlguidanceBackend:
             return self._tokenizers[vocabulary.key]
 
 
+class _Limits:
+    """What copies of a matcher may construct together: llguidance counts it for all of them."""
+
+    are_reached = False
+
+
 class LlguidanceMatcher:
     """See `Matcher`. In an error state llguidance's mask allows the end alone, which looks like a
     clean one: every call asks for the error.
     """
 
-    def __init__(self, backend: Backend, inner: LLMatcher) -> None:
+    def __init__(self, backend: Backend, inner: LLMatcher, limits: "_Limits | None" = None) -> None:
         self.backend = backend
         self.inner = inner
+        self._limits = limits or _Limits()
+
+    @property
+    def is_spent(self) -> bool:
+        """See `Matcher`."""
+        return self._limits.are_reached
 
     @property
     def problem(self) -> GrammarError | None:
         """Why it cannot go on; None: it can."""
         if not self.inner.is_error():
             return None
+        self._limits.are_reached = True
         return GrammarError(_first_line(self.inner.get_error()))
 
     @property
@@ -142,7 +155,7 @@ class LlguidanceMatcher:
 
     def copy(self) -> "LlguidanceMatcher":
         """See `Matcher`."""
-        return LlguidanceMatcher(self.backend, self.inner.deep_copy())
+        return LlguidanceMatcher(self.backend, self.inner.deep_copy(), self._limits)
 
     def _require_sound(self) -> None:
         problem = self.problem

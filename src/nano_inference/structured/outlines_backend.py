@@ -159,6 +159,8 @@ class OutlinesMatcher:
         self._automaton, self._vocabulary = automaton, vocabulary
         self._states = states  # all of them, for `rollback`
 
+    is_spent = False  # copies share no limits
+
     @property
     def is_complete(self) -> bool:
         """See `Matcher`."""

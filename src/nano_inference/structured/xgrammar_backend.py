@@ -126,6 +126,8 @@ class XgrammarMatcher:
         self.backend = backend
         self._inner, self._vocabulary = inner, vocabulary
 
+    is_spent = False  # copies share no limits
+
     @property
     def is_complete(self) -> bool:
         """See `Matcher`."""
