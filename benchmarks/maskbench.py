@@ -411,7 +411,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
         return {}
     points = np.percentile(values, (50, 95, 99, 100))
     figures = dict(zip(("p50", "p95", "p99", "max"), map(float, points), strict=True))
-    return {name: round(each, 2) for name, each in (figures | {"mean": np.mean(values)}).items()}
+    return {
+        name: round(each, 2) for name, each in (figures | {"mean": float(np.mean(values))}).items()
+    }
 
 
 def _spread(name: str) -> Callable[[Row], str]:

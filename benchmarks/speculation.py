@@ -60,14 +60,12 @@ class Task:
 
     def parts(self, round_: int) -> list[tuple[list[str], list[SamplingParams]]]:
         """What is given to `generate` at once."""
-        each = [
-            SamplingParams(
-                **self.params
-                | {"seed": 1000 * round_ + place}
-                | ({"max_tokens": self.lengths[place]} if self.lengths else {})
-            )
-            for place in range(len(self.prompts))
-        ]
+        each: list[SamplingParams] = []
+        for place in range(len(self.prompts)):
+            options: dict[str, Any] = self.params | {"seed": 1000 * round_ + place}
+            if self.lengths:
+                options["max_tokens"] = self.lengths[place]
+            each.append(SamplingParams(**options))
         if self.at_once:
             return [(list(self.prompts), each)]
         return [([prompt], [params]) for prompt, params in zip(self.prompts, each, strict=True)]
