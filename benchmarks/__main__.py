@@ -417,6 +417,27 @@ def rl_wire(
 
 
 @app.command()
+def rl_drafts(
+    model: Model = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="separated by commas")] = "grpo,rerun",
+    steps: Annotated[int, typer.Option(help="of a whole run", min=1)] = 50,
+    repeats: Repeats = 2,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Whole runs of GRPO with drafts from history and without; an evaluation that runs again after
+    a small update.
+    """
+    from benchmarks.rl_drafts import PARTS, measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    rows = measure(options, names(parts, tuple(PARTS)), steps)
+    write("rl-drafts", rows, asdict(options) | {"steps": steps}, out, model)
+
+
+@app.command()
 def mask(
     data: Annotated[Path, typer.Option(help="a clone of guidance-ai/jsonschemabench")],
     model: Annotated[str, typer.Option(help="whose tokenizer splits the documents")] = (

@@ -1,0 +1,222 @@
+"""Drafts from history in RL: whole runs of GRPO with and without, and an evaluation that runs again
+after a small update.
+"""
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import weight_transfer
+from benchmarks.measure import Row, show, spread
+from benchmarks.ours import Options, engine_config
+from examples.grpo import Recipe, Task
+from examples.same_hash import Run, whole_run
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.rl import score
+
+MODES = ("none", "history")
+KL = 0.002  # of a token, from the weights of one run to those of the next
+TOKENS = 64  # of each answer
+ANSWER, LEARNING_RATE = 32, 2e-3  # of the whole runs, for a tiny model
+CASES = ((1.0, 1), (0.0, 1), (1.0, 4))  # temperature, samples that run at once
+SUBJECTS = (
+    "The history of the bicycle begins",
+    "To bake bread, first",
+    "Photosynthesis is",
+    "A good teacher knows",
+    "The moon goes around the earth",
+    "In a small village by the sea",
+    "The first computers were",
+    "When water freezes,",
+)
+
+
+def measure(options: Options, parts: tuple[str, ...], steps: int) -> list[Row]:
+    """The rows of these parts (`PARTS`)."""
+    rows: list[Row] = []
+    for part in parts:
+        found = list(PARTS[part](options, steps))
+        columns: dict[str, Callable[[Row], Any]] = {"what": lambda row: row["name"]}
+        for name in ("seconds", "cpu_seconds", "engine_steps", "tokens_a_step"):
+            columns[name] = lambda row, name=name: row.get(name)
+        show(part, columns, found)
+        rows += found
+    return rows
+
+
+def grpo(options: Options, steps: int) -> Iterator[Row]:
+    """Whole runs, in turns, on prompts that come again in every epoch. They must end in the same
+    checkpoint.
+    """
+    recipe = Recipe(steps=steps, prompts=2, samples=4, learning_rate=LEARNING_RATE)
+    runs: dict[str, list[tuple[Run, float]]] = {mode: [] for mode in MODES}
+    for _ in range(options.repeats):
+        for mode, done in runs.items():
+            config = engine_config(
+                options, max_model_len=128, kv_cache_memory=2**27, speculation=mode
+            )
+            before = cpu_seconds()
+            run = whole_run(config, low_ids(), recipe)
+            done.append((run, cpu_seconds() - before))
+            print(f"{mode}: {run.seconds:.0f} s, {run.engine_steps} engine steps, {run.sha256}")
+    hashes = {run.sha256 for done in runs.values() for run, _ in done}
+    if len(hashes) != 1:
+        raise AssertionError(f"the checkpoints differ: {hashes}")
+    for mode, done in runs.items():
+        run = done[0][0]
+        yield {
+            "name": f"GRPO, {steps} steps, {mode}",
+            "sha256": run.sha256,
+            "seconds": spread(each.seconds for each, _ in done),
+            "cpu_seconds": spread(cpu for _, cpu in done),
+            "engine_steps": spread(float(each.engine_steps) for each, _ in done),
+            "rows_of_drafts": spread(float(each.drafts) for each, _ in done),
+            "trained_tokens": sum(step.tokens for step in run.steps),
+            "first_and_last_reward": [run.steps[0].reward, run.steps[-1].reward],
+            "mismatch": max(step.mismatch for step in run.steps),
+        }
+
+
+def low_ids() -> Task:
+    """Any model can learn it: ids below 150 are worth something."""
+    prompts: list[tuple[Any, str]] = [
+        ([10 + number, 200, 30 + 7 * number % 50, 5], "") for number in range(12)
+    ]
+
+    def reward(sample: TrainingSample, _: str) -> float:
+        ids = sample.completion_tokens
+        return sum(token_id < 150 for token_id in ids) / len(ids)
+
+    return Task(prompts[4:], prompts[:4], reward, max_tokens=ANSWER)
+
+
+def rerun(options: Options, _steps: int) -> Iterator[Row]:
+    """An evaluation with the seeds of the last one, after noise was added to the weights. Answers
+    of all modes must be equal.
+    """
+    engines = {
+        mode: InferenceEngine(engine_config(options, max_model_len=512, speculation=mode))
+        for mode in MODES
+    }
+    old = weight_transfer.state_dict(engines["none"].model)
+    new, kl = weights_at(engines["none"], old, KL)
+    for temperature, at_once in CASES:
+        found: dict[str, list[tuple[float, float, int]]] = {mode: [] for mode in MODES}
+        answers: dict[str, list[TrainingSample]] = {}
+        same = 0.0
+        for turn in range(options.repeats):
+            for mode, engine in engines.items():
+                engine.update_weights(old)
+                last = answer(engine, temperature, len(SUBJECTS), turn)
+                engine.update_weights(new)
+                cpu, began, made = cpu_seconds(), time.perf_counter(), engine.stats().num_steps
+                answers[mode] = answer(engine, temperature, at_once, turn)
+                seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
+                found[mode].append((seconds, cpu, engine.stats().num_steps - made))
+                same += common(last, answers[mode]) / options.repeats / len(MODES)
+            bits = [
+                [(each.completion_tokens, each.logprobs) for each in answers[mode]]
+                for mode in MODES
+            ]
+            assert bits[0] == bits[1], "drafts changed an answer"
+        tokens = len(SUBJECTS) * TOKENS
+        print(f"{temperature}, {at_once}: {found}")
+        for mode, runs in found.items():
+            yield {
+                "name": f"rerun, temperature {temperature:g}, {at_once} at once, {mode}",
+                "kl": round(kl, 6),
+                "tokens": tokens,
+                "tokens_before_the_first_other_one": round(same, 1),
+                "seconds": spread(seconds for seconds, _, _ in runs),
+                "cpu_seconds": spread(cpu for _, cpu, _ in runs),
+                "engine_steps": spread(float(steps) for _, _, steps in runs),
+                # of one sample: without drafts it is 1
+                "tokens_a_step": spread(tokens / at_once / steps for _, _, steps in runs),
+            }
+    for engine in engines.values():
+        engine.shutdown()
+
+
+def answer(
+    engine: InferenceEngine, temperature: float, at_once: int, turn: int
+) -> list[TrainingSample]:
+    """To all prompts, so many at a time."""
+    samples: list[TrainingSample] = []
+    for first in range(0, len(SUBJECTS), at_once):
+        places = range(first, first + at_once)
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                seed=1000 * turn + place,
+                max_tokens=TOKENS,
+                ignore_eos=True,
+            )
+            for place in places
+        ]
+        prompts = [SUBJECTS[place] for place in places]
+        samples += engine.generate(prompts, params, progress=False)
+    return samples
+
+
+def common(last: list[TrainingSample], now: list[TrainingSample]) -> float:
+    """Mean number of tokens before two answers part."""
+    lengths: list[int] = []
+    for one, other in zip(last, now, strict=True):
+        pairs = zip(one.completion_tokens, other.completion_tokens, strict=True)
+        parted = (place for place, (a, b) in enumerate(pairs) if a != b)
+        lengths.append(next(parted, len(one.completion_tokens)))
+    return sum(lengths) / len(lengths)
+
+
+def weights_at(
+    engine: InferenceEngine, old: dict[str, Tensor], wanted: float
+) -> tuple[dict[str, Tensor], float]:
+    """Weights with so much noise that the KL divergence of a token is about `wanted`; and what it
+    is.
+    """
+    samples = answer(engine, 1.0, len(SUBJECTS), 99)
+    generator = torch.Generator().manual_seed(0)
+    noise = {
+        name: torch.randn(each.shape, generator=generator) * each.float().std()
+        for name, each in old.items()
+    }
+    scale, found = 0.005, float("nan")
+    for _ in range(6):
+        new = {name: (old[name].float() + scale * noise[name]).to(old[name].dtype) for name in old}
+        engine.update_weights(new)
+        found = divergence(engine, samples)
+        print(f"noise of {scale:.4f} of each tensor's deviation: KL {found:.5f} a token")
+        if 0.8 * wanted < found < 1.2 * wanted:
+            return new, found
+        scale *= min(max((wanted / found) ** 0.5, 0.1), 10)
+    raise AssertionError(f"no noise gives a KL of {wanted}; the last was {found}")
+
+
+def divergence(engine: InferenceEngine, samples: list[TrainingSample]) -> float:
+    """KL(old || new) of a token, from samples of the old weights: the mean of r - 1 - log r, which
+    is never negative (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+    """
+    total, count = 0.0, 0
+    sequences = [each.prompt_tokens + each.completion_tokens for each in samples]
+    starts = [len(each.prompt_tokens) for each in samples]
+    scores = score(engine, sequences, from_position=starts)
+    for now, sample in zip(scores, samples, strict=True):
+        log_ratio = now.double() - torch.tensor(sample.logprobs, dtype=torch.float64)
+        total += float((log_ratio.exp() - 1 - log_ratio).sum())
+        count += len(log_ratio)
+    return total / count
+
+
+def cpu_seconds() -> float:
+    """Of this process, and of children that have ended."""
+    ours, theirs = (
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return ours.ru_utime + ours.ru_stime + theirs.ru_utime + theirs.ru_stime
+
+
+PARTS: dict[str, Callable[[Options, int], Iterator[Row]]] = {"grpo": grpo, "rerun": rerun}
