@@ -15,6 +15,7 @@ from nano_inference.types import (
     EngineStats,
     SamplingMask,
     SamplingParams,
+    SpeculationStats,
     TopLogprobs,
     TrainingSample,
     VersionSpan,
@@ -119,6 +120,15 @@ def test_requests_arrive_as_they_were(prompt: list[int], params: SamplingParams)
 
 
 def test_statistics_arrive_as_they_were() -> None:
-    others = {"step_microseconds": {"wait": 0.5}, "ranks_busy": (1.5,), "ranks_waiting": (0.25,)}
-    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 1) | others)
-    assert there_and_back(Heartbeat(stats, 7, True), FromEngine) == Heartbeat(stats, 7, True)
+    drafts = SpeculationStats(
+        ("suffix",), {"suffix": (3, 1)}, {"suffix": (2, 0)}, (1, 2), (0.5, 0.6)
+    )
+    for speculation in (None, drafts):
+        others: dict[str, Any] = {
+            "step_microseconds": {"wait": 0.5},
+            "ranks_busy": (1.5,),
+            "ranks_waiting": (0.25,),
+            "speculation": speculation,
+        }
+        stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 1) | others)
+        assert there_and_back(Heartbeat(stats, 7, True), FromEngine) == Heartbeat(stats, 7, True)

@@ -24,6 +24,7 @@ MEMORY = 200.0  # drafts of a kind that its chance is the mean of
 CAUTION = 4.0  # as if so many had been seen before
 PRIOR = 0.3  # and this share of them drawn
 CERTAIN = 0.97  # no draft is worth more
+HOPELESS = 0.05  # and one that is drawn less often not the host's work, though its row be free
 
 
 class _Asked(NamedTuple):
@@ -105,7 +106,12 @@ class Drafter:
     ) -> list[tuple[_Asked, int]]:
         """How many drafts of each guess to compute: the likeliest of all."""
         likeliest = sorted(
-            ((chance, -number) for number, each in enumerate(asked) for chance in each.chances),
+            (
+                (chance, -number)
+                for number, each in enumerate(asked)
+                for chance in each.chances
+                if chance > HOPELESS
+            ),
             reverse=True,
         )[:room]
         if self.costs is not None:
