@@ -68,7 +68,7 @@ def test_drafts_change_no_token(kind: str) -> None:
     assert drafted > 200
     assert sum(outcome.preemptions for outcome in outcomes) > 10
     if kind == "right":
-        assert accepted > 0.9 * drafted  # the rest came behind an end
+        assert accepted > 0.8 * drafted  # the rest came behind an end or an update
     elif kind == "wrong":
         assert accepted == 0
     else:
