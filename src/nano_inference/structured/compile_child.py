@@ -25,7 +25,6 @@ NICENESS = 10  # steps go first
 def main() -> None:
     """Compile grammars until the parent ends, or asks for nothing any more."""
     begin = be_child(Begin, lambda _: os._exit(1))
-    os.nice(NICENESS)
     channel = Connection(begin.channel)
     words = msgspec.msgpack.decode(channel.recv_bytes(), type=Words)
     try:
@@ -34,6 +33,7 @@ def main() -> None:
         channel.send_bytes(msgspec.msgpack.encode(Answer(problem=repr(problem))))
         return
     _limit(begin.memory)
+    os.nice(NICENESS)  # not before: on a busy machine its imports would take minutes
     channel.send_bytes(msgspec.msgpack.encode(Answer()))
     while channel.poll(IDLE):
         try:
