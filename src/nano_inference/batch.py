@@ -19,7 +19,7 @@ from nano_inference.sampling.sampling_batch import (
     SamplingTable,
     mask_columns,
 )
-from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.decision import NO_DRAFTS, Drafts, SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
 from nano_inference.structured.masks import bans_under
 
@@ -27,8 +27,6 @@ ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)
 NO_TEMPERATURES = torch.empty(0, dtype=torch.float64)
 NO_MASKS = torch.empty((0, 0), dtype=torch.int32)
-Behind = Mapping[int, tuple[int, ...]]  # place of a sample -> the drafts that it is drawn behind
-NO_DRAFTS: Behind = {}
 
 
 class Scored(NamedTuple):
@@ -459,7 +457,7 @@ class Chunks:
     columns: _Columns
     drafts: Listed[tuple[int, ...]]  # [S]
     sampled: Listed[Sequence]  # [R]
-    behind: Behind  # of the samples drawn behind drafts: their place, and these drafts
+    behind: Drafts  # of the samples drawn behind drafts: their place, and these drafts
     slots: np.ndarray  # [R]
     rows: np.ndarray  # [R] row of the step's logits
     positions: np.ndarray  # [R] of the token to draw
@@ -479,7 +477,7 @@ class Chunks:
         )
 
 
-def _behind(decision: SchedulerOutput) -> Behind:
+def _behind(decision: SchedulerOutput) -> Drafts:
     """Which samples are drawn behind which drafts."""
     found: dict[int, tuple[int, ...]] = {}
     place = 0

@@ -112,6 +112,16 @@ def test_sequences_whose_token_is_on_its_way_have_no_drafts() -> None:
     assert not drafter.propose(sequences, {first.seq_id}, CONFIG)
 
 
+def test_guesses_for_what_was_aborted_are_forgotten() -> None:
+    drafter, sequences = Drafter([Always([7])], FREE, 4), live(3)
+    drafter.propose(sequences, (), CONFIG)
+    first, second, _ = sequences.running
+    sequences.remove(first)
+    drafter.propose(sequences, {second.seq_id}, CONFIG)  # its tokens are still on their way
+    assert first.seq_id not in drafter._asked
+    assert second.seq_id in drafter._asked
+
+
 def test_there_is_room_for_drafts_or_there_are_none() -> None:
     drafter, sequences = Drafter([Always([7] * 4)], FREE, 4), live(4)
     config = replace(CONFIG, max_batch_size=4)

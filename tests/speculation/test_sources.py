@@ -9,15 +9,20 @@ from hypothesis import strategies as st
 from nano_inference import SamplingParams
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence, SequenceStatus
 from nano_inference.speculation.history import HistoryDrafts
-from nano_inference.speculation.suffix import LONGEST_MATCH, SuffixDrafts, SuffixIndex
+from nano_inference.speculation.suffix import LONGEST_MATCH, MOST_READ, SuffixDrafts, SuffixIndex
 
 IDS = count()
 
 
 def sequence(
-    tokens: list[int], prompt: int = 2, request_id: int = 0, seed: int = 0, sample: int = 0
+    tokens: list[int],
+    prompt: int = 2,
+    request_id: int = 0,
+    seed: int = 0,
+    sample: int = 0,
+    salt: str | None = None,
 ) -> Sequence:
-    request = CheckedRequest(request_id, prompt, SamplingParams(), seed=seed)
+    request = CheckedRequest(request_id, prompt, SamplingParams(cache_salt=salt), seed=seed)
     return Sequence(next(IDS), request, tokens, sample_index=sample)
 
 
@@ -99,6 +104,7 @@ def test_a_sample_of_the_same_noise_is_followed_until_they_part() -> None:
     assert guess(source, seq) == [9]
     assert guess(source, sequence([1, 2, 6], seed=4)) == [7, 8, 9]  # other noise: by its text
     assert guess(source, sequence([1, 3, 6], seed=3)) == []  # another prompt
+    assert guess(source, sequence([1, 2, 6], seed=3, salt="another's")) == []
 
 
 def test_history_is_bounded() -> None:
@@ -110,6 +116,29 @@ def test_history_is_bounded() -> None:
     assert source.num_tokens == 20
     source.keep(sequence([4, 4, *range(9)]), version=1)  # in the place of the same sample
     assert source.num_tokens == 11
+
+
+def test_what_is_gone_from_history_is_gone_from_its_index() -> None:
+    source = HistoryDrafts(most_samples=2)
+    for sample in range(9):
+        tokens = list(range(10 * sample, 10 * sample + 9))
+        source.keep(sequence([1, 2, *tokens], sample=sample), version=0)
+    (pasts,) = source._prompts.values()
+    assert pasts.index.num_entries <= 2 * 4 * 9
+    assert guess(source, sequence([1, 2, 83], sample=99), 2) == [84, 85]
+    assert guess(source, sequence([1, 2, 13], sample=99), 2) == []
+
+
+def test_a_long_text_is_indexed_over_several_steps() -> None:
+    source = SuffixDrafts()
+    text = [*range(3 * MOST_READ), 5, 6]
+    seq = sequence(text, prompt=len(text))
+    (group,) = [source._group(seq)]
+    sizes: list[int] = []
+    for _ in range(5):
+        assert guess(source, seq, 2) == [7, 8]
+        sizes.append(len(group.index._tokens))
+    assert sizes == [MOST_READ, 2 * MOST_READ, 3 * MOST_READ, 3 * MOST_READ, 3 * MOST_READ]
 
 
 @pytest.mark.parametrize("source", [SuffixDrafts(), HistoryDrafts()])

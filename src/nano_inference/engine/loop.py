@@ -4,14 +4,14 @@ engine.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from itertools import groupby
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
-from nano_inference.batch import NO_DRAFTS, BatchBuilder, Behind, Chunks, ForwardBatch, Scored
+from nano_inference.batch import BatchBuilder, Chunks, ForwardBatch, Scored
 from nano_inference.config import SchedulerConfig
 from nano_inference.engine.deltas import next_delta
 from nano_inference.engine.device import is_device_failure
@@ -30,7 +30,7 @@ from nano_inference.scheduling.commit import (
     retire,
     training_samples,
 )
-from nano_inference.scheduling.decision import SchedulerOutput
+from nano_inference.scheduling.decision import NO_DRAFTS, Drafts, SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import (
     POLICY,
@@ -147,15 +147,13 @@ class Runner(Protocol):
 class Drafting(Protocol):
     """Guesses what steps will draw."""
 
-    def propose(
-        self, live: Sequences, pending: Container[int], config: SchedulerConfig
-    ) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
         """Drafts for the next step, by sequence id; `pending`: ids of those of which a token is
         being sampled.
         """
         ...
 
-    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+    def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
         """Tokens of these sequences, which may have been computed with drafts, have become known;
         returns how many more than one of each.
         """
@@ -167,7 +165,7 @@ class Flight:
     """A step that was launched and not retired."""
 
     sampled: tuple[Sequence, ...]  # whose the samples are, in their order
-    behind: Behind  # of samples drawn behind drafts: their place, and these drafts
+    behind: Drafts  # of samples drawn behind drafts: their place, and these drafts
     scored: tuple[Scored, ...]  # in the order of the scores
     tokens: Pending
 

@@ -1,6 +1,6 @@
 """The drafter of an engine: its sources, and what steps cost, measured once at start."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from collections.abc import Sequence as Listed
 from dataclasses import replace
 from functools import partial
@@ -8,6 +8,7 @@ from time import perf_counter
 
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.engine.loop import Abort, EngineLoop
+from nano_inference.scheduling.decision import Drafts
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence, Sequences
 from nano_inference.speculation.costs import ROWS, StepCosts
 from nano_inference.speculation.drafter import Drafter, may_draft
@@ -51,13 +52,11 @@ class _AnyDrafts:
     def __init__(self, num_drafts: int) -> None:
         self._drafts = (0,) * num_drafts
 
-    def propose(
-        self, live: Sequences, pending: Container[int], config: SchedulerConfig
-    ) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
         """See `Drafter`."""
         return {seq.seq_id: self._drafts for seq in live.running if may_draft(seq)}
 
-    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+    def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
         """See `Drafter`."""
         return 0
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from nano_inference.columns import Entries, column, columns_of
 from nano_inference.sampling.filters import FilterColumns
 from nano_inference.sampling.noise import noise_streams, stream_keys
+from nano_inference.scheduling.decision import NO_DRAFTS, Drafts
 from nano_inference.structured.masks import mask_of
 from nano_inference.types import SamplingParams
 
@@ -125,7 +126,6 @@ _READ = [*(each.param for each in PARAMETERS.values()), *OF_ALL.values()]
 T = TypeVar("T")
 Pairs = tuple[np.ndarray, np.ndarray]  # token ids int64, values float32
 Masks = Sequence[tuple[int, np.ndarray]]  # place of a sample, and its mask: int32 [W]
-NO_DRAFTS: Mapping[int, Sequence[int]] = {}
 
 
 class TokenCounts:
@@ -217,7 +217,7 @@ class SamplingTable:
         positions: np.ndarray,
         banned: Mapping[int, Iterable[int]],
         masks: Masks = (),
-        behind: Mapping[int, Sequence[int]] = NO_DRAFTS,
+        behind: Drafts = NO_DRAFTS,
     ) -> SamplingBatch:
         """One token of each of these slots. A slot may stand here more than once.
 

@@ -4,13 +4,12 @@ sampled.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
 from nano_inference.kv_cache.manager import KVCacheManager
-from nano_inference.scheduling.decision import SchedulerOutput
-from nano_inference.scheduling.schedule import NO_DRAFTS
+from nano_inference.scheduling.decision import NO_DRAFTS, Drafts, SchedulerOutput
 from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import (
     MASK_FULL,
@@ -124,7 +123,7 @@ def commit(
     sampled: SampledTokens,
     sequences: Sequences,
     cache: KVCacheManager,
-    drafts: Mapping[int, Listed[int]] = NO_DRAFTS,
+    drafts: Drafts = NO_DRAFTS,
 ) -> list[tuple[Sequence, Finish]]:
     """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone
     are dropped.
@@ -181,7 +180,7 @@ def _fill_masks(
 
 
 def _rows_that_count(
-    owners: Listed[Sequence], drafts: Mapping[int, Listed[int]], cache: KVCacheManager
+    owners: Listed[Sequence], drafts: Drafts, cache: KVCacheManager
 ) -> Iterator[tuple[int, Sequence]]:
     """Rows whose tokens are to be taken in before the next one is asked for.
 

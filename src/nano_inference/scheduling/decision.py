@@ -3,11 +3,15 @@ an object).
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from nano_inference.kv_cache.manager import CacheAllocation
+
+# Drafts by the id of a sequence, or by the place of a sample that is drawn behind them.
+Drafts = Mapping[int, tuple[int, ...]]
+NO_DRAFTS: Drafts = {}
 
 
 class Chunk(NamedTuple):

@@ -12,11 +12,16 @@ from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv_cache.manager import CacheAllocation, CacheView
-from nano_inference.scheduling.decision import Admission, Chunk, SchedulerOutput
+from nano_inference.scheduling.decision import (
+    NO_DRAFTS,
+    Admission,
+    Chunk,
+    Drafts,
+    SchedulerOutput,
+)
 from nano_inference.scheduling.sequence import Sequence
 
 NOTHING: Mapping[int, int] = {}
-NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
 NO_MATCH = CacheAllocation((), 0)
 
 
@@ -27,7 +32,7 @@ def schedule(
     config: SchedulerConfig,
     pending: Mapping[int, int] = NOTHING,
     num_in_flight: int = 0,
-    drafts: Mapping[int, tuple[int, ...]] = NO_DRAFTS,
+    drafts: Drafts = NO_DRAFTS,
 ) -> SchedulerOutput:
     """Decide one step. Reads its arguments and writes nothing.
 
@@ -276,7 +281,7 @@ class _Plan:
         self.computing.update(self._names(seq, start, length))
         return True
 
-    def add_drafts(self, running: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> None:
+    def add_drafts(self, running: Listed[Sequence], drafts: Drafts) -> None:
         """Lengthen chunks that draw by drafts, as far as there is room for them that nothing else
         wants now.
         """

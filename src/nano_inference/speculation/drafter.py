@@ -7,12 +7,13 @@ clock, on other requests and on chance.
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from collections.abc import Sequence as Listed
 from itertools import takewhile
 from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
+from nano_inference.scheduling.decision import Drafts
 from nano_inference.scheduling.sequence import Sequence, Sequences
 from nano_inference.speculation.costs import StepCosts
 from nano_inference.speculation.source import NO_GUESS, BadSource, DraftSource, Guess
@@ -24,6 +25,7 @@ MEMORY = 200.0  # drafts of a kind that its chance is the mean of
 CAUTION = 4.0  # as if so many had been seen before
 PRIOR = 0.3  # and this share of them drawn
 CERTAIN = 0.97  # no draft is worth more
+NEVER = (0.0, 0.0)  # was a draft of a kind reached, or drawn
 HOPELESS = 0.05  # and one that is drawn less often not the host's work, though its row be free
 
 
@@ -53,13 +55,11 @@ class Drafter:
         self.costs, self.most = costs, most
         self._asked: dict[int, _Asked] = {}
         # by source and kind: drafts that were reached, and those that were drawn
-        self._seen: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._seen: dict[tuple[str, int], list[float]] = {}
         self._drafted: defaultdict[str, list[int]] = defaultdict(list[int])  # by source and place
         self._accepted: defaultdict[str, list[int]] = defaultdict(list[int])
 
-    def propose(
-        self, live: Sequences, pending: Container[int], config: SchedulerConfig
-    ) -> Mapping[int, tuple[int, ...]]:
+    def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
         """Drafts for the next step, by sequence id.
 
         Args:
@@ -68,6 +68,8 @@ class Drafter:
             config: the limits of a step.
         """
         free = [seq for seq in live.running if seq.seq_id not in pending]
+        # guesses of sequences that ended otherwise are nobody's any more
+        self._asked = {key: each for key, each in self._asked.items() if key in pending}
         seqs = [seq for seq in free if may_draft(seq)]
         if not self.sources or not seqs:
             return {}
@@ -121,7 +123,7 @@ class Drafter:
         lengths = Counter(-number for _, number in likeliest)
         return [(asked[number], length) for number, length in lengths.items()]
 
-    def learn(self, seqs: Listed[Sequence], drafts: Mapping[int, tuple[int, ...]]) -> int:
+    def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
         """Tokens of these sequences have become known; returns how many more than one of each.
 
         Args:
@@ -138,7 +140,7 @@ class Drafter:
             pairs = zip(guess.token_ids, drawn, strict=False)
             num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             for place, kind in enumerate(guess.kinds[: min(num_right + 1, len(drawn))]):
-                self._count(self._seen[source, kind], place < num_right)
+                self._count(self._seen.setdefault((source, kind), [0.0, 0.0]), place < num_right)
             self._tell(source, len(drafts.get(seq.seq_id, ())), num_right)
             num_more += max(len(drawn) - 1, 0)
         return num_more
@@ -187,7 +189,7 @@ class Drafter:
         chances: list[float] = []
         whole = 1.0
         for kind in guess.kinds:
-            seen, drawn = self._seen[source, kind]
+            seen, drawn = self._seen.get((source, kind), NEVER)
             whole *= min((drawn + CAUTION * PRIOR) / (seen + CAUTION), CERTAIN)
             chances.append(whole)
         return chances

@@ -7,7 +7,7 @@ Daliri, Musco, Suresh 2024, arXiv 2408.07978).
 
 from collections import OrderedDict
 from collections.abc import Sequence as Listed
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nano_inference.scheduling.sequence import POLICY, Sequence, SequenceStatus
 from nano_inference.speculation.source import NO_GUESS, Guess
@@ -23,21 +23,50 @@ class Past(NamedTuple):
     version: int  # that drew its last token
 
 
+class _Pasts:
+    """The samples of one prompt that have ended, by (seed, sample index), oldest first."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self.samples: OrderedDict[tuple[int, int], Past] = OrderedDict()
+        self.index = SuffixIndex()
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_gone = 0  # samples that the index still has
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all."""
+        return sum(len(past.token_ids) for past in self.samples.values())
+
+    def keep(self, key: tuple[int, int], past: Past, most: int) -> None:
+        """One more, in the place of the one that was drawn by the same noise; the newest stay."""
+        self._num_gone += self.samples.pop(key, None) is not None
+        self.samples[key] = past
+        while len(self.samples) > most:
+            self.samples.popitem(last=False)
+            self._num_gone += 1
+        if self._num_gone > len(self.samples):
+            self._num_gone, self.index = 0, SuffixIndex()
+            for each in self.samples.values():
+                self.index.add(each.token_ids, self._num_prompt_tokens)
+        else:
+            self.index.add(past.token_ids, self._num_prompt_tokens)
+
+
 class HistoryDrafts:
-    """See `DraftSource`. It keeps samples that have ended, by their prompts, for later requests.
+    """See `DraftSource`. It keeps samples that have ended, by their prompts, for later requests. A
+    `cache_salt` keeps samples apart as it does prefixes.
 
     Args:
-        most_tokens: of all samples that are kept; the prompt that was used longest ago goes first.
+        most_tokens: of all samples that are kept, with about 600 bytes each; the prompt that was
+            used longest ago goes first.
         most_samples: of one prompt: the newest.
     """
 
     name = "history"
 
-    def __init__(self, most_tokens: int = 2_000_000, most_samples: int = 64) -> None:
+    def __init__(self, most_tokens: int = 500_000, most_samples: int = 64) -> None:
         self._most_tokens, self._most_samples = most_tokens, most_samples
-        # by prompt: samples by (seed, sample index), oldest first
-        self._prompts: OrderedDict[tuple[int, ...], OrderedDict[tuple[int, int], Past]]
-        self._prompts = OrderedDict()
+        self._prompts: OrderedDict[tuple[Any, ...], _Pasts] = OrderedDict()
         self._places: dict[int, _Place] = {}  # by sequence
         self.num_tokens = 0
 
@@ -47,19 +76,16 @@ class HistoryDrafts:
         num_prompt = seq.request.num_prompt_tokens
         if seq.weight_set != POLICY or len(seq.token_ids) == num_prompt:
             return
-        prompt = tuple(seq.token_ids[:num_prompt])
-        kept = self._prompts.setdefault(prompt, OrderedDict())
-        self._prompts.move_to_end(prompt)
-        key = (seq.request.seed, seq.sample_index)
-        old = kept.pop(key, None)
-        kept[key] = Past(tuple(seq.token_ids), version)
-        self.num_tokens += len(seq.token_ids) - (len(old.token_ids) if old else 0)
-        while len(kept) > self._most_samples:
-            _, old = kept.popitem(last=False)
-            self.num_tokens -= len(old.token_ids)
+        key = _key(seq)
+        pasts = self._prompts.setdefault(key, _Pasts(num_prompt))
+        self._prompts.move_to_end(key)
+        self.num_tokens -= pasts.num_tokens
+        past = Past(tuple(seq.token_ids), version)
+        pasts.keep((seq.request.seed, seq.sample_index), past, self._most_samples)
+        self.num_tokens += pasts.num_tokens
         while self.num_tokens > self._most_tokens:
             _, oldest = self._prompts.popitem(last=False)
-            self.num_tokens -= sum(len(past.token_ids) for past in oldest.values())
+            self.num_tokens -= oldest.num_tokens
 
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         """See `DraftSource`."""
@@ -71,9 +97,13 @@ class HistoryDrafts:
     def _guess(self, seq: Sequence, most: int) -> Guess:
         place = self._places.get(seq.seq_id)
         if place is None:
-            prompt = tuple(seq.token_ids[: seq.request.num_prompt_tokens])
-            place = self._places[seq.seq_id] = _Place.of(seq, self._prompts.get(prompt))
+            place = self._places[seq.seq_id] = _Place(seq, self._prompts.get(_key(seq)))
         return place.guess(most)
+
+
+def _key(seq: Sequence) -> tuple[Any, ...]:
+    """What samples have in common that may be guessed from each other."""
+    return seq.request.params.cache_salt, *seq.token_ids[: seq.request.num_prompt_tokens]
 
 
 class _Place:
@@ -81,24 +111,16 @@ class _Place:
 
     Args:
         seq: the sequence.
-        twin: the one that was drawn by the same noise.
-        index: of all of them.
+        pasts: these samples; None: there are none.
     """
 
-    def __init__(self, seq: Sequence, twin: Past | None, index: SuffixIndex | None) -> None:
-        self._seq, self._twin, self._index = seq, twin, index
+    def __init__(self, seq: Sequence, pasts: _Pasts | None) -> None:
+        self._seq, self._pasts = seq, pasts
+        # drawn by the same noise
+        twin = pasts.samples.get((seq.request.seed, seq.sample_index)) if pasts else None
+        self._twin = () if twin is None else twin.token_ids
         self._compared = seq.request.num_prompt_tokens  # tokens compared with the twin's
         self._agreement = 0  # how many of the last of these were equal
-
-    @classmethod
-    def of(cls, seq: Sequence, kept: "OrderedDict[tuple[int, int], Past] | None") -> "_Place":
-        """That of a sequence, when it is first asked for."""
-        if not kept:
-            return cls(seq, None, None)
-        index = SuffixIndex()
-        for past in kept.values():
-            index.add(past.token_ids, seq.request.num_prompt_tokens)
-        return cls(seq, kept.get((seq.request.seed, seq.sample_index)), index)
 
     @property
     def is_over(self) -> bool:
@@ -107,18 +129,16 @@ class _Place:
 
     def guess(self, most: int) -> Guess:
         """What may follow."""
-        known = self._seq.token_ids
-        if self._twin is not None:
-            twin = self._twin.token_ids
-            for place in range(self._compared, min(len(known), len(twin))):
-                self._agreement = self._agreement + 1 if known[place] == twin[place] else 0
-            self._compared = len(known)
-            ahead = twin[len(known) : len(known) + most]
-            if ahead and (self._agreement or len(known) == self._seq.request.num_prompt_tokens):
-                first = 4 * ALIGNED + self._agreement
-                last = 4 * ALIGNED + MOST_AGREEMENT
-                return Guess(ahead, [min(first + i, last) for i in range(len(ahead))])
-        if self._index is None or len(known) < 2:
+        known, twin = self._seq.token_ids, self._twin
+        for place in range(self._compared, min(len(known), len(twin))):
+            self._agreement = self._agreement + 1 if known[place] == twin[place] else 0
+        self._compared = len(known)
+        ahead = twin[len(known) : len(known) + most]
+        if ahead and (self._agreement or len(known) == self._seq.request.num_prompt_tokens):
+            first = 4 * ALIGNED + self._agreement
+            last = 4 * ALIGNED + MOST_AGREEMENT
+            return Guess(ahead, [min(first + i, last) for i in range(len(ahead))])
+        if self._pasts is None:
             return NO_GUESS
-        length, places = self._index.find(known)
+        length, places = self._pasts.index.find(known)
         return most_frequent(places, length, most) if places else NO_GUESS

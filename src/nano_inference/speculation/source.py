@@ -22,6 +22,7 @@ class Guess(NamedTuple):
 
 
 NO_GUESS = Guess((), ())
+KINDS = 256  # of a source that is not ours: what is learned of each is kept
 
 
 class DraftSource(Protocol):
@@ -85,7 +86,7 @@ class Watched:
             if len(answer) != num_seqs:
                 raise BadSource(f"it made {len(answer)} guesses for {num_seqs} sequences")
             cut = [
-                Guess([int(token_id) for token_id in ids[:most]], [int(k) for k in kinds[:most]])
+                Guess([int(each) for each in ids[:most]], [int(k) % KINDS for k in kinds[:most]])
                 for ids, kinds in answer
             ]
         except (TypeError, ValueError) as problem:

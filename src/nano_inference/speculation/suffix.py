@@ -5,6 +5,7 @@ there is guessed, as in prompt lookup (Saxena 2023) and SuffixDecoding (Oliaro e
 arXiv 2411.04975).
 """
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as Listed
 from itertools import islice
@@ -14,6 +15,7 @@ from nano_inference.speculation.source import NO_GUESS, Guess
 
 MOST_PLACES = 8  # of a pair of tokens that are remembered: the newest
 LONGEST_MATCH = 8  # tokens of a suffix that are compared
+MOST_READ = 4096  # tokens that are indexed in a step: a few milliseconds
 ALIGNED = 16  # kinds of guesses from a text that was drawn by the same noise begin here
 
 Place = tuple[Listed[int], int]  # a text, and where in it something ends
@@ -32,14 +34,15 @@ class SuffixIndex:
         """What its memory goes by."""
         return len(self._pairs) + len(self._tokens)
 
-    def add(self, text: Listed[int], start: int = 0) -> None:
-        """Take in what a text has grown by, but for its last token, which nothing follows yet. It
-        is read again at every look-up, so it must only grow; tokens before `start` are known from
-        another text.
+    def add(self, text: Listed[int], start: int = 0, most: int = sys.maxsize) -> int:
+        """Take in what a text has grown by, but for its last token, which nothing follows yet, and
+        `most` tokens of it now; returns how many. It is read again at every look-up, so it must
+        only grow; tokens before `start` are known from another text.
         """
-        begin, end = self._read.get(id(text), start), len(text) - 1
+        begin = self._read.get(id(text), start)
+        end = min(len(text) - 1, begin + most)
         if begin >= end:
-            return
+            return 0
         self._read[id(text)] = end
         before = text[begin - 1] if begin else -1
         for place, token_id in enumerate(islice(text, begin, end), begin + 1):
@@ -50,6 +53,7 @@ class SuffixIndex:
             if len(places) > MOST_PLACES:
                 del places[0]
             before = token_id
+        return end - begin
 
     def find(self, text: Listed[int]) -> tuple[int, list[Place]]:
         """The places behind the longest suffix of a text that stands elsewhere too, newest first,
@@ -108,8 +112,9 @@ class SuffixDrafts:
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         """See `DraftSource`."""
         groups = [self._group(seq) for seq in seqs]
+        left = MOST_READ  # the rest in the next steps
         for seq, group in zip(seqs, groups, strict=True):
-            group.follow(seq)
+            left -= group.follow(seq, left)
         self._forget_some()
         found: list[Guess] = []
         for seq, group in zip(seqs, groups, strict=True):
@@ -147,8 +152,11 @@ class _Group:
         """Whether all its samples have ended."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self._seqs.values())
 
-    def follow(self, seq: Sequence) -> None:
-        """Take in what a sample has grown by. The prompt counts once."""
-        is_first = not self._seqs
-        self._seqs[seq.seq_id] = seq
-        self.index.add(seq.token_ids, 0 if is_first else seq.request.num_prompt_tokens)
+    def follow(self, seq: Sequence, most: int) -> int:
+        """Take in what a sample has grown by, at most so many tokens; returns how many. The prompt
+        counts once.
+        """
+        self._seqs.setdefault(seq.seq_id, seq)
+        is_first = next(iter(self._seqs)) == seq.seq_id
+        start = 0 if is_first else seq.request.num_prompt_tokens
+        return self.index.add(seq.token_ids, start, most)
