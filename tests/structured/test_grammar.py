@@ -3,6 +3,7 @@
 import json
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from nano_inference import Grammar, InvalidRequest, SamplingParams
 from nano_inference.structured.backend import GrammarError, backend_named
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import COMPACT, BackendName, GrammarKind
+from nano_inference.structured.masks import num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.structured.outlines_backend import KINDS as OF_OUTLINES
 from nano_inference.structured.xgrammar_backend import KINDS as OF_XGRAMMAR
@@ -348,6 +350,34 @@ VALUES = st.recursive(  # llguidance wants DEL escaped, which JSON does not
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
+
+
+def test_a_state_is_ready_only_when_it_is_behind_all_tokens(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread goes through them, and the engine's thread asks meanwhile."""
+    vocabulary = vocabulary_of(tokenizer)
+    grammar = Grammar.regex("a{9}")
+    state = GrammarState(grammar, tokenizer.encode("aaa"))
+    seen: list[bool] = []
+
+    def watch(name: str) -> None:
+        inner = getattr(GrammarState, name)
+
+        def watched(self: GrammarState, *args: Any) -> Any:
+            result = inner(self, *args)
+            seen.append(state.is_ready)
+            return result
+
+        monkeypatch.setattr(GrammarState, name, watched)
+
+    watch("accept")
+    watch("fill")
+    first = np.ones(num_words(vocabulary.size), dtype=np.int32)
+    state.begin(compiled(grammar, tokenizer), vocabulary, first)
+    assert len(seen) > 1
+    assert not any(seen)
+    assert state.is_ready
 
 
 @settings(max_examples=at_depth(200), deadline=None, derandomize=True)

@@ -28,6 +28,7 @@ class GrammarState:
         words: int32 [W], bit i % 32 of word i // 32 is token i; tokens beyond may not be drawn.
         is_ended: the text has ended: by an end-of-sequence id, or because nothing may follow.
         problem: why it cannot go on; None: it can.
+        is_ready: it waits for nothing. Another thread may make it so, and touches it no more.
         compiled: what its compiler promised it before it waited, until it has it.
     """
 
@@ -42,6 +43,7 @@ class GrammarState:
         "compiled",
         "grammar",
         "is_ended",
+        "is_ready",
         "problem",
         "vocabulary",
         "words",
@@ -57,6 +59,7 @@ class GrammarState:
         self.words: np.ndarray = _NOTHING
         self.is_ended = False
         self.problem: str | None = None
+        self.is_ready = False
         self.compiled: Future[Any] | None = None
         self._ahead: list[np.ndarray] = []  # masks behind the drafts of this step
         self._token_ids = list(token_ids)
@@ -68,11 +71,6 @@ class GrammarState:
         self._thought: Thought | None = None
         # while the thought may still begin: follows the text as if it had none; None: it has one
         self._at_once: Matcher | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it waits for nothing."""
-        return self._matcher is not None or self.problem is not None
 
     @property
     def num_behind(self) -> int:
@@ -107,10 +105,11 @@ class GrammarState:
                 self.accept(token_id)
             self.fill()
         self._token_ids = []
+        self.is_ready = True  # last: from here on the engine's thread may use it
 
     def fail(self, problem: str) -> None:
         """It will not get a matcher."""
-        self.problem = problem
+        self.problem, self.is_ready = problem, True
 
     def accept(self, token_id: int) -> None:
         """The sample goes on with this token. `fill` has to follow before the next draw."""
