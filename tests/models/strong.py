@@ -1,0 +1,206 @@
+"""The oracle of every family: tiny models of transformers in which every part matters, and how far
+this engine is from them.
+
+transformers' own initialisation is weak: its norms are all ones, its biases zero and its attention
+nearly even, so that a forgotten part changes little. `strong_model` gives each tensor values of the
+size that trained models have. `disagreement` compares every position, and can leave a feature of
+the model's spec out, to show that a test would notice.
+
+    oracle = strong_model(tmp_path, "Olmo3ForCausalLM", num_hidden_layers=4, sliding_window=16)
+    assert disagreement(tmp_path, oracle) < TOLERANCE
+    without = partial(replace, rope=RopeSpec())
+    assert disagreement(tmp_path, oracle, change=without) > NOTICED
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.config import Backend
+from nano_inference.engine import assembly
+from nano_inference.models.loading import load_params, load_spec
+from nano_inference.models.spec import ModelSpec
+from nano_inference.models.weights import param_table
+
+TOLERANCE = 1e-4  # on a logprob, in float32
+NOTICED = 1e-3  # what leaving a feature out changes at least
+BEST = 20  # most probable tokens that are compared at each position
+LENGTHS = (1, 5, 40, 200)  # of prompts: the last two are longer than the windows of these tests
+
+# What the config of a tiny model says where its caller says nothing else.
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def strong_model(
+    folder: Path,
+    class_name: str,
+    *,
+    seed: int = 0,
+    sizes: Mapping[str, float] | None = None,
+    **config: Any,
+) -> Any:
+    """A model of transformers with strong random weights, in float32, saved into `folder`.
+
+    Matrices keep the size of what goes through them one and a half times; a vector varies around
+    what it begins with: norms around 1, or around 0 where the model adds 1, biases around 0.
+
+    Args:
+        folder: gets config.json and model.safetensors, as transformers writes them.
+        class_name: of transformers, such as `"Olmo3ForCausalLM"`.
+        seed: of the weights.
+        sizes: standard deviations by a part of a tensor's name, where the rule above does not do;
+            such a tensor varies around what it begins with.
+        config: of the class, instead of `TINY`'s or beside them. With `text_config` (a mapping),
+            `TINY` goes in there.
+    """
+    import transformers
+
+    model_class: Any = getattr(transformers, class_name)
+    if isinstance(config.get("text_config"), Mapping):
+        fields = config | {"text_config": TINY | config["text_config"]}
+    else:
+        fields = TINY | config
+    torch.manual_seed(seed)
+    model = model_class(model_class.config_class(**fields)).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    filled: set[int] = set()  # tied tensors are filled once
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and tensor.data_ptr() not in filled:
+            filled.add(tensor.data_ptr())
+            _fill(name, tensor, generator, sizes or {})
+    model.save_pretrained(folder)
+    return model
+
+
+def _fill(
+    name: str, tensor: Tensor, generator: torch.Generator, sizes: Mapping[str, float]
+) -> None:
+    drawn = torch.randn(tensor.shape, generator=generator)
+    size = next((size for part, size in sizes.items() if part in name), None)
+    if size is not None:
+        tensor.add_(drawn * size) if tensor.dim() < 2 else tensor.copy_(drawn * size)
+    elif tensor.dim() < 2:
+        tensor.add_(drawn * 0.3)
+    else:
+        tensor.copy_(drawn * 1.5 / tensor.shape[-1] ** 0.5)
+
+
+def rewrite_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a model's config.json."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+def strong_prompts(
+    vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0
+) -> list[list[int]]:
+    """Random token ids, one prompt of each length; the ids below 3 mean something."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def disagreement(
+    folder: Path,
+    oracle: Any,
+    *,
+    backend: Backend = "cpu",
+    lengths: Sequence[int] = LENGTHS,
+    max_tokens: int = 12,
+    change: Callable[[ModelSpec], ModelSpec] | None = None,
+    **options: Any,
+) -> float:
+    """The largest difference of a logprob between this engine and transformers, both in float32.
+
+    At every position of each prompt and of what is sampled after it: of the token that stands
+    there, of the engine's 20 best ones, and between the engine's n-th best and the oracle's.
+
+    Args:
+        folder: what `strong_model` saved.
+        oracle: what it returned.
+        backend: of the engine.
+        lengths: of the prompts.
+        max_tokens: sampled after each, at temperature 1.
+        change: makes the spec that the engine computes by from the one that is read. Weights are
+            loaded by the one that is read, and those that the other has no place for are left out.
+        options: of the engine.
+    """
+    with _engine(folder, change, backend=backend, **options) as engine:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            seed=7,
+            ignore_eos=True,
+            top_logprobs=BEST,
+            prompt_logprobs=True,
+            prompt_top_logprobs=BEST,
+        )
+        for prompt in strong_prompts(engine.spec.vocab_size, lengths):
+            engine.add_request(prompt, params)
+        samples: list[TrainingSample] = []
+        while engine.has_pending():
+            samples += engine.step()
+    assert len(samples) == len(lengths)
+    return max(_difference(oracle, sample) for sample in samples)
+
+
+def _engine(
+    folder: Path, change: Callable[[ModelSpec], ModelSpec] | None, **options: Any
+) -> InferenceEngine:
+    common = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**25}
+    config = EngineConfig(model_path=str(folder), **(common | options))
+    if change is None:
+        return InferenceEngine(config)
+    read = load_spec(folder)
+    changed = change(read)
+    assert changed != read
+
+    def load(folder: Path, spec: ModelSpec, *rest: Any) -> dict[str, Any]:
+        params = load_params(folder, read, *rest[:3])
+        return {param.name: params[param.name] for param in param_table(spec)}
+
+    with (
+        patch.object(assembly, "load_spec", lambda _: changed),
+        patch.object(assembly, "load_params", load),
+    ):
+        return InferenceEngine(config)
+
+
+def _difference(oracle: Any, sample: TrainingSample) -> float:
+    """Of one sample, the largest one; a NaN is infinite."""
+    token_ids = torch.tensor([[*sample.prompt_tokens, *sample.completion_tokens]])
+    with torch.inference_mode():
+        logits = oracle(input_ids=token_ids, use_cache=False).logits[0, :-1].double()
+    theirs = logits.log_softmax(dim=-1)
+    assert sample.prompt_logprobs is not None
+    assert sample.top_logprobs is not None
+    assert sample.prompt_top_logprobs is not None
+    own = torch.tensor([*sample.prompt_logprobs[1:], *sample.logprobs], dtype=torch.float64)
+    best = [*sample.prompt_top_logprobs[1:], *sample.top_logprobs]
+    ids = torch.tensor([each.token_ids for each in best])
+    logprobs = torch.tensor([each.logprobs for each in best], dtype=torch.float64)
+    differences = (
+        own - theirs.gather(1, token_ids[0, 1:, None])[:, 0],
+        logprobs - theirs.gather(1, ids),
+        logprobs - theirs.topk(BEST).values,
+    )
+    return max(float(each.abs().nan_to_num(torch.inf).max()) for each in differences)
