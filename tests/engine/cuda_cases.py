@@ -133,11 +133,11 @@ def _plan(batch: ForwardBatch, block_size: int, window: int = 0) -> Any:
     return rows, reference_attention.plan_attention(own, block_size, window)
 
 
-def _attention(q: Tensor, view: KvcacheView, layer: int, plan: Any, scale: float) -> Tensor:
+def _attention(q: Tensor, view: KvcacheView, layer: int, plan: Any, *how: Any) -> Tensor:
     rows, own = plan
     out = torch.full((len(q), q.shape[1] * q.shape[2]), torch.nan, dtype=q.dtype)
     if rows:
-        out[:rows] = reference_attention.attention(q[:rows], view, layer, own, scale)
+        out[:rows] = reference_attention.attention(q[:rows], view, layer, own, *how)
     return out
 
 

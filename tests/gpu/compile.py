@@ -60,6 +60,7 @@ class Shape:
 
 QWEN = Shape("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151_936, head_norms=True)
 LLAMA = Shape("Llama-3-8B", 4096, 32, 8, 128, 14_336, 128_256, head_norms=False)
+GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 
 
 def kv_view(shape: Shape) -> KVStorage:
@@ -159,7 +160,12 @@ def _rope_full(shape: Shape) -> None:
 
 
 def _attention(
-    shape: Shape, batch: ForwardBatch, *, batch_invariant: bool = False, window: int = 0
+    shape: Shape,
+    batch: ForwardBatch,
+    *,
+    batch_invariant: bool = False,
+    window: int = 0,
+    has_sinks: bool = False,
 ) -> None:
     from triton.runtime import driver
 
@@ -169,7 +175,8 @@ def _attention(
     attention = Attention(batch_invariant=batch_invariant, architecture=architecture)
     plan = attention.plan(batch, BLOCK_SIZE, window)
     q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
-    attention.attend(q, kv_view(shape), 0, plan, shape.head_dim**-0.5)
+    sinks = shape.empty(shape.heads, dtype=torch.float32) if has_sinks else None
+    attention.attend(q, kv_view(shape), 0, plan, shape.head_dim**-0.5, sinks)
 
 
 def _attention_decode(shape: Shape) -> None:
@@ -188,6 +195,12 @@ def _attention_window(shape: Shape) -> None:
 def _attention_invariant(shape: Shape) -> None:
     _attention(shape, decode_batch(2), batch_invariant=True)
     _attention(shape, prefill_batch(4), batch_invariant=True)
+
+
+def _attention_sinks(shape: Shape) -> None:
+    for batch_invariant in (False, True):
+        _attention(shape, decode_batch(2), batch_invariant=batch_invariant, has_sinks=True)
+        _attention(shape, prefill_batch(4), batch_invariant=batch_invariant, has_sinks=True)
 
 
 def _rope_units(shape: Shape) -> None:
@@ -310,6 +323,7 @@ CALLS = [
     Call("attention, any chunks", _attention_any),
     Call("attention, sliding window", _attention_window, shapes=(QWEN,)),
     Call("attention, invariant", _attention_invariant),
+    Call("attention, sinks", _attention_sinks, shapes=(GPT_OSS,)),
     Call(
         "attention, float32",
         _attention_any,

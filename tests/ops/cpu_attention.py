@@ -100,10 +100,17 @@ class Shape(NamedTuple):
     head_dim: int
     is_bf16: bool
     window: int = 0
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def sinks(self) -> Floats | None:
+        """Of each query head, from far above the scores to far below them."""
+        many = self.num_kv_heads * self.group
+        return np.linspace(200, -40, many, dtype=np.float32) if self.has_sinks else None
 
 
 class Chunk(NamedTuple):
@@ -205,9 +212,12 @@ class Kernels:
             None if paging.cuts is None else np.array([0, *paging.cuts, len(rows)], dtype=np.int64)
         )
         threads = paging.num_threads if cuts is None else len(cuts) - 1
+        sinks = self.shape.sinks
         code = self.library.nano_attention(
             ctypes.byref(problem),
-            *(ctypes.c_void_p(array.ctypes.data) for array in (q, out)),
+            ctypes.c_void_p(q.ctypes.data),
+            None if sinks is None else ctypes.c_void_p(sinks.ctypes.data),
+            ctypes.c_void_p(out.ctypes.data),
             threads,
             None if cuts is None else ctypes.c_void_p(cuts.ctypes.data),
         )
@@ -237,8 +247,11 @@ class Kernels:
         scores[
             :, (key > position) | ((key <= position - shape.window) if shape.window else False)
         ] = -np.inf
+        if shape.sinks is not None:
+            own = np.broadcast_to(shape.sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, own], axis=-1)
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        p /= p.sum(axis=-1, keepdims=True)
+        p = (p / p.sum(axis=-1, keepdims=True))[..., : chunk.end]
         return np.einsum("hqk,khd->qhd", p, v), np.einsum("hqk,khd->qhd", p, np.abs(v))
 
     def read_back(self, chunk: Chunk, paging: Paging) -> tuple[Floats, Floats]:

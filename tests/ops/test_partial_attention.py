@@ -110,7 +110,9 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
         generator=torch.Generator().manual_seed(2),
     )
     q = q.to(dtype)
-    whole = ops.attention(q, view, 1, ops.plan_attention(batch, block_size, shape.window), 0.3)
+    sinks = data.draw(st.sampled_from([None, torch.linspace(200, -40, shape.num_heads)]))
+    plan = ops.plan_attention(batch, block_size, shape.window)
+    whole = ops.attention(q, view, 1, plan, 0.3, sinks)
     assert torch.isfinite(whole).all()
 
     order = torch.tensor(data.draw(st.permutations(range(len(q)))))
@@ -128,7 +130,7 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
         shape.num_heads,
         ops.partial.width(shape.head_dim),
     )
-    assert torch.equal(ops.partial.merge(states, parts.counts, dtype), whole[order])
+    assert torch.equal(ops.partial.merge(states, parts.counts, dtype, sinks), whole[order])
 
 
 def test_a_context_of_one_segment_is_merged_with_nothing() -> None:

@@ -245,6 +245,12 @@ class Shape:
     head_dim: int
     dtype: torch.dtype = torch.float32
     window: int = 0
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Of each query head, from far above the scores to far below them."""
+        return torch.linspace(200, -40, self.num_heads) if self.has_sinks else None
 
     @property
     def num_heads(self) -> int:
@@ -360,7 +366,9 @@ class Paged:
 
         self.storage.write(1, slots, rows("k"), rows("v"))
         plan = plan_attention(batch, self.block_size, self.shape.window)
-        out = attention(rows("q"), self.storage, 1, plan, self.shape.head_dim**-0.5)
+        out = attention(
+            rows("q"), self.storage, 1, plan, self.shape.head_dim**-0.5, self.shape.sinks
+        )
         assert out.shape == (len(positions), self.shape.num_heads * self.shape.head_dim)
         return list(out.split(lengths.tolist()))
 
@@ -374,7 +382,11 @@ def exact(shape: Shape, each: Story) -> Tensor:
     k, v = k.repeat_interleave(shape.ratio, dim=0), v.repeat_interleave(shape.ratio, dim=0)
     behind = torch.arange(len(each))[:, None] - torch.arange(len(each))
     seen = (behind >= 0) & ((behind < shape.window) if shape.window else True)
-    out = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen)[0]
+    scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).masked_fill(~seen, -math.inf)
+    if shape.sinks is not None:
+        own = shape.sinks.double()[:, None, None].expand(-1, len(each), 1)
+        scores = torch.cat([scores, own], dim=-1)
+    out = scores.softmax(dim=-1)[..., : len(each)] @ v
     return out.transpose(0, 1).reshape(len(each), -1)
 
 
@@ -385,6 +397,7 @@ SHAPES = st.builds(
     head_dim=st.sampled_from([8, 12, 16, 20, 64]),
     dtype=DTYPES,
     window=st.sampled_from([0, 0, 1, 7, 64, 65, 130]),
+    has_sinks=st.booleans(),
 )
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=4)
 BLOCK_SIZES = st.sampled_from([1, 3, 16, 64, 100])

@@ -61,6 +61,8 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         ),
         (Heads(group=2, dtype=HALF), 1, Memory(strided=True)),
         (Heads(group=20, kv_heads=1), 0, Memory(padding=(4, 3))),
+        (Heads(group=3, has_sinks=True), 20, Memory(padding=(4, 3))),
+        (Heads(group=4, kv_heads=1, dtype=HALF, has_sinks=True), 0, Memory()),
     ],
 )
 def test_a_mix_of_chunks_agrees_with_the_specification(
@@ -148,7 +150,12 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "window"), [(Heads(group=3, kv_heads=1), 0), (Heads(kv_heads=1, dtype=HALF), 21)]
+    ("heads", "window"),
+    [
+        (Heads(group=3, kv_heads=1), 0),
+        (Heads(kv_heads=1, dtype=HALF), 21),
+        (Heads(group=2, kv_heads=1, has_sinks=True), 21),
+    ],
 )
 @settings(max_examples=at_depth(6), deadline=None)
 @given(schedule=schedules())
@@ -164,8 +171,9 @@ def test_a_rows_bits_are_its_own(
         assert torch.equal(found, expected), (pieces, memory)
 
 
-def test_what_is_shared_has_the_bits_of_what_is_not() -> None:
-    heads = Heads(kv_heads=1, dim=80)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_what_is_shared_has_the_bits_of_what_is_not(has_sinks: bool) -> None:
+    heads = Heads(kv_heads=1, dim=80, has_sinks=has_sinks)
     pieces = [Piece(0, 148, 150), Piece(1, 99, 100)]
     seqs = draw([150, 100], heads)
     found = [

@@ -36,6 +36,13 @@ class Heads:
     kv_heads: int = 2
     dim: int = 16
     dtype: torch.dtype = torch.float32
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> tuple[Tensor, ...]:
+        """What `attend` takes behind the scale: of each query head, from far above to far below."""
+        many = self.group * self.kv_heads
+        return (torch.linspace(200, -40, many, device=DEVICE),) if self.has_sinks else ()
 
     @property
     def scale(self) -> float:
@@ -165,7 +172,9 @@ def attend(
     q, batch, view = place(seqs, pieces, heads, window, memory)
     wider, batch = padded(q, batch, memory)
     found = attention.attend(
-        wider, view, LAYER, attention.plan(batch, memory.block_size, window), heads.scale
+        *(wider, view, LAYER, attention.plan(batch, memory.block_size, window)),
+        heads.scale,
+        *heads.sinks,
     )
     assert found.shape == (len(wider), q.shape[1] * q.shape[2])
     assert found.dtype == q.dtype
@@ -182,4 +191,4 @@ def reference(
     """The same by the specification."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     plan = reference_attention.plan_attention(batch, memory.block_size, window)
-    return reference_attention.attention(q, view, LAYER, plan, heads.scale)
+    return reference_attention.attention(q, view, LAYER, plan, heads.scale, *heads.sinks)

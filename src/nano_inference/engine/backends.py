@@ -68,6 +68,7 @@ def choose_ops(
     What was asked for by name and is not available raises `ConfigError`; in the place of what
     `"auto"` would take there is the reference, and a warning.
     """
+    _require_sinks(config.attention, specs)
     if config.attention == "flex":
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
@@ -101,6 +102,18 @@ def choose_ops(
             "leave it out."
         )
     return lambda num_blocks: ops
+
+
+_WITHOUT_SINKS = ("flashinfer", "flex")
+
+
+def _require_sinks(attention: str, specs: Specs) -> None:
+    for spec in specs.values():
+        if spec.attention_sinks and attention in _WITHOUT_SINKS:
+            raise ConfigError(
+                f"attention={attention!r} has no attention sinks, which {spec.architecture} has; "
+                "use attention='auto'."
+            )
 
 
 def _best_backend(config: EngineConfig, device: torch.device) -> Backend:

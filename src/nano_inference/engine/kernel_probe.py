@@ -172,8 +172,8 @@ def _beside(ops: Ops, reference: Ops) -> Ops:
     )
     attend = _compared(
         "attention",
-        lambda q, view, layer, plan, scale: ops.attention(q, view, layer, plan[0], scale),
-        (lambda q, view, layer, plan, scale: reference.attention(q, view, layer, plan[1], scale)),
+        lambda q, view, layer, plan, *how: ops.attention(q, view, layer, plan[0], *how),
+        (lambda q, view, layer, plan, *how: reference.attention(q, view, layer, plan[1], *how)),
     )
     draws = {
         name: _drawn(name, getattr(ops, name), getattr(reference, name))

@@ -63,9 +63,16 @@ class SharedContext:
             rejoining.order
         ]
 
-    def attention(self, view: KvcacheView, layer: int, window: int, scale: float) -> Joint:
+    def attention(
+        self,
+        view: KvcacheView,
+        layer: int,
+        window: int,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Joint:
         """A function for `Ops.call`: q [N, heads * D] of own rows -> attention over the keys of all
-        ranks.
+        ranks. The sinks [heads] are added by the rows' owners, once.
         """
 
         def attend(batch: ForwardBatch, out: Tensor, q: Tensor) -> None:
@@ -76,18 +83,24 @@ class SharedContext:
                 def states(rows: Tensor, plan: Any = plan) -> Tensor:
                     return self._partial.states(rows, view, layer, plan, scale)
 
-                out[piece.own] = self._merged(piece, heads, states)
+                out[piece.own] = self._merged(piece, heads, states, sinks)
 
         return attend
 
-    def _merged(self, piece: Piece, q: Tensor, states: Callable[[Tensor], Tensor]) -> Tensor:
+    def _merged(
+        self,
+        piece: Piece,
+        q: Tensor,
+        states: Callable[[Tensor], Tensor],
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Queries to those who have keys for them, states back to the rows' owners."""
         asked = torch.cat(self._group.all_to_all([q[rows] for rows in piece.queries], piece.asked))
         found = states(asked[piece.arrived])
         answers = torch.cat(
             self._group.all_to_all([found[rows] for rows in piece.answers], piece.answered)
         )
-        return self._partial.merge(answers[piece.order], piece.counts, q.dtype)
+        return self._partial.merge(answers[piece.order], piece.counts, q.dtype, sinks)
 
     def _plans_of(self, batch: ForwardBatch, window: int, block_size: int) -> list[Any]:
         """One plan a step and window, for all layers."""

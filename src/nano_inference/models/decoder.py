@@ -294,10 +294,13 @@ class Decoder:
             spec.num_kv_heads,
             (self._norm(name + "q_norm"), self._norm(name + "k_norm")) if spec.qk_norm else None,
         )
+        sinks = (params[name + "sinks"],) if spec.attention_sinks else ()
         if self.context is None:
-            attended = ops.attention(q, view, layer, plan, spec.attention_scale)
+            attended = ops.attention(q, view, layer, plan, spec.attention_scale, *sinks)
         else:
-            attend = self.context.attention(view, layer, spec.windows[layer], spec.attention_scale)
+            attend = self.context.attention(
+                view, layer, spec.windows[layer], spec.attention_scale, *sinks
+            )
             attended = ops.call(batch, attend, (q,), spec.num_heads * spec.head_dim, self.dtype)
         start, stop = self.part.own_columns
         if stop - start < spec.num_heads * spec.head_dim:

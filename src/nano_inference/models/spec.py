@@ -63,6 +63,7 @@ class ModelSpec:
         norm_offset: added to the weights of norms; such weights are kept in float32.
         activation: of the MLP's gate, `"silu"` or `"gelu_tanh"`.
         attention_scale: multiplies queries times keys.
+        attention_sinks: each query head has a score that belongs to no key, in the softmax's sum.
         embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
             the residual stream is multiplied, logits are divided by it.
         fused_projections: the checkpoint stores q, k, v in one tensor, and gate and up in one.
@@ -86,6 +87,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str
     attention_scale: float
+    attention_sinks: bool = False
     quantized_source: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -107,6 +109,7 @@ class _Family:
     # None: as attention_bias says; the output projection then has one too
     qkv_bias: bool | None = None
     qk_norm: QkNorm | None = None
+    attention_sinks: bool = False
     norms: NormPlacement = "pre"
     norm_offset: float = 0.0
     activation_key: str = "hidden_act"
@@ -197,6 +200,7 @@ def _read(
         qkv_bias=all_biases if family.qkv_bias is None else family.qkv_bias,
         o_bias=all_biases and family.qkv_bias is None,
         qk_norm=family.qk_norm,
+        attention_sinks=family.attention_sinks,
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=_activation(config, family.activation_key),

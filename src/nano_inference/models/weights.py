@@ -223,7 +223,9 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * size, spec.num_kv_heads * size
     group = spec.num_heads // spec.num_kv_heads
     kv = range(part.kv_heads.start * size, part.kv_heads.stop * size)
-    q = range(kv.start * group, kv.stop * group)  # of all query heads that its KV heads serve
+    # all query heads that its KV heads serve
+    q_heads = range(part.kv_heads.start * group, part.kv_heads.stop * group)
+    q = range(q_heads.start * size, q_heads.stop * size)
     rows = {"q_proj": (q_rows, (q,)), "k_proj": (kv_rows, (kv,)), "v_proj": (kv_rows, (kv,))}
     if spec.fused_projections:
         after, value = q_rows, q_rows + kv_rows
@@ -242,6 +244,9 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     ]
     if spec.qkv_bias:
         params.append(_stacked(f"{own}.qkv_bias", hf, "bias", rows, ()))
+    if spec.attention_sinks:
+        sinks = Source(f"{hf}.sinks", (spec.num_heads,), 0, _of(q_heads, spec.num_heads))
+        params.append(replace(_plain(f"{own}.sinks", sinks), keep_float32=True))
     if spec.o_bias:
         params.append(_plain(f"{own}.o_bias", Source(f"{hf}.o_proj.bias", (hidden,))))
     if spec.qk_norm:

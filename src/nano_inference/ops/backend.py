@@ -71,14 +71,14 @@ class PartialAttention(NamedTuple):
         plan: (rows, block_size) -> whatever `states` wants to know; once a step for each window.
         states: (q [M, heads, D], view, layer, plan, scale) -> float32 [states, heads, width], row
             by row, each row's in order of keys.
-        merge: (states, counts [N], dtype) -> [N, heads * D]: all states of each row in order of
-            keys become the bits of undivided attention.
+        merge: (states, counts [N], dtype, sinks) -> [N, heads * D]: all states of each row in
+            order of keys, and its heads' sinks, become the bits of undivided attention.
         width: (D) -> numbers of a state.
     """
 
     plan: Callable[[SegmentRows, int], Any]
     states: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
-    merge: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    merge: Callable[..., Tensor]  # sinks may be left out
     width: Callable[[int], int]
 
 
@@ -111,7 +111,9 @@ class Ops:
         plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a
             step for each window that the model has (0: none). A row at position p sees the keys
             above p - window.
-        attention: (q [N, heads, D], view, layer, plan, scale) -> [N, heads * D].
+        attention: (q [N, heads, D], view, layer, plan, scale, sinks) -> [N, heads * D]. Sinks are
+            None, or float32 [heads]: scores, not scaled, that belong to no key and are the last
+            term of the softmax's sum.
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
         moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of
             experts; see `ops.moe.mixture`.
@@ -165,7 +167,7 @@ class Ops:
         Tensor,
     ]
     plan_attention: Callable[[ForwardBatch, int, int], Any]
-    attention: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
+    attention: Callable[..., Tensor]  # sinks may be left out
     gate: Callable[[Tensor, str], Tensor]
     moe: Moe  # exchange and note may be left out
     logits: Callable[[Tensor, Any, float], Tensor]

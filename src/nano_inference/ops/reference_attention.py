@@ -114,10 +114,15 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int) -> KeyT
 
 
 def attention(
-    q: Tensor, view: KvcacheView, layer: int, plan: tuple[RowGroup, ...], scale: float
+    q: Tensor,
+    view: KvcacheView,
+    layer: int,
+    plan: tuple[RowGroup, ...],
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in
-    q's dtype.
+    """Causal attention of q [N, heads, D] over each row's own context, see `Ops.attention`; returns
+    [N, heads * D] in q's dtype.
     """
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -130,7 +135,7 @@ def attention(
                 whole, _merge(SoftmaxState(*(t[rows] for t in whole)), found), strict=True
             ):
                 tensor[rows] = merged
-        out[group.rows] = (whole.acc / whole.total).to(q.dtype)
+        out[group.rows] = _finish(whole, sinks).to(q.dtype)
     return out.view(num_rows, num_heads * head_dim)
 
 
@@ -150,9 +155,11 @@ def attention_states(
     return states
 
 
-def merge_states(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def merge_states(
+    states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of N rows from all their states [states, heads, 2 + D], counts [N] of them each in
-    order of keys.
+    order of keys, and the sinks of their heads.
     """
     firsts = counts.cumsum(0) - counts
 
@@ -169,7 +176,17 @@ def merge_states(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
         whole = SoftmaxState(
             *(tensor.index_copy(0, rows, new) for tensor, new in zip(whole, merged, strict=True))
         )
-    return (whole.acc / whole.total).to(dtype).flatten(1)
+    return _finish(whole, sinks).to(dtype).flatten(1)
+
+
+def _finish(whole: SoftmaxState, sinks: Tensor | None) -> Tensor:
+    """The output [rows, heads, D] of what rows found in all their keys; sinks [heads] are the last
+    term of the sum.
+    """
+    if sinks is None:
+        return whole.acc / whole.total
+    # infinite where a sink is far above all scores: then nothing of the values is left
+    return whole.acc / (whole.total + torch.exp(sinks[:, None] - whole.highest))
 
 
 def _nothing(acc: Tensor) -> SoftmaxState:

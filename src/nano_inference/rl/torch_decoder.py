@@ -153,7 +153,8 @@ class TorchDecoder:
             first = len(shared)
             for rows in own_q.split(ATTENTION_ROWS):
                 last = first + len(rows)
-                parts.append(self._attend(rows, own_k[:last], own_v[:last], window))
+                sinks = params.get(name + "sinks")
+                parts.append(self._attend(rows, own_k[:last], own_v[:last], window, sinks))
                 first = last
         return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
 
@@ -208,10 +209,14 @@ class TorchDecoder:
             total = total.index_add(0, rows, product.float() * weights[rows, which, None])
         return total
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
         """Attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]: [n,
         heads * D].
         """
+        mask = self._mask(len(q), len(k), window, q.device)
+        if sinks is not None:
+            mask = self._with_sinks(mask, sinks)
+            k, v = (functional.pad(each, (0, 0, 0, 0, 0, 1)) for each in (k, v))
         n, kv_heads, head_dim = len(q), k.shape[1], k.shape[2]
         # heads that share keys are rows of one matrix
         q = q.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -219,7 +224,7 @@ class TorchDecoder:
             q.reshape(1, kv_heads, -1, head_dim),
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
-            attn_mask=self._mask(n, len(k), window, q.device),
+            attn_mask=mask,
             scale=self.spec.attention_scale,
         )
         return out.view(kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
@@ -235,6 +240,14 @@ class TorchDecoder:
             outside, -torch.inf
         )
         return mask.repeat(self.spec.num_heads // self.spec.num_kv_heads, 1)
+
+    def _with_sinks(self, mask: Tensor, sinks: Tensor) -> Tensor:
+        """The mask for one key more, of which products and value are zero: [kv heads, heads that
+        share keys * n, L + 1].
+        """
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        own = sinks.to(self.dtype).view(-1, group).repeat_interleave(len(mask) // group, dim=1)
+        return torch.cat([mask.expand(len(own), -1, -1), own[:, :, None]], dim=2)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)

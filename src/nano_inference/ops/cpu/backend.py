@@ -112,7 +112,13 @@ class CpuOps:
         return batch, window
 
     def attention(
-        self, q: Tensor, view: KvcacheView, layer: int, plan: tuple[ForwardBatch, int], scale: float
+        self,
+        q: Tensor,
+        view: KvcacheView,
+        layer: int,
+        plan: tuple[ForwardBatch, int],
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.attention`."""
         batch, window = plan
@@ -121,7 +127,7 @@ class CpuOps:
 
         def record(recorder: Recorder, x: Any) -> Any:
             recorder.describe_heads(Heads(num_heads, kv_heads, head_dim))
-            return recorder.attention(x, view, layer, window, scale)
+            return recorder.attention(x, view, layer, window, scale, sinks)
 
         return self._run(
             record, q.flatten(1).contiguous(), dtype=q.dtype, storage=view, batch=batch

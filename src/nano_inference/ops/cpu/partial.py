@@ -100,9 +100,15 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
             )
         return out
 
-    def merge(states: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    def merge(
+        states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
+    ) -> Tensor:
         states, firsts = states.contiguous(), _bounds(counts)
         _, num_heads, width = states.shape
+        if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
+            raise ValueError(
+                f"sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 ({num_heads},)."
+            )
         head_dim = width - LANES - 1
         out = torch.empty((len(counts), num_heads * head_dim), dtype=dtype)
         if len(counts):
@@ -110,6 +116,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
                 states.data_ptr(),
                 firsts.data_ptr(),
                 *(len(counts), num_heads, head_dim, dtype == torch.bfloat16),
+                None if sinks is None else sinks.data_ptr(),
                 out.data_ptr(),
                 num_threads,
             )

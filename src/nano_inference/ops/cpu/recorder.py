@@ -204,13 +204,27 @@ class Recorder:
         """C++ plans each step by itself; what tells its plans apart is the window."""
         return window
 
-    def attention(self, q: Buffer, _view: Any, layer: int, window: int, scale: float) -> Buffer:
+    def attention(
+        self,
+        q: Buffer,
+        _view: Any,
+        layer: int,
+        window: int,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Buffer:
         """See `Ops.attention`; its plan is the window."""
+        if sinks is not None:
+            heads = None if self.heads is None else self.heads.num_heads
+            _require(
+                sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous(),
+                f"sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 ({heads},).",
+            )
         if (window, scale) not in self.windows:
             self.windows.append((window, scale))
         out = self.new(q.columns, self.dtype)
         values = {"layer": layer, "plan": self.windows.index((window, scale))}
-        self.operations.append(Operation(ATTENTION, (q,), out, values=values))
+        self.operations.append(Operation(ATTENTION, (q,), out, bias=sinks, values=values))
         return out
 
     def gate(self, x: Buffer, activation: str = "silu") -> Buffer:

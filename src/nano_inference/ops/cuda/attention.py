@@ -115,7 +115,15 @@ class Attention:
         """
         return Plan(batch, block_size, window)
 
-    def attend(self, q: Tensor, view: KvcacheView, layer: int, plan: Plan, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        view: KvcacheView,
+        layer: int,
+        plan: Plan,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding: their results mean
         nothing.
         """
@@ -135,6 +143,7 @@ class Attention:
                 q.contiguous(),
                 keys,
                 values,
+                sinks,
                 out,
                 plan.batch.block_tables,
                 units,
@@ -265,6 +274,7 @@ def _stages(buffers: int, *, indirect: bool) -> int:
 MERGED_LANES = tl.constexpr(8)  # of a tile, merged at once
 MERGE_STAGES = tl.constexpr(8)  # parts on their way meanwhile
 NEVER = tl.constexpr(float("-inf"))
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -294,9 +304,18 @@ def _merge(highest, total, acc, next_highest, next_total, next_acc, scale):
 
 
 @triton.jit
+def _finish(highest, total, acc, sink, scale):
+    """The output: the sum's last term is that of the sink, whose score is not scaled. It is
+    infinite where that is far above all others: then nothing of the values is left.
+    """
+    return acc / (total + tl.exp2(sink * LOG2_E - highest * scale))[:, None]
+
+
+@triton.jit
 def _merge_parts(
     part_ptr,
     stat_ptr,
+    sink_ptr,
     out_ptr,
     there,
     num_parts,
@@ -325,15 +344,23 @@ def _merge_parts(
             part_ptr[:, None] + at * HEAD_DIM + dim, mask=present, other=0.0, cache_modifier=".cg"
         )
         highest, total, acc = _merge(highest, total, acc, next_highest, next_total, next_acc, scale)
-    acc = acc / tl.where(there, total, 1.0)[:, None]
+    if sink_ptr is not None:
+        acc = _finish(highest, total, acc, tl.load(sink_ptr), scale)
+    else:
+        acc = acc / tl.where(there, total, 1.0)[:, None]
     tl.store(out_ptr[:, None] + dim, acc.to(out_ptr.dtype.element_ty), mask=present)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tables_ptr", "units_ptr", "count_ptr", "counters_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("tables_ptr", "units_ptr", "sinks_ptr", "count_ptr", "counters_ptr")
+    ]
+)
 def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     q_ptr,
     keys_ptr,
     values_ptr,
+    sinks_ptr,
     out_ptr,
     tables_ptr,
     units_ptr,
@@ -431,7 +458,12 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         highest, total, acc = all_highest, all_total, all_acc
 
     if place < 0:
-        acc = acc / tl.where(row < rows, total, 1.0)[:, None]
+        if sinks_ptr is not None:
+            # from scratch, since `head` and `lane` would stay in registers that are wanted
+            at = tl.program_id(1) * GROUP + tl.arange(0, LANES) % GROUP
+            acc = _finish(highest, total, acc, tl.load(sinks_ptr + at), scale)
+        else:
+            acc = acc / tl.where(row < rows, total, 1.0)[:, None]
         tl.store(
             out_ptr + own_head[:, None] * HEAD_DIM + dim,
             acc.to(out_ptr.dtype.element_ty),
@@ -458,6 +490,9 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
             _merge_parts(
                 parts_ptr + from_lane * HEAD_DIM,
                 stats_ptr + from_lane * 2,
+                None
+                if sinks_ptr is None
+                else sinks_ptr + tl.program_id(1) * GROUP + merged % GROUP,
                 out_ptr + to_head * HEAD_DIM,
                 merged < rows * GROUP,
                 num_parts,

@@ -154,9 +154,9 @@ class FewRows:
         """See `Ops.columns`."""
         return self._ops.columns(self.made(x), start, stop)
 
-    def attention(self, q: Value, view: KvcacheView, layer: int, plan: Any, scale: float) -> Tensor:
+    def attention(self, q: Value, *where: Any) -> Tensor:
         """See `Ops.attention`."""
-        return self._ops.attention(self.made(q), view, layer, plan, scale)
+        return self._ops.attention(self.made(q), *where)
 
 
 def few_rows(

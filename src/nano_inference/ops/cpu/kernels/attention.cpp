@@ -122,10 +122,13 @@ Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq,
   return walk;
 }
 
-// A row's output from its total.
+// A row's output from its total, whose sum has the sink's term as its last.
 template <class T>
-void finish(State total, T* to, int64_t head_dim) {
-  Vec inverse = vdiv(vset(1), vset(vsum(vload(total.total()))));
+void finish(State total, const float* sink, T* to, int64_t head_dim) {
+  float sum = vsum(vload(total.total()));
+  // bounded, so that 2^x is a number: far above all scores nothing of the values is left
+  if (sink) sum += exp2_1(std::min(*sink * LOG2E - total.highest(), 126.f));
+  Vec inverse = vdiv(vset(1), vset(sum));
   for (int64_t d = 0; d < head_dim; d += LANES) store_one(to + d, vmul(vload(total.out() + d), inverse));
 }
 
@@ -133,7 +136,7 @@ void finish(State total, T* to, int64_t head_dim) {
 
 template <class T>
 void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q, int64_t ldq, const KvLayer<T>& layer,
-              T* out, int64_t ldo, AttentionScratch& scratch) {
+              const float* sinks, T* out, int64_t ldo, AttentionScratch& scratch) {
   const Plan::Item& item = plan.item(index);
   const Plan::Task& task = plan.task(item.task);
   const AttentionShape& shape = plan.shape();
@@ -157,7 +160,8 @@ void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q
   }
   each_row(plan, task, [&](int64_t row, int64_t first_line) {
     T* to = out + row * ldo + item.head * group * shape.head_dim;
-    for (int64_t i = 0; i < group; i++, to += shape.head_dim) finish(walk.total(first_line + i), to, shape.head_dim);
+    for (int64_t i = 0; i < group; i++, to += shape.head_dim)
+      finish(walk.total(first_line + i), sinks ? sinks + item.head * group + i : nullptr, to, shape.head_dim);
   });
 }
 
@@ -187,7 +191,7 @@ void run_item_states(const AttentionPlan& plan, int64_t index, int64_t next, con
 }
 
 template <class T>
-void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t head_dim, T* out) {
+void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t head_dim, const float* sink, T* out) {
   alignas(64) float memory[2][2 * LANES + MAX_HEAD_DIM];
   State total{memory[0]}, found{memory[1]};
   total.seen() = 0, found.seen() = 1;
@@ -196,18 +200,18 @@ void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t 
     memcpy(found.total(), states + 1, size_t(LANES + head_dim) * sizeof(float));
     merge(total, found, 2 * LANES + head_dim);
   }
-  finish(total, out, head_dim);
+  finish(total, sink, out, head_dim);
 }
 
-template void run_item(const AttentionPlan&, int64_t, int64_t, const bf16*, int64_t, const KvLayer<bf16>&, bf16*,
-                       int64_t, AttentionScratch&);
-template void run_item(const AttentionPlan&, int64_t, int64_t, const float*, int64_t, const KvLayer<float>&, float*,
-                       int64_t, AttentionScratch&);
+template void run_item(const AttentionPlan&, int64_t, int64_t, const bf16*, int64_t, const KvLayer<bf16>&, const float*,
+                       bf16*, int64_t, AttentionScratch&);
+template void run_item(const AttentionPlan&, int64_t, int64_t, const float*, int64_t, const KvLayer<float>&,
+                       const float*, float*, int64_t, AttentionScratch&);
 template void run_item_states(const AttentionPlan&, int64_t, int64_t, const bf16*, int64_t, const KvLayer<bf16>&,
                               const int64_t*, float*, AttentionScratch&);
 template void run_item_states(const AttentionPlan&, int64_t, int64_t, const float*, int64_t, const KvLayer<float>&,
                               const int64_t*, float*, AttentionScratch&);
-template void merge_row(const float*, int64_t, int64_t, int64_t, bf16*);
-template void merge_row(const float*, int64_t, int64_t, int64_t, float*);
+template void merge_row(const float*, int64_t, int64_t, int64_t, const float*, bf16*);
+template void merge_row(const float*, int64_t, int64_t, int64_t, const float*, float*);
 
 }  // namespace nano

@@ -154,11 +154,12 @@ class AttentionScratch {
 };
 
 // Compute one item: q and out are [num_rows][num_heads * head_dim], rows ldq and ldo apart, q rotated. The keys and
-// values of the batch's rows are stored already. `next` is the item that this thread will likely run after: its first
+// values of the batch's rows are stored already. `sinks` [num_heads]: a score of each head that belongs to no key, the
+// last term of the softmax's sum; null: none. `next` is the item that this thread will likely run after: its first
 // tile is fetched ahead; num_items() or more: none. Denormals must be flushed (run_team does).
 template <class T>
 void run_item(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq, const KvLayer<T>& layer,
-              T* out, int64_t ldo, AttentionScratch& scratch);
+              const float* sinks, T* out, int64_t ldo, AttentionScratch& scratch);
 
 // The same without the merge: what a row's query head finds in each segment is written apart, as its highest score,
 // 16 sums of probabilities and the output before the division: states[first_states[row] + segment][num_heads]
@@ -167,8 +168,8 @@ template <class T>
 void run_item_states(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq,
                      const KvLayer<T>& layer, const int64_t* first_states, float* states, AttentionScratch& scratch);
 
-// Attention of one row and query head from all its states, `stride` numbers apart, in order of keys.
+// Attention of one row and query head from all its states, `stride` numbers apart, in order of keys, and its sink.
 template <class T>
-void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t head_dim, T* out);
+void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t head_dim, const float* sink, T* out);
 
 }  // namespace nano

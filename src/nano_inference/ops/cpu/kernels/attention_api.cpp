@@ -53,7 +53,8 @@ void read(const Problem& problem, float* keys, float* values) {
 }
 
 template <class T>
-void attend(const Problem& problem, const void* q, void* out, int num_threads, const int64_t* row_cuts) {
+void attend(const Problem& problem, const void* q, const float* sinks, void* out, int num_threads,
+            const int64_t* row_cuts) {
   static AttentionPlan plan;  // the tests call from one thread
   plan.build(problem.batch, problem.shape, num_threads, row_cuts);
   int64_t stride = problem.shape.num_heads * problem.shape.head_dim;
@@ -61,8 +62,8 @@ void attend(const Problem& problem, const void* q, void* out, int num_threads, c
   auto work = [&](Team& team) {
     AttentionScratch scratch;
     auto run = [&](int64_t item, int64_t after) {
-      run_item(plan, item, after, static_cast<const T*>(q), stride, layer_of<T>(problem), static_cast<T*>(out), stride,
-               scratch);
+      run_item(plan, item, after, static_cast<const T*>(q), stride, layer_of<T>(problem), sinks, static_cast<T*>(out),
+               stride, scratch);
     };
     if (row_cuts)
       for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++)
@@ -93,13 +94,13 @@ void find_states(const Problem& problem, const int64_t* begins, const void* q, c
 
 template <class T>
 void merge_states(const float* states, const int64_t* first_states, int64_t num_rows, int64_t num_heads,
-                  int64_t head_dim, T* out, int num_threads) {
+                  int64_t head_dim, const float* sinks, T* out, int num_threads) {
   const int64_t width = 1 + LANES + head_dim, stride = num_heads * width;
   auto work = [&](Team& team) {
     for (int64_t row = team.begin(num_rows); row < team.end(num_rows); row++)
       for (int64_t head = 0; head < num_heads; head++)
         merge_row(states + first_states[row] * stride + head * width, first_states[row + 1] - first_states[row], stride,
-                  head_dim, out + (row * num_heads + head) * head_dim);
+                  head_dim, sinks ? sinks + head : nullptr, out + (row * num_heads + head) * head_dim);
   };
   run_team(num_threads, work);
 }
@@ -116,13 +117,14 @@ extern "C" void nano_read_kv(const Problem* problem, float* keys, float* values)
   problem->is_bf16 ? read<bf16>(*problem, keys, values) : read<float>(*problem, keys, values);
 }
 
-// Attention of q [num_rows, heads, head_dim] into out, which is alike. 0, or 1 for a shape that cannot be had.
-extern "C" int nano_attention(const Problem* problem, const void* q, void* out, int num_threads,
+// Attention of q [num_rows, heads, head_dim] into out, which is alike; `sinks` [heads] or null. 0, or 1 for a shape that
+// cannot be had.
+extern "C" int nano_attention(const Problem* problem, const void* q, const float* sinks, void* out, int num_threads,
                               const int64_t* row_cuts) {
   const AttentionShape& shape = problem->shape;
   if (shape.head_dim % LANES || shape.head_dim > MAX_HEAD_DIM || shape.num_heads % shape.num_kv_heads) return 1;
-  problem->is_bf16 ? attend<bf16>(*problem, q, out, num_threads, row_cuts)
-                   : attend<float>(*problem, q, out, num_threads, row_cuts);
+  problem->is_bf16 ? attend<bf16>(*problem, q, sinks, out, num_threads, row_cuts)
+                   : attend<float>(*problem, q, sinks, out, num_threads, row_cuts);
   return 0;
 }
 
@@ -138,9 +140,12 @@ extern "C" int nano_attention_states(const Problem* problem, const int64_t* begi
 }
 
 // Attention [num_rows, heads, head_dim] from states [..][heads][1 + 16 + head_dim], of row r [first_states[r],
-// first_states[r + 1]) in order of keys.
+// first_states[r + 1]) in order of keys, and the sinks [heads], or null.
 extern "C" void nano_merge_states(const float* states, const int64_t* first_states, int64_t num_rows, int64_t num_heads,
-                                  int64_t head_dim, int64_t is_bf16, void* out, int num_threads) {
-  if (is_bf16) merge_states(states, first_states, num_rows, num_heads, head_dim, static_cast<bf16*>(out), num_threads);
-  else merge_states(states, first_states, num_rows, num_heads, head_dim, static_cast<float*>(out), num_threads);
+                                  int64_t head_dim, int64_t is_bf16, const float* sinks, void* out,
+                                  int num_threads) {
+  if (is_bf16)
+    merge_states(states, first_states, num_rows, num_heads, head_dim, sinks, static_cast<bf16*>(out), num_threads);
+  else
+    merge_states(states, first_states, num_rows, num_heads, head_dim, sinks, static_cast<float*>(out), num_threads);
 }

@@ -203,8 +203,8 @@ class Program {
     static thread_local AttentionScratch scratch;
     const int64_t count = plan.num_items();
     auto one = [&](int64_t item, int64_t next) {
-      run_item<T>(plan, item, next, at<const T>(op.input, 0), stride<T>(op.input), layer, at<T>(op.output, 0),
-                  stride<T>(op.output), scratch);
+      run_item<T>(plan, item, next, at<const T>(op.input, 0), stride<T>(op.input), layer,
+                  static_cast<const float*>(op.bias), at<T>(op.output, 0), stride<T>(op.output), scratch);
     };
     if (sharing_ == Sharing::SEQUENCES) {
       const int64_t end = plan.first_item(team.thread + 1);
