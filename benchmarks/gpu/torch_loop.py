@@ -53,7 +53,7 @@ class TorchLoop:
         # of the tokens in `tokens`
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch, device=device)
-        self.cos, self.sin = _rotary(spec.head_dim, self.longest, spec.rope.theta, device)
+        self.cos, self.sin = _rotary(spec.head_dim, self.longest, spec.ropes[0].theta, device)
         self.steps: dict[int, Callable[[], None]] = {}
 
     @torch.inference_mode()

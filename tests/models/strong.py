@@ -8,7 +8,7 @@ the model's spec out, to show that a test would notice.
 
     oracle = strong_model(tmp_path, "Olmo3ForCausalLM", num_hidden_layers=4, sliding_window=16)
     assert disagreement(tmp_path, oracle) < TOLERANCE
-    without = partial(replace, rope=RopeSpec())
+    without = partial(replace, ropes=(RopeSpec(),) * 4)
     assert disagreement(tmp_path, oracle, change=without) > NOTICED
 """
 
@@ -176,7 +176,8 @@ def _engine(
 
     def load(folder: Path, spec: ModelSpec, *rest: Any) -> dict[str, Any]:
         params = load_params(folder, read, *rest[:3])
-        return {param.name: params[param.name] for param in param_table(spec)}
+        kept = {param.name for param in param_table(spec)}
+        return {name: param for name, param in params.items() if name in kept}
 
     with (
         patch.object(assembly, "load_spec", lambda _: changed),

@@ -2,62 +2,21 @@
 its features, which must be noticed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nano_inference.config import Backend
-from nano_inference.models.spec import ModelSpec
-from tests.models.strong import NOTICED, TOLERANCE, disagreement, strong_model
-
-Change = Callable[[ModelSpec], ModelSpec]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A tiny model, and what it is without each of its features."""
-
-    class_name: str
-    config: dict[str, Any] = field(default_factory=dict[str, Any])
-    features: dict[str, Change] = field(default_factory=dict[str, Change])
-
-
-def spec_with(**fields: Any) -> Change:
-    """The spec with other values."""
-    return lambda spec: replace(spec, **fields)
-
-
-def without_windows(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, windows=(0,) * spec.num_layers)
-
-
-def one_rope(spec: ModelSpec) -> ModelSpec:
-    """Layers with a window turn as those without."""
-    return replace(spec, sliding_rope=spec.rope)
-
-
-CASES = {
-    "gemma3": Case(
-        "Gemma3ForCausalLM",
-        {
-            "num_hidden_layers": 7,
-            "sliding_window": 17,
-            "query_pre_attn_scalar": 40,
-            "hidden_activation": "gelu_pytorch_tanh",
-        },
-        {
-            "windows": without_windows,
-            "rope of windows": one_rope,
-            "query_pre_attn_scalar": spec_with(attention_scale=0.25),
-            "activation": spec_with(activation="silu"),
-            "embed_scale": spec_with(embed_scale=1.0),
-            "norms after": spec_with(norms="pre"),
-        },
-    ),
-}
+from tests.models.families import CASES
+from tests.models.strong import (
+    NOTICED,
+    TOLERANCE,
+    disagreement,
+    strong_model,
+    strong_prompts,
+)
+from tests.parity.compare import ROWS, compare_rows
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -76,3 +35,13 @@ def test_a_feature_left_out_is_noticed(tmp_path: Path, family: str, feature: str
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     without = case.features[feature]
     assert disagreement(tmp_path, oracle, change=without) > NOTICED
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_family_has_the_same_bits_in_other_schedules(tmp_path: Path, family: str) -> None:
+    case = CASES[family]
+    oracle = strong_model(tmp_path, case.class_name, **case.config)
+    prompts = strong_prompts(oracle.get_input_embeddings().num_embeddings, (1, 33, 70))
+    common: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 2**24}
+    for result in compare_rows(str(tmp_path), "bfloat16", prompts, 8, (ROWS[1], ROWS[4]), **common):
+        assert result["equal"] == result["samples"], result

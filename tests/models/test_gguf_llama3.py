@@ -73,7 +73,7 @@ def test_rope_freqs_are_llama3s_scaling(tmp_path: Path) -> None:
     )
     positions = torch.arange(4096, dtype=torch.float64)
     angles = positions[:, None] * llama.inv_freq.double()
-    cos, sin = rope_table(load_spec(folder).rope, HEAD_DIM, 4096, torch.device("cpu"))
+    cos, sin = rope_table(load_spec(folder).ropes[0], HEAD_DIM, 4096, torch.device("cpu"))
     # An angle of up to 4,096 has 2.4e-4 of rounding in float32.
     torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=1e-3)
     torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=1e-3)
@@ -89,7 +89,7 @@ def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
     folder = convert(
         with_factors(tmp_path / "m.gguf", np.ones(HEAD_DIM // 2, np.float32)), tmp_path / "cache"
     )
-    assert load_spec(folder).rope.kind == "default"
+    assert load_spec(folder).ropes[0].kind == "default"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,11 @@ def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
         (np.ones(4, np.float32), {}, "rope_freqs.weight must hold 8 numbers above 0"),
         (np.array([1.0] * 7 + [0.0], np.float32), {}, "must hold 8 numbers above 0"),
         (np.array([1.0] * 7 + [np.nan], np.float32), {}, "must hold 8 numbers above 0"),
-        (np.full(8, 2.0, np.float32), {"llama.rope.scaling.factor": 4.0}, "mapped is one of them"),
+        (
+            np.full(8, 2.0, np.float32),
+            {"llama.rope.scaling.factor": 4.0},
+            "mapped is one of them",
+        ),
     ],
 )
 def test_factors_that_cannot_be_meant_are_refused(

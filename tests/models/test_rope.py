@@ -71,7 +71,7 @@ def spec_of(
         "head_dim": head_dim,
         "rope_parameters": scaling | {"rope_theta": theta},
     }
-    return spec_from_config(config).rope
+    return spec_from_config(config).ropes[0]
 
 
 def table(spec: RopeSpec, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:

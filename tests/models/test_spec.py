@@ -36,7 +36,7 @@ def test_the_fields_of_a_llama() -> None:
     assert spec.eos_token_ids == (2,)
     assert spec.checkpoint_dtype == "float32"
     assert not spec.quantized_source
-    assert spec.rope == RopeSpec(theta=10000.0)
+    assert spec.ropes[0] == RopeSpec(theta=10000.0)
 
 
 def test_what_old_configs_leave_out() -> None:
@@ -54,7 +54,7 @@ def test_what_old_configs_leave_out() -> None:
     assert spec.num_kv_heads == spec.num_heads == 4
     assert not spec.tie_word_embeddings
     assert spec.eos_token_ids == ()
-    assert spec.rope.theta == 10000.0
+    assert spec.ropes[0].theta == 10000.0
 
 
 def test_head_dim_may_differ_from_hidden_over_heads() -> None:
@@ -119,20 +119,21 @@ def test_old_and_new_spelling_of_rope(scaling: dict[str, Any] | None, expected: 
     new = without("rope_theta", "rope_scaling") | {
         "rope_parameters": (scaling or {}) | {"rope_theta": 5e5}
     }
-    assert spec_from_config(old).rope == expected
-    assert spec_from_config(new).rope == expected
+    assert spec_from_config(old).ropes[0] == expected
+    assert spec_from_config(new).ropes[0] == expected
     if scaling is not None:  # the oldest name of the kind
         oldest = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
-        assert spec_from_config(config(rope_theta=5e5, rope_scaling=oldest)).rope == expected
+        assert spec_from_config(config(rope_theta=5e5, rope_scaling=oldest)).ropes[0] == expected
 
 
 def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    assert spec_from_config(config(rope_scaling=yarn)).rope.attention_factor == pytest.approx(
+    assert spec_from_config(config(rope_scaling=yarn)).ropes[0].attention_factor == pytest.approx(
         1.1386294
     )
     assert (
-        spec_from_config(config(rope_scaling=yarn | {"factor": 1.0})).rope.attention_factor == 1.0
+        spec_from_config(config(rope_scaling=yarn | {"factor": 1.0})).ropes[0].attention_factor
+        == 1.0
     )
 
 

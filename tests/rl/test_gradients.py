@@ -12,10 +12,12 @@ from torch import Tensor
 
 from nano_inference.models.spec import spec_from_config
 from nano_inference.models.weights import fused_tensors, param_table, unfused
-from nano_inference.rl import PolicyModel, torch_decoder
+from nano_inference.rl import PolicyModel, score, torch_decoder
 from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
 from nano_inference.rl.torch_decoder import TorchDecoder
 from tests.depth import at_depth
+from tests.models.families import CASES
+from tests.models.strong import strong_model
 from tests.models.tiny import FAMILIES, tiny_llama, tiny_model
 from tests.parity.compare import smollm2_oracle
 from tests.rl.training import SEQUENCES, bits, build, coefficients, gradients, weighted_sum
@@ -58,6 +60,20 @@ def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, fam
         own = gradients(PolicyModel(engine, micro_batch_tokens=64), temperature=0.8)
     oracle = AutoModelForCausalLM.from_pretrained(folder)
     assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 0.8)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_policy_of_strong_weights(tmp_path: Path, family: str) -> None:
+    """Its logprobs are the engine's to the bit, and its gradients those of transformers."""
+    case = CASES[family]
+    oracle = strong_model(tmp_path, case.class_name, **case.config)
+    with build(tmp_path) as engine:
+        scores = score(engine, SEQUENCES)
+        model = PolicyModel(engine, micro_batch_tokens=64)
+        logprobs = model.logprobs(SEQUENCES)
+        own = gradients(model)
+    assert list(map(bits, scores)) == list(map(bits, logprobs))
+    assert worst_difference(own, oracle_gradients(oracle, own, SEQUENCES, 1.0)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])

@@ -222,7 +222,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
         if spec.quantized_source
         else f"checkpoint {spec.checkpoint_dtype}"
     )
-    rows = [
+    return [
         ("class", spec.architecture),
         (
             "parameters",
@@ -239,12 +239,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
             f"{spec.head_dim} wide",
         ),
         ("windows", _windows(spec.windows)),
-        ("rope", _rope(spec.rope)),
-    ]
-    if any(spec.windows) and spec.sliding_rope != spec.rope:
-        rows.append(("rope with a window", _rope(spec.sliding_rope)))
-    return [
-        *rows,
+        ("rope", _ropes(spec.ropes)),
         ("norms", _norms(spec)),
         ("vocabulary", f"{spec.vocab_size:,} rows"),
         ("context", f"{spec.max_position:,} tokens"),
@@ -280,7 +275,16 @@ def _windows(windows: tuple[int, ...]) -> str:
     return ", ".join(parts) if any(windows) else "none: every layer sees all tokens"
 
 
+def _ropes(ropes: "tuple[RopeSpec, ...]") -> str:
+    counts = Counter(ropes)
+    if len(counts) == 1:
+        return _rope(ropes[0])
+    return "; ".join(f"{count} layers {_rope(rope)}" for rope, count in counts.items())
+
+
 def _rope(rope: "RopeSpec") -> str:
+    if rope.kind == "none":
+        return "none"
     text = f"theta {rope.theta:,.0f}"
     return text if rope.kind == "default" else f"{text}, {rope.kind} scaling by {rope.factor:g}"
 

@@ -54,6 +54,7 @@ _NAME = _Kind("a name", lambda value: isinstance(value, str))
 _NAMES = _Kind(
     "a list of names", lambda value: _is_list_of(value, lambda each: isinstance(each, str))
 )
+_FLAGS = _Kind("a list of 0 and 1", lambda value: _is_list_of(value, lambda each: each in (0, 1)))
 _LAYERS = _Kind("a list of layers' numbers", lambda value: _is_list_of(value, is_whole))
 _ENDS = _Kind(
     "a token id or a list of them",
@@ -61,6 +62,10 @@ _ENDS = _Kind(
 )
 _OBJECT = _Kind("an object", lambda value: isinstance(value, Mapping))
 
+_PERIOD = _whole(0, 2**12)
+_PATTERN = _Kind(
+    f"{_PERIOD.told} or a name", lambda value: isinstance(value, str) or _PERIOD.fits(value)
+)
 _POSITIONS = _whole(1, 2**31 - 1)
 _KINDS: Mapping[str, _Kind] = {
     "architectures": _NAMES,
@@ -76,6 +81,7 @@ _KINDS: Mapping[str, _Kind] = {
     "rms_norm_eps": _EPS,
     "tie_word_embeddings": _SWITCH,
     "attention_bias": _SWITCH,
+    "attention_out_bias": _SWITCH,
     "torch_dtype": _NAME,
     "dtype": _NAME,
     "hidden_act": _NAME,
@@ -84,7 +90,7 @@ _KINDS: Mapping[str, _Kind] = {
     "layer_types": _NAMES,
     "use_sliding_window": _SWITCH,
     "sliding_window": _whole(0, 2**31 - 1),
-    "sliding_window_pattern": _whole(1, 2**12),
+    "sliding_window_pattern": _PATTERN,
     "_sliding_window_pattern": _whole(1, 2**12),
     "max_window_layers": _whole(0, 2**12),
     "num_experts": _whole(0, 2**14),
@@ -98,6 +104,8 @@ _KINDS: Mapping[str, _Kind] = {
     "attention_multiplier": _POSITIVE,
     "residual_multiplier": _POSITIVE,
     "logits_scaling": _POSITIVE,
+    "no_rope_layers": _FLAGS,
+    "no_rope_layer_interval": _whole(1, 2**12),
     "rope_theta": _BASE,
     "rope_local_base_freq": _BASE,
     "partial_rotary_factor": _POSITIVE,

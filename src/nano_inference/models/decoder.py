@@ -79,14 +79,12 @@ class Decoder:
         matrix = params["layers.0.qkv"]
         self.device = matrix.device
         self.dtype = matrix.dtype
-        # Layers with a window may turn at other frequencies. One table where they do not.
-        self.ropes = {False: rope_table(spec.rope, spec.head_dim, num_positions, self.device)}
-        same = spec.sliding_rope == spec.rope or not any(spec.windows)
-        self.ropes[True] = (
-            self.ropes[False]
-            if same
-            else rope_table(spec.sliding_rope, spec.head_dim, num_positions, self.device)
-        )
+        tables = {
+            rope: rope_table(rope, spec.head_dim, num_positions, self.device)
+            for rope in set(spec.ropes)
+        }
+        # one entry a layer; layers that turn alike share a table
+        self.ropes = tuple(tables[rope] for rope in spec.ropes)
         # rounded as the model was trained
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         # where the experts of every row are noted, if anybody wants to know
@@ -281,7 +279,7 @@ class Decoder:
         plan: object,
     ) -> Tensor:
         spec, params = self.spec, self.params
-        cos, sin = self.ropes[spec.windows[layer] > 0]
+        cos, sin = self.ropes[layer]
         q = ops.rope_and_store(
             ops.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias")),
             cos,

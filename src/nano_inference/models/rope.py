@@ -27,6 +27,8 @@ def rope_table(
 def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     powers = spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     base = 1.0 / powers
+    if spec.kind == "none":
+        return torch.zeros_like(base)
     if spec.kind == "linear":
         return base / spec.factor
     if spec.kind == "longrope":

@@ -3,7 +3,7 @@ found in.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class RopeSpec:
     Attributes:
         theta: base of the frequencies.
         kind: `"default"`, `"linear"`, `"llama3"`, `"yarn"` (arXiv:2309.00071) or `"longrope"`
-            (arXiv:2402.13753).
+            (arXiv:2402.13753); `"none"`: nothing turns.
         factor: how far the context is stretched.
         original_max_position: context that the model was first trained for (llama3, yarn).
         low_freq_factor, high_freq_factor: llama3's band of interpolation.
@@ -42,8 +42,72 @@ class RopeSpec:
     factors: tuple[float, ...] = ()
 
 
-def read_ropes(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    """Rotary embeddings of layers without and with a sliding window, equal for most models.
+# (config, max_position, windows) -> of each layer
+ReadRopes = Callable[[Config, int, tuple[int, ...]], tuple[RopeSpec, ...]]
+NO_ROPE = RopeSpec(kind="none")
+
+
+def ropes_by_window(
+    config: Config, max_position: int, windows: tuple[int, ...]
+) -> tuple[RopeSpec, ...]:
+    """One rotary embedding for layers with a sliding window, one for those without; equal for most
+    models.
+    """
+    rope, sliding_rope = _pair(config, max_position)
+    return tuple(sliding_rope if window else rope for window in windows)
+
+
+def ropes_unscaled_in_windows(
+    config: Config, max_position: int, windows: tuple[int, ...]
+) -> tuple[RopeSpec, ...]:
+    """OLMo 3: a `rope_scaling` is that of layers without a window."""
+    found = ropes_by_window(config, max_position, windows)
+    if "full_attention" in (config.get("rope_parameters") or {}):
+        return found
+    return tuple(
+        RopeSpec(theta=rope.theta) if window else rope
+        for rope, window in zip(found, windows, strict=True)
+    )
+
+
+def ropes_in_windows_alone(
+    config: Config, max_position: int, windows: tuple[int, ...]
+) -> tuple[RopeSpec, ...]:
+    """EXAONE 4: where some layers have a window, those without do not turn."""
+    found = ropes_by_window(config, max_position, windows)
+    if not config.get("sliding_window"):
+        return found
+    return tuple(rope if window else NO_ROPE for rope, window in zip(found, windows, strict=True))
+
+
+def ropes_but_for_some(
+    config: Config, max_position: int, windows: tuple[int, ...]
+) -> tuple[RopeSpec, ...]:
+    """SmolLM3: as `turning_layers` says."""
+    found, turning = (
+        ropes_by_window(config, max_position, windows),
+        turning_layers(config, len(windows)),
+    )
+    return tuple(rope if turns else NO_ROPE for rope, turns in zip(found, turning, strict=True))
+
+
+def turning_layers(config: Config, num_layers: int) -> list[bool]:
+    """`no_rope_layers` has a 0 for each layer that does not turn; without it, that is every
+    fourth, or as `no_rope_layer_interval` says. Raises `ModelLoadError`.
+    """
+    every = int(config.get("no_rope_layer_interval") or 4)
+    told = config.get("no_rope_layers")
+    if told is None:
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    if len(told) != num_layers:
+        raise ModelLoadError(
+            f"config.json has no_rope_layers of {len(told)} entries; {num_layers} are needed."
+        )
+    return [bool(each) for each in told]
+
+
+def _pair(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
+    """Rotary embeddings of layers without and with a sliding window.
 
     transformers 5 writes `rope_parameters` (one, or one a kind of layer), earlier versions
     `rope_theta` with `rope_scaling` and, for Gemma, `rope_local_base_freq`. Raises `ModelLoadError`

@@ -58,6 +58,7 @@ class ModelShard:
             num_kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
             num_layers=len(self.layers),
+            ropes=self.whole.ropes[first:last],
             windows=self.whole.windows[first:last],
             moe=None if moe is None else replace(moe, layers=moe.layers[first:last]),
         )

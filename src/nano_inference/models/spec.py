@@ -1,18 +1,33 @@
 """`ModelSpec`: a Hugging Face config.json read into the switches that the one decoder knows."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.config_checks import check_end_ids, check_values
 from nano_inference.models.quantisation import refuse_quantised
-from nano_inference.models.rope_spec import RopeSpec, read_ropes
+from nano_inference.models.rope_spec import (
+    ReadRopes,
+    RopeSpec,
+    ropes_but_for_some,
+    ropes_by_window,
+    ropes_in_windows_alone,
+    ropes_unscaled_in_windows,
+    turning_layers,
+)
 
 Config = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh"]
 NormPlacement = Literal["pre", "post", "both"]
 QkNorm = Literal["head", "full"]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class ModelSpec:
         quantized_source: the checkpoint was made from a quantised file, so its dtype says nothing.
         windows: one entry a layer: how many tokens, itself included, a token attends to; 0: all
             before it.
-        rope, sliding_rope: rotary embedding of layers without and with a window.
+        ropes: one entry a layer: its rotary embedding.
         qkv_bias, o_bias: the attention's projections have biases.
         qk_norm: queries and keys are normalised before they are rotated: each head for itself
             (`"head"`), or all heads of a token together (`"full"`).
@@ -80,8 +95,7 @@ class ModelSpec:
     vocab_size: int
     max_position: int
     rms_norm_eps: float
-    rope: RopeSpec
-    sliding_rope: RopeSpec
+    ropes: tuple[RopeSpec, ...]
     windows: tuple[int, ...]
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
@@ -102,21 +116,28 @@ class ModelSpec:
     moe: MoeSpec | None = None
 
 
+def _every_bias(config: Config) -> tuple[bool, bool]:
+    every = bool(config.get("attention_bias", False))
+    return every, every
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """What the name of an architecture says, and its config.json does not."""
 
-    # None: as attention_bias says; the output projection then has one too
-    qkv_bias: bool | None = None
+    # config -> whether q, k and v have biases, and whether the output projection has one
+    biases: Callable[[Config], tuple[bool, bool]] = _every_bias
     qk_norm: QkNorm | None = None
     attention_sinks: bool = False
     norms: NormPlacement = "pre"
     norm_offset: float = 0.0
     activation_key: str = "hidden_act"
+    activations: Mapping[str, Activation] = field(default_factory=lambda: _ACTIVATIONS)
     fused_projections: bool = False
     tied_by_default: bool = False
     # (config, layers); None: the family has none
     windows: Callable[[Config, int], tuple[int, ...]] | None = None
+    ropes: ReadRopes = ropes_by_window
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
     moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
 
@@ -170,9 +191,10 @@ def _read(
             f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even."
         )
     max_position = int(config["max_position_embeddings"])
-    all_biases = bool(config.get("attention_bias", False))
-    rope, sliding_rope = read_ropes(config, max_position)
-    for each in (rope, sliding_rope):
+    qkv_bias, o_bias = family.biases(config)
+    windows = family.windows(config, num_layers) if family.windows else (0,) * num_layers
+    ropes = family.ropes(config, max_position, windows)
+    for each in ropes:
         if each.factors and len(each.factors) != head_dim // 2:
             raise ModelLoadError(
                 f"rope scaling has {len(each.factors)} factors; heads {head_dim} wide need "
@@ -190,20 +212,19 @@ def _read(
         vocab_size=int(config["vocab_size"]),
         max_position=max_position,
         rms_norm_eps=float(config["rms_norm_eps"]),
-        rope=rope,
-        sliding_rope=sliding_rope,
-        windows=family.windows(config, num_layers) if family.windows else (0,) * num_layers,
+        ropes=ropes,
+        windows=windows,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         eos_token_ids=_eos_ids(config, generation_config),
         checkpoint_dtype=str(config.get("torch_dtype") or config.get("dtype") or "float32"),
         quantized_source="nano_inference_converted_from" in config,
-        qkv_bias=all_biases if family.qkv_bias is None else family.qkv_bias,
-        o_bias=all_biases and family.qkv_bias is None,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
         qk_norm=family.qk_norm,
         attention_sinks=family.attention_sinks,
         norms=family.norms,
         norm_offset=family.norm_offset,
-        activation=_activation(config, family.activation_key),
+        activation=_activation(config, family),
         fused_projections=family.fused_projections,
         moe=family.moe(config, num_layers),
         **scales,
@@ -234,16 +255,33 @@ def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
     )
 
 
-def _alternating_windows(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Gemma 3: every sixth layer sees everything."""
-    period = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+def _alternating_windows(
+    config: Config, num_layers: int, usual: int, nth: int = 0
+) -> tuple[int, ...]:
+    """One layer in so many sees everything: the last of them, or the `nth`."""
+    told = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+    if told == 0 and not config.get("layer_types"):
+        raise ModelLoadError(
+            "config.json has sliding_window_pattern=0; without layer_types it must be above 0."
+        )
+    period = told if isinstance(told, int) and told else usual
     return _windows(
         config,
         [
-            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
+            "full_attention" if (i + 1) % period == nth else "sliding_attention"
             for i in range(num_layers)
         ],
     )
+
+
+def _windows_without_rope(config: Config, num_layers: int) -> tuple[int, ...]:
+    """SmolLM3: `use_sliding_window` turns windows on, in the layers that do not turn unless
+    `layer_types` says otherwise.
+    """
+    if not config.get("use_sliding_window", False):
+        return (0,) * num_layers
+    turning = turning_layers(config, num_layers)
+    return _windows(config, ["full_attention" if each else "sliding_attention" for each in turning])
 
 
 def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
@@ -320,10 +358,24 @@ def _granite_scales(config: Config) -> dict[str, float]:
     }
 
 
+# Gemma's first release calls it so, and means the approximation by tanh.
+_GEMMA_ACTIVATIONS: dict[str, Activation] = {**_ACTIVATIONS, "gelu": "gelu_tanh"}
+
 _ARCHITECTURES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(windows=_uniform_window),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, windows=_upper_windows),
+    "MinistralForCausalLM": _Family(windows=_uniform_window),
+    "CwmForCausalLM": _Family(windows=partial(_alternating_windows, usual=4, nth=1)),
+    "SeedOssForCausalLM": _Family(
+        biases=lambda config: (
+            bool(config.get("attention_bias", True)),
+            bool(config.get("attention_out_bias", False)),
+        )
+    ),
+    "SmolLM3ForCausalLM": _Family(
+        tied_by_default=True, windows=_windows_without_rope, ropes=ropes_but_for_some
+    ),
+    "Qwen2ForCausalLM": _Family(biases=lambda _: (True, False), windows=_upper_windows),
     "Qwen3ForCausalLM": _Family(qk_norm="head", windows=_upper_windows),
     "Gemma3ForCausalLM": _Family(
         qk_norm="head",
@@ -331,11 +383,29 @@ _ARCHITECTURES: dict[str, _Family] = {
         norm_offset=1.0,
         activation_key="hidden_activation",
         tied_by_default=True,
-        windows=_alternating_windows,
+        windows=partial(_alternating_windows, usual=6),
         scales=_gemma_scales,
+    ),
+    "GemmaForCausalLM": _Family(
+        norm_offset=1.0,
+        activations=_GEMMA_ACTIVATIONS,
+        tied_by_default=True,
+        scales=lambda config: {"embed_scale": float(config["hidden_size"]) ** 0.5},
     ),
     "Phi3ForCausalLM": _Family(fused_projections=True, windows=_uniform_window),
     "Olmo2ForCausalLM": _Family(qk_norm="full", norms="post"),
+    "Olmo3ForCausalLM": _Family(
+        qk_norm="full",
+        norms="post",
+        windows=partial(_alternating_windows, usual=4),
+        ropes=ropes_unscaled_in_windows,
+    ),
+    "Exaone4ForCausalLM": _Family(
+        qk_norm="head",
+        norms="post",
+        windows=partial(_alternating_windows, usual=4),
+        ropes=ropes_in_windows_alone,
+    ),
     "GraniteForCausalLM": _Family(scales=_granite_scales),
     "Qwen3MoeForCausalLM": _Family(qk_norm="head", windows=_switched_window, moe=_qwen_experts),
     "MixtralForCausalLM": _Family(windows=_uniform_window, moe=_mixtral_experts),
@@ -352,20 +422,16 @@ _UNSUPPORTED = (
     "final_logit_softcapping",
     "use_bidirectional_attention",
 )
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 
 
-def _activation(config: Config, key: str) -> Activation:
+def _activation(config: Config, family: _Family) -> Activation:
+    key, known = family.activation_key, family.activations
     name = config.get(key) or "silu"
-    if name not in _ACTIVATIONS:
+    if name not in known:
         raise ModelLoadError(
-            f"config.json has {key}={name!r}; this decoder knows {', '.join(_ACTIVATIONS)}."
+            f"config.json has {key}={name!r}; this decoder knows {', '.join(known)}."
         )
-    return _ACTIVATIONS[name]
+    return known[name]
 
 
 def _eos_ids(config: Config, generation_config: Config) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 cache, for gradients.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
 # more rows than these keep nothing of a layer but its input: it is computed again for its gradient
 KEPT_ROWS = 1024
 
-# layers with a window, or without -> cosine and sine by position
-RopeTables = Mapping[bool, tuple[Tensor, Tensor]]
+RopeTables = Sequence[tuple[Tensor, Tensor]]  # of each layer: cosine and sine by position
 
 
 class TorchDecoder:
@@ -114,9 +113,9 @@ class TorchDecoder:
         batch: MicroBatch,
         ids: Tensor | None,
     ) -> Tensor:
-        name, window = f"layers.{layer}.", self.spec.windows[layer]
+        name = f"layers.{layer}."
         normed = self._norm(residual, params.get(name + "attn_norm"))
-        x = self._attention(normed, params, name, batch, window)
+        x = self._attention(normed, params, name, batch, layer)
         residual = residual + self._after(x, params.get(name + "attn_out_norm"))
         normed = self._norm(residual, params.get(name + "mlp_norm"))
         x = self._mlp(normed, params, name, ids)
@@ -128,9 +127,9 @@ class TorchDecoder:
         params: Mapping[str, Tensor],
         name: str,
         batch: MicroBatch,
-        window: int,
+        layer: int,
     ) -> Tensor:
-        spec, num_rows = self.spec, len(normed)
+        spec, num_rows, window = self.spec, len(normed), self.spec.windows[layer]
         width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv = functional.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
         q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
@@ -139,7 +138,7 @@ class TorchDecoder:
                 self._norm_heads(q, params[name + "q_norm"]),
                 self._norm_heads(k, params[name + "k_norm"]),
             )
-        cos, sin = (table[batch.positions][:, None, :] for table in self.ropes[window > 0])
+        cos, sin = (table[batch.positions][:, None, :] for table in self.ropes[layer])
         q, k, v = (x.view(num_rows, -1, spec.head_dim) for x in (q, k, v))
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         lengths = [each.end - each.start for each in batch.segments]

@@ -1,0 +1,155 @@
+"""The table of families that are tried with strong weights: a tiny model of each, and what it is
+without each of its features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nano_inference.models.rope_spec import NO_ROPE, RopeSpec
+from nano_inference.models.spec import ModelSpec
+
+Change = Callable[[ModelSpec], ModelSpec]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, and what it is without each of its features."""
+
+    class_name: str
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    features: dict[str, Change] = field(default_factory=dict[str, Change])
+
+
+def spec_with(**fields: Any) -> Change:
+    """The spec with other values."""
+    return lambda spec: replace(spec, **fields)
+
+
+def without_windows(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, windows=(0,) * spec.num_layers)
+
+
+def with_ropes(of: Callable[[RopeSpec], RopeSpec]) -> Change:
+    """Every layer turns otherwise."""
+    return lambda spec: replace(spec, ropes=tuple(of(rope) for rope in spec.ropes))
+
+
+def one_rope(spec: ModelSpec) -> ModelSpec:
+    """Layers with a window turn as those without."""
+    full = next(rope for rope, window in zip(spec.ropes, spec.windows, strict=True) if not window)
+    return replace(spec, ropes=(full,) * spec.num_layers)
+
+
+CASES = {
+    "gemma3": Case(
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 40,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        {
+            "windows": without_windows,
+            "rope of windows": one_rope,
+            "query_pre_attn_scalar": spec_with(attention_scale=0.25),
+            "activation": spec_with(activation="silu"),
+            "embed_scale": spec_with(embed_scale=1.0),
+            "norms after": spec_with(norms="pre"),
+        },
+    ),
+    "gemma": Case(
+        "GemmaForCausalLM",
+        {"hidden_act": "gelu"},
+        {
+            "activation": spec_with(activation="silu"),
+            "embed_scale": spec_with(embed_scale=1.0),
+            "norm_offset": spec_with(norm_offset=0.0),
+        },
+    ),
+    "olmo3": Case(
+        "Olmo3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 16,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {
+            "windows": without_windows,
+            "yarn": with_ropes(lambda rope: RopeSpec(theta=rope.theta)),
+            "rope of windows": one_rope,
+            "norms of queries and keys": spec_with(qk_norm=None),
+            "norms after": spec_with(norms="pre"),
+        },
+    ),
+    "exaone4": Case(
+        "Exaone4ForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 16},
+        {
+            "windows": without_windows,
+            "layers that do not turn": with_ropes(lambda _: RopeSpec()),
+            "norms of queries and keys": spec_with(qk_norm=None),
+        },
+    ),
+    "exaone4 without windows": Case(
+        "Exaone4ForCausalLM",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        {"rope": with_ropes(lambda _: NO_ROPE)},
+    ),
+    "ministral": Case(
+        "MinistralForCausalLM",
+        {
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {"windows": without_windows},
+    ),
+    "cwm": Case(
+        "CwmForCausalLM",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 16,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {
+            "windows": without_windows,
+            "llama3": with_ropes(lambda rope: RopeSpec(theta=rope.theta)),
+        },
+    ),
+    "seed-oss": Case(
+        "SeedOssForCausalLM",
+        {"attention_out_bias": True},
+        {
+            "biases of q, k, v": spec_with(qkv_bias=False),
+            "bias of the output": spec_with(o_bias=False),
+        },
+    ),
+    "smollm3": Case(
+        "SmolLM3ForCausalLM",
+        {"num_hidden_layers": 5},
+        {"layers that do not turn": with_ropes(lambda _: RopeSpec(theta=2e6))},
+    ),
+    "smollm3 with windows": Case(
+        "SmolLM3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 16,
+        },
+        {"windows": without_windows},
+    ),
+}
