@@ -96,6 +96,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "max_request_entries": 5_000_000,
         "grammar_backend": "llguidance",
         "speculation": "none",
+        "draft_model": None,
+        "draft_layers": None,
         "max_drafts": 8,
         "seed": None,
         "tensor_parallel": 1,

@@ -23,6 +23,7 @@ Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 # groups of options in `--help`
+SELF = "self"  # the model that drafts is the policy, with fewer layers
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
 # keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
 SEGMENT = 512
@@ -125,6 +126,11 @@ class EngineConfig:
             (docs/speculation.md); no token and no bit depends on it. `"ngram"`: the sample's own
             text; `"suffix"`: its siblings' too; `"history"`: earlier samples of the same prompt
             too; `"auto"`: `"suffix"`. All but `"none"` guess what a grammar forces too.
+        draft_model: a model that guesses too: a path as `model_path`, with the policy's vocabulary,
+            or `"self"`: layers of the policy itself (`draft_layers`). It draws with the noise of
+            the samples, and has one rank. None: there is none.
+        draft_layers: of `draft_model="self"`: how many of the policy's layers it has, spread
+            evenly; the first and the last are among them.
         max_drafts: guessed tokens of one sample in a step.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the
@@ -202,6 +208,12 @@ class EngineConfig:
     speculation: Speculation = option(
         "none", DRAFTS, "What guesses the next tokens; they stay what they are."
     )
+    draft_model: str | None = option(
+        None, DRAFTS, "A smaller model that guesses too, or: self.", "--draft-model"
+    )
+    draft_layers: int | None = option(
+        None, DRAFTS, "With --draft-model self: layers of the model that guess.", least=1
+    )
     max_drafts: int = option(8, DRAFTS, "Guessed tokens of a sample in a step.", least=1)
     seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
     tensor_parallel: int = option(
@@ -226,6 +238,7 @@ class EngineConfig:
         _check_numbers(self)
         _check_ranks(self)
         _check_context(self)
+        _check_drafts(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
             raise ConfigError(
@@ -243,6 +256,11 @@ class EngineConfig:
             )
 
     @property
+    def drafts(self) -> bool:
+        """Whether anything guesses the next tokens."""
+        return self.speculation != "none" or self.draft_model is not None
+
+    @property
     def scheduler(self) -> SchedulerConfig:
         """The part of the configuration that scheduling reads."""
         return SchedulerConfig(
@@ -253,7 +271,7 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             groups=self.pipeline_parallel,
-            max_drafts=0 if self.speculation == "none" else self.max_drafts,
+            max_drafts=self.max_drafts if self.drafts else 0,
         )
 
 
@@ -270,7 +288,7 @@ ATTENTION_OF: dict[Attention, Backend] = {
 def _check_text(config: EngineConfig) -> None:
     for name in ("model_path", "device"):
         _require_text(name, getattr(config, name))
-    for name in ("tokenizer_path", "ref_model_path"):
+    for name in ("tokenizer_path", "ref_model_path", "draft_model"):
         if getattr(config, name) is not None:
             _require_text(name, getattr(config, name))
 
@@ -317,6 +335,21 @@ def _check_ranks(config: EngineConfig) -> None:
             f"expert_parallel={config.expert_parallel} must be 1 or "
             f"tensor_parallel={config.tensor_parallel}."
         )
+
+
+def _check_drafts(config: EngineConfig) -> None:
+    if (config.draft_model == SELF) != (config.draft_layers is not None):
+        raise ConfigError(
+            f"draft_layers={config.draft_layers} says how many layers draft_model={SELF!r} has; "
+            f"give both or neither, not draft_model={config.draft_model!r}."
+        )
+    ranks = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    for name in ranks if config.draft_model is not None else ():
+        if getattr(config, name) > 1:
+            raise ConfigError(
+                f"draft_model={config.draft_model!r} runs on one rank, so {name}="
+                f"{getattr(config, name)} is not possible with it; use speculation='suffix'."
+            )
 
 
 def _check_context(config: EngineConfig) -> None:

@@ -94,6 +94,8 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
         for field in fields(kind)
         if field.name != "model_path"
     }
+    if kind is EngineConfig:  # a model that drafts has one rank: see below
+        del wanted["draft_model"], wanted["draft_layers"]
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
@@ -109,6 +111,9 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     assert not started[0][0].enable_chunked_prefill
     assert run("serve", "smollm2-135m", "--rl", "--rl-open", "--host", "0.0.0.0").exit_code == 0
     assert started[1][1].rl_open
+    self_drafts = ("--draft-model", "self", "--draft-layers", "7")
+    assert run("serve", "smollm2-135m", *self_drafts).exit_code == 0
+    assert (started[2][0].draft_model, started[2][0].draft_layers) == ("self", 7)
 
 
 def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:

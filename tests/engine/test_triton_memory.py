@@ -45,7 +45,7 @@ def config(**options: Any) -> EngineConfig:
 
 
 def planned(spec: ModelSpec, claims: Claims, **options: Any) -> MemoryBudget:
-    return plan_memory(config(**options), [shard_of(spec)], claims, torch.bfloat16, CUDA)
+    return plan_memory(config(**options), {POLICY: shard_of(spec)}, claims, torch.bfloat16, CUDA)
 
 
 @settings(max_examples=at_depth(60), deadline=None)

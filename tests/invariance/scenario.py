@@ -16,13 +16,14 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.config import Backend, CacheType, SchedulerConfig
+from nano_inference.engine.model_drafts import ModelDrafts
 from nano_inference.kv_cache.block_hash import NO_PREFIX
-from nano_inference.scheduling.sequence import Sequence, Sequences
+from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
 from nano_inference.speculation.drafter import Drafter, allowed, may_draft
 from nano_inference.speculation.grammar import ForcedDrafts
 from nano_inference.speculation.suffix import SuffixDrafts
 
-Drafts = Literal["none", "right", "wrong", "any", "changing", "real"]
+Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self"]
 Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
 MOST_STEPS = 5000  # a scenario takes a few hundred
 
@@ -164,9 +165,19 @@ def set_drafts(
     if schedule.drafts == "none":
         return
     engine.loop.config = replace(engine.loop.config, max_drafts=schedule.max_drafts)
-    real = Drafter([ForcedDrafts(), SuffixDrafts()], most=schedule.max_drafts)
     tried = TriedDrafts(schedule.drafts, known, places)
-    engine.loop.drafter = real if schedule.drafts == "real" else tried
+    engine.loop.drafter = real_drafts(engine, schedule.drafts, schedule.max_drafts) or tried
+
+
+def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | None:
+    """The drafts that a user gets; None: none of that kind."""
+    if kind == "real":
+        return Drafter([ForcedDrafts(), SuffixDrafts()], most=most)
+    if kind == "self":  # with its first layer alone
+        model, storage = engine.runner.models[POLICY], engine.runner.storage
+        own = ModelDrafts("self", model.twin(layers=(0,)), storage, (), has_own_cache=False)
+        return Drafter([ForcedDrafts(), SuffixDrafts()], most=most, model=own)
+    return None
 
 
 def run(

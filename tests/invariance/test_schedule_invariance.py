@@ -86,7 +86,7 @@ schedules = st.builds(
     num_threads=st.sampled_from([1, 2]),
     num_blocks=st.sampled_from([None, 1]),  # 1: see fitted
     cache_type=st.sampled_from(["paged", "radix"]),
-    drafts=st.sampled_from(["none", "none", "right", "wrong", "any", "changing", "real"]),
+    drafts=st.sampled_from(["none", "none", "right", "wrong", "any", "changing", "real", "self"]),
     max_drafts=st.sampled_from([1, 3, 5]),
 )
 

@@ -13,16 +13,13 @@ import torch
 
 from nano_inference import EngineConfig, Grammar, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine import loop
-from nano_inference.speculation.drafter import Drafter
-from nano_inference.speculation.grammar import ForcedDrafts
-from nano_inference.speculation.suffix import SuffixDrafts
 from nano_inference.types import KvPolicy
 from tests.engine.weight_cases import NEW
-from tests.invariance.scenario import Drafts, Known, TriedDrafts, same_bits
+from tests.invariance.scenario import Drafts, Known, TriedDrafts, real_drafts, same_bits
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.structured.vocabularies import with_tokenizer
 
-KINDS: tuple[Drafts, ...] = ("right", "wrong", "any", "changing", "real")
+KINDS: tuple[Drafts, ...] = ("right", "wrong", "any", "changing", "real", "self")
 PROMPT = [5, 9, 4, 33, 9, 4, 70, 11]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -50,9 +47,7 @@ def engine(
 
 def set_drafts(engine: InferenceEngine, kind: Drafts, known: Known) -> None:
     """From now on drafts are of this kind, of all requests as of the first."""
-    tried: Any = TriedDrafts(kind, known, defaultdict(int))
-    if kind == "real":
-        tried = Drafter([ForcedDrafts(), SuffixDrafts()], most=4)
+    tried = real_drafts(engine, kind, 4) or TriedDrafts(kind, known, defaultdict(int))
     engine.loop.drafter = None if kind == "none" else tried
     engine.loop.config = replace(engine.loop.config, max_drafts=0 if kind == "none" else 4)
 

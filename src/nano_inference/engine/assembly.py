@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nano_inference.config import CacheType, EngineConfig
+from nano_inference.config import SELF, CacheType, EngineConfig
 from nano_inference.engine.backends import (
     captures_graphs,
     choose_device,
     choose_ops,
     num_threads,
     numerics_of,
+    require_drafting,
     start_up_line,
     try_attention,
 )
@@ -38,6 +39,7 @@ from nano_inference.engine.memory_profile import (
     guess,
     measure,
 )
+from nano_inference.engine.model_drafts import spread_layers
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, storage_key
 from nano_inference.errors import ConfigError, InvalidRequest
@@ -53,10 +55,11 @@ from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup
-from nano_inference.scheduling.sequence import POLICY, REFERENCE
+from nano_inference.scheduling.sequence import DRAFT, POLICY, REFERENCE
 
 logger = logging.getLogger("nano_inference")
 
+DRAFTING_SEQS = 16  # that may have drafts beyond their last block at once
 
 CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {
     "paged": PagedKVCache,
@@ -152,17 +155,24 @@ def plan_engine(
     if config.ref_model_path is not None:
         same = config.ref_model_path == config.model_path
         folders[REFERENCE] = folder if same else resolve_model(config.ref_model_path)
+    if config.draft_model not in (None, SELF):
+        folders[DRAFT] = resolve_model(config.draft_model)
     specs = {name: load_spec(each) for name, each in folders.items()}
+    if config.draft_model is not None:
+        _require_drafting(config, specs, rank)
     _require_same_vocabulary(specs, config)
     _require_lockstep(config, specs, rank)
     parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
     dtype = resolve_dtype(config.dtype, specs[POLICY])
-    make_ops = choose_ops(config, specs, dtype, device, try_kernels=try_kernels)
+    served = {name: spec for name, spec in specs.items() if name != DRAFT}
+    make_ops = choose_ops(config, served, dtype, device, try_kernels=try_kernels)
     claims = _guessed_claims(
         config, parts, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda"
     )
-    budget = plan_memory(config, list(parts.values()), claims, dtype, device, rank.ranks_here)
+    budget = plan_memory(config, parts, claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
+    if DRAFT in specs:
+        require_drafting(config, ops, specs[DRAFT], dtype, device)
     return EnginePlan(
         config=config,
         rank=rank,
@@ -218,9 +228,7 @@ def _assemble(
     models = _load(plan)
     if memory is not None and plan.ops.name == "cuda":
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
-        budget = plan_memory(
-            config, list(plan.parts.values()), claims, plan.dtype, device, plan.rank.ranks_here
-        )
+        budget = plan_memory(config, plan.parts, claims, plan.dtype, device, plan.rank.ranks_here)
         plan = replace(plan, memory_budget=budget)
     plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
@@ -234,17 +242,19 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     )
     units = UnitMap(cache.units, device) if cache.units is not None else None
     specs = {name: part.spec for name, part in plan.parts.items()}
+    # whose KV tensors drafts are written into; blocks of units have no scratch
+    drafting = None if units is not None else DRAFT if DRAFT in specs else POLICY
     try:
         by_key = {
-            storage_key(spec, budget.layout): KVStorage(
+            storage_key(spec, budget.layout, name): KVStorage(
                 spec,
-                budget.num_blocks,
+                budget.num_blocks + (_num_scratch(config) if name == drafting else 0),
                 config.block_size // config.context_parallel,
                 plan.dtype,
                 device,
                 units,
             )
-            for spec in specs.values()
+            for name, spec in specs.items()
         }
     except torch.OutOfMemoryError:
         raise ConfigError(
@@ -253,7 +263,14 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
             f"memory meanwhile; lower gpu_memory_utilization={config.gpu_memory_utilization:g}, "
             "or start again."
         ) from None
-    storages = {name: by_key[storage_key(spec, budget.layout)] for name, spec in specs.items()}
+    storages = {
+        name: by_key[storage_key(spec, budget.layout, name)] for name, spec in specs.items()
+    }
+    if config.draft_layers is not None:
+        num_layers = models[POLICY].spec.num_layers
+        layers = spread_layers(num_layers, config.draft_layers)
+        models = {**models, DRAFT: models[POLICY].twin(layers=layers)}
+        storages[DRAFT] = storages[POLICY]
     return Parts(
         folder=plan.folders[POLICY],
         runner=_runner(plan, models, storages),
@@ -362,14 +379,39 @@ def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
     return f" gpu_memory_utilization of at least {share:.2f} would hold {longest} tokens."
 
 
+def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: Rank) -> None:
+    """Raise `ConfigError` unless the model that drafts can."""
+    if rank.engines[1] > 1:
+        raise ConfigError(
+            f"draft_model={config.draft_model!r} is not possible in engines in lockstep; use "
+            "speculation='suffix'."
+        )
+    policy = specs[POLICY]
+    if config.draft_layers is not None and config.draft_layers > policy.num_layers:
+        raise ConfigError(
+            f"draft_layers={config.draft_layers} are more than the {policy.num_layers} layers of "
+            "the policy."
+        )
+    if DRAFT in specs:  # it limits no sequence: beyond its own positions its drafts are worse
+        specs[DRAFT] = replace(specs[DRAFT], max_position=policy.max_position)
+
+
+def _num_scratch(config: EngineConfig) -> int:
+    """Blocks behind all others, for drafts that have no room in a sequence's own."""
+    if config.draft_model is None:
+        return 0
+    return DRAFTING_SEQS * -(-config.max_drafts // config.block_size)
+
+
 def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfig) -> None:
     sizes = {name: spec.vocab_size for name, spec in specs.items()}
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(
-            f"ref_model_path={config.ref_model_path!r} has a vocabulary of {sizes[REFERENCE]} "
-            "tokens, the policy "
-            f"one of {sizes[POLICY]}; a reference model must have the policy's."
-        )
+    others = {REFERENCE: "ref_model_path", DRAFT: "draft_model"}
+    for name, option in others.items():
+        if sizes.get(name, sizes[POLICY]) != sizes[POLICY]:
+            raise ConfigError(
+                f"{option}={getattr(config, option)!r} has a vocabulary of {sizes[name]} tokens, "
+                f"the policy one of {sizes[POLICY]}; it must have the policy's."
+            )
 
 
 def _require_lockstep(config: EngineConfig, specs: Mapping[str, ModelSpec], rank: Rank) -> None:

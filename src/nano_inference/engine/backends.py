@@ -5,6 +5,7 @@ and who is told.
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 import torch
@@ -19,6 +20,7 @@ from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.reference import reference_ops
 from nano_inference.parallel.bounds import SEGMENTS
+from nano_inference.scheduling.sequence import DRAFT
 
 logger = logging.getLogger("nano_inference")
 
@@ -246,6 +248,21 @@ def _warn_of_the_reference(backend: Backend, problem: str) -> None:
 @functools.cache
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)
+
+
+def require_drafting(
+    config: EngineConfig, ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise `ConfigError` unless a model that drafts runs on the operations of the policy, which
+    stay what they are without it.
+    """
+    backend: Any = ops.name
+    if backend in _KERNELS:
+        problem = _no_kernels_for(backend, config, {DRAFT: spec}, dtype, device)
+        if problem is not None:
+            raise ConfigError(
+                f"draft_model={config.draft_model!r} cannot run beside the policy: {problem}"
+            )
 
 
 def _no_kernels_for(

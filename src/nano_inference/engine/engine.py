@@ -89,7 +89,7 @@ class InferenceEngine:
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.runner.watch(self.shared)
-        self.drafter = make_drafter(config, self.loop)
+        self.drafter = make_drafter(config, self.loop, self.runner)
         if self.drafter is not None:
             if lockstep is None:
                 self.drafter.costs = measure_costs(self.loop, self.max_model_len)

@@ -1,7 +1,7 @@
 """How much memory the KV cache gets, what fits into it, and the table that says so."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -138,7 +138,7 @@ def longest_asked(config: EngineConfig, specs: Sequence[ModelSpec]) -> int:
 
 def plan_memory(
     config: EngineConfig,
-    parts: Sequence[ModelShard],
+    parts: Mapping[str, ModelShard],
     claims: Claims,
     dtype: torch.dtype,
     device: torch.device,
@@ -151,20 +151,18 @@ def plan_memory(
     keeps the layers and KV heads that it computes; what a block costs in units is the same on every
     rank. Of several ranks that share a CPU's memory each plans for its part.
     """
-    specs, held = [part.whole for part in parts], [part.spec for part in parts]
+    specs, some = [part.whole for part in parts.values()], next(iter(parts.values()))
     asked_len = longest_asked(config, specs)
     # These walk the KV tensors by themselves and know blocks only.
     knows_units = config.attention not in ("flex", "flashinfer")
-    layout = (
-        common_layout(specs, asked_len, parts[0].place.mesh.pipeline) if knows_units else UNIFORM
-    )
+    layout = common_layout(specs, asked_len, some.place.mesh.pipeline) if knows_units else UNIFORM
     shapes = {
-        storage_key(spec, layout): (
-            layers_of_a_unit(spec, layout),
-            spec.num_kv_heads,
-            spec.head_dim,
+        storage_key(part.spec, layout, name): (
+            layers_of_a_unit(part.spec, layout),
+            part.spec.num_kv_heads,
+            part.spec.head_dim,
         )
-        for spec in held
+        for name, part in parts.items()
     }
     stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
     unit_bytes = sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values()) * stored

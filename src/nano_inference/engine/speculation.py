@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.config import SELF, EngineConfig, SchedulerConfig
 from nano_inference.engine.loop import Abort, EngineLoop
+from nano_inference.engine.model_drafts import ModelDrafts
+from nano_inference.engine.runner import ModelRunner
 from nano_inference.scheduling.decision import Drafts
-from nano_inference.scheduling.sequence import CheckedRequest, Sequence, Sequences
+from nano_inference.scheduling.sequence import DRAFT, CheckedRequest, Sequence, Sequences
 from nano_inference.speculation.costs import ROWS, StepCosts
 from nano_inference.speculation.drafter import Drafter, may_draft
 from nano_inference.speculation.grammar import ForcedDrafts
@@ -26,16 +28,30 @@ PROMPT = 8  # tokens of the sequences that are measured
 GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
 
 
-def make_drafter(config: EngineConfig, loop: EngineLoop) -> Drafter | None:
+def make_drafter(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) -> Drafter | None:
     """The drafter that a config asks for."""
-    if config.speculation == "none":
+    if not config.drafts:
         return None
-    sources: list[DraftSource] = [ForcedDrafts(), SuffixDrafts(config.speculation != "ngram")]
+    sources: list[DraftSource] = [ForcedDrafts()]
+    if config.speculation != "none":
+        sources.append(SuffixDrafts(config.speculation != "ngram"))
     if config.speculation == "history":
         history = HistoryDrafts()
         sources.append(history)
         loop.on_finish.append(partial(_keep, history))
-    return Drafter(sources, GUESSED, config.max_drafts)
+    model = _model_drafts(config, loop, runner) if config.draft_model is not None else None
+    return Drafter(sources, GUESSED, config.max_drafts, model)
+
+
+def _model_drafts(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) -> ModelDrafts:
+    model, storage = runner.models[DRAFT], runner.storages[DRAFT]
+    return ModelDrafts(
+        "self" if config.draft_model == SELF else "model",
+        model,
+        storage,
+        range(loop.cache.num_blocks, storage.num_blocks),
+        has_own_cache=storage is not runner.storage,
+    )
 
 
 def _keep(

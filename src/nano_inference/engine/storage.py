@@ -11,6 +11,7 @@ from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPoo
 from nano_inference.models.shard import split_layers
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
+from nano_inference.scheduling.sequence import DRAFT, POLICY
 
 
 def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
@@ -18,11 +19,13 @@ def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
     return spec.num_layers, spec.num_kv_heads, spec.head_dim
 
 
-def storage_key(spec: ModelSpec, layout: BlockLayout) -> tuple[object, ...]:
+def storage_key(
+    spec: ModelSpec, layout: BlockLayout, weight_set: str = POLICY
+) -> tuple[object, ...]:
     """Models with the same key share KV tensors: also which layers have a window must agree where
-    that counts.
+    that counts. A model that drafts shares none: it computes the tokens of the policy's sequences.
     """
-    return (*kv_shape(spec), spec.windows if layout.num_sliding else ())
+    return (*kv_shape(spec), spec.windows if layout.num_sliding else (), weight_set == DRAFT)
 
 
 def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> BlockLayout:

@@ -3,6 +3,7 @@ given.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,6 +87,7 @@ class Decoder:
         # one entry a layer; layers that turn alike share a table
         self.ropes = tuple(tables[rope] for rope in spec.ropes)
         # rounded as the model was trained
+        self.layers: Sequence[int] = range(spec.num_layers)  # that a forward goes through
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         # where the experts of every row are noted, if anybody wants to know
         self.routes: RouteRecord | None = None
@@ -207,14 +209,20 @@ class Decoder:
         """Record anew what the backend records: weights or KV tensors have moved."""
         self.recorded.clear()
 
-    def twin(self, params: dict[str, Any] | None = None, ops: Ops | None = None) -> "Decoder":
-        """The same model with other weights, or other operations, or for KV tensors of its own;
-        tables are shared.
+    def twin(
+        self,
+        params: dict[str, Any] | None = None,
+        ops: Ops | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> "Decoder":
+        """The same model with other weights, other operations, some of its layers alone, or for KV
+        tensors of its own; tables are shared.
         """
         other = copy.copy(self)
         other.params = self.params if params is None else params
         other.ops = self.ops if ops is None else ops
         other.routes, other.recorded = None, {}
+        other.layers = self.layers if layers is None else layers
         other.context = other._shared_context()
         return other
 
@@ -248,7 +256,8 @@ class Decoder:
         )
         residual = self._enter(ops, batch)  # [N, H]
         x: Tensor | None = None
-        for layer, window in enumerate(spec.windows):
+        for layer in self.layers:
+            window = spec.windows[layer]
             name = f"layers.{layer}."
             normed, residual = ops.rms_norm(
                 x, residual, self._norm(name + "attn_norm"), spec.residual_scale

@@ -25,6 +25,7 @@ from nano_inference.types import (
 POLICY = "policy"  # the weight set that samples are drawn from
 PREVIOUS = "previous"  # the policy's old weights, for as long as sequences finish on them
 REFERENCE = "reference"  # a frozen model that scores them
+DRAFT = "draft"  # a model that guesses their tokens; no sequence is its
 # whose versions a set holds, where that is another one's: blocks go by lineage
 _LINEAGE = {PREVIOUS: POLICY}
 
@@ -93,6 +94,10 @@ class GrowingGrammar(Protocol):
 
     def look_ahead(self, drafts: Iterable[int]) -> int:
         """Make the masks behind drafts; returns how many of these the grammar allows."""
+        ...
+
+    def mask_behind(self, num_drafts: int) -> Any:
+        """The mask behind so many of the drafts that were looked at last, int32 [W]."""
         ...
 
     def forced(self) -> Listed[int]:

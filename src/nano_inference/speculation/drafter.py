@@ -12,11 +12,19 @@ from collections.abc import Sequence as Listed
 from itertools import takewhile
 from typing import NamedTuple
 
+import numpy as np
+
 from nano_inference.config import SchedulerConfig
 from nano_inference.scheduling.decision import Drafts
 from nano_inference.scheduling.sequence import Sequence, Sequences
 from nano_inference.speculation.costs import StepCosts
-from nano_inference.speculation.source import NO_GUESS, BadSource, DraftSource, Guess
+from nano_inference.speculation.source import (
+    NO_GUESS,
+    BadSource,
+    DraftSource,
+    Guess,
+    TimedSource,
+)
 from nano_inference.types import SpeculationStats
 
 logger = logging.getLogger("nano_inference")
@@ -26,6 +34,8 @@ CAUTION = 4.0  # as if so many had been seen before
 PRIOR = 0.3  # and this share of them drawn
 CERTAIN = 0.97  # no draft is worth more
 NEVER = (0.0, 0.0)  # was a draft of a kind reached, or drawn
+MODEL_PRIOR = 0.8  # what is hoped of a model before anything was seen of it
+FORGETTING = 0.99  # what is left, after a step without it, of what was seen of a model
 HOPELESS = 0.05  # and one that is drawn less often not the host's work, though its row be free
 
 
@@ -46,13 +56,20 @@ class Drafter:
         sources: that are asked, by falling trust where they are equally sure.
         costs: of a step; None: as many drafts as there are.
         most: drafts of one sequence in a step.
+        model: a source that takes time for each draft: asked for as many as may pay, of sequences
+            for which the other sources know little; None: there is none.
     """
 
     def __init__(
-        self, sources: Listed[DraftSource], costs: StepCosts | None = None, most: int = 8
+        self,
+        sources: Listed[DraftSource],
+        costs: StepCosts | None = None,
+        most: int = 8,
+        model: TimedSource | None = None,
     ) -> None:
         self.sources = list(sources)
-        self.costs, self.most = costs, most
+        self.costs, self.most, self.model = costs, most, model
+        self._of_model = [0.0, 0.0]  # its drafts that were reached, and those that were drawn
         self._asked: dict[int, _Asked] = {}
         # by source and kind: drafts that were reached, and those that were drawn
         self._seen: dict[tuple[str, int], list[float]] = {}
@@ -71,7 +88,7 @@ class Drafter:
         # guesses of sequences that ended otherwise are nobody's any more
         self._asked = {key: each for key, each in self._asked.items() if key in pending}
         seqs = [seq for seq in free if may_draft(seq)]
-        if not self.sources or not seqs:
+        if not (self.sources or self.model) or not seqs:
             return {}
         # what the step computes without drafts, as far as that shows
         wants = sum(seq.num_to_compute - seq.num_computed_tokens for seq in free)
@@ -82,6 +99,8 @@ class Drafter:
         if most <= 0 or not self._may_pay(num_rows, len(seqs)):
             return {}
         asked = self._best(seqs, most)
+        if self.model is not None:
+            asked = self._with_model(self.model, asked, seqs, num_rows, most)
         self._asked |= {each.seq.seq_id: each for each in asked}
         drafts: dict[int, tuple[int, ...]] = {}
         for each, length in self._share(asked, num_rows, len(seqs), room):
@@ -102,6 +121,48 @@ class Drafter:
                 if before is None or sum(chances) > sum(before.chances):
                     best[seq.seq_id] = _Asked(seq, len(seq.token_ids), source.name, guess, chances)
         return list(best.values())
+
+    def _with_model(
+        self,
+        model: TimedSource,
+        asked: list[_Asked],
+        seqs: Listed[Sequence],
+        num_rows: int,
+        most: int,
+    ) -> list[_Asked]:
+        """Guesses with those of a model in the place of such as promise less than its first one."""
+        seen, drawn = self._of_model
+        chance = min((drawn + CAUTION * MODEL_PRIOR) / (seen + CAUTION), CERTAIN)
+        sure = {each.seq.seq_id for each in asked if sum(each.chances) >= chance}
+        unsure = [seq for seq in seqs if seq.seq_id not in sure]
+        length = self._worth(model, chance, len(unsure), num_rows, len(seqs), most)
+        if not unsure or not length:
+            self._of_model = [each * FORGETTING for each in self._of_model]
+            return asked
+        found = self._ask(model, unsure, length)
+        asked = [each for each in asked if each.seq.seq_id in sure]
+        for seq, guess in zip(unsure, found, strict=True):
+            if guess.token_ids:
+                chances = self._chances(model.name, guess)
+                asked.append(_Asked(seq, len(seq.token_ids), model.name, guess, chances))
+        return asked
+
+    def _worth(
+        self,
+        model: TimedSource,
+        chance: float,
+        num_unsure: int,
+        num_rows: int,
+        num_seqs: int,
+        most: int,
+    ) -> int:
+        """Of how many drafts of each tokens come fastest, what the model takes counted."""
+        if self.costs is None or not num_unsure:
+            return most
+        lengths = np.arange(most + 1)
+        tokens = num_seqs + num_unsure * np.concatenate(([0.0], np.cumsum(chance ** lengths[1:])))
+        seconds = self.costs.of(num_rows + num_unsure * lengths)
+        return int(np.argmax(tokens / (seconds + lengths * model.seconds(num_unsure))))
 
     def _share(
         self, asked: Listed[_Asked], num_rows: int, num_seqs: int, room: int
@@ -140,6 +201,8 @@ class Drafter:
             pairs = zip(guess.token_ids, drawn, strict=False)
             num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             for place, kind in enumerate(guess.kinds[: min(num_right + 1, len(drawn))]):
+                if self.model is not None and source == self.model.name:
+                    self._count(self._of_model, place < num_right)
                 self._count(self._seen.setdefault((source, kind), [0.0, 0.0]), place < num_right)
             self._tell(source, len(drafts.get(seq.seq_id, ())), num_right)
             num_more += max(len(drawn) - 1, 0)
@@ -167,7 +230,9 @@ class Drafter:
             accepted={name: tuple(each) for name, each in self._accepted.items()},
             step_rows=self.costs.rows if self.costs else (),
             step_seconds=self.costs.seconds if self.costs else (),
-            sources=tuple(source.name for source in self.sources),
+            sources=tuple(
+                source.name for source in (*self.sources, self.model) if source is not None
+            ),
         )
 
     def _may_pay(self, num_rows: int, num_seqs: int) -> bool:
@@ -181,7 +246,10 @@ class Drafter:
         except Exception as problem:
             reason = problem if isinstance(problem, BadSource) else f"it raised {problem!r}"
             logger.error("Drafts of the source %r are switched off: %s.", source.name, reason)
-            self.sources.remove(source)
+            if source is self.model:
+                self.model = None
+            else:
+                self.sources.remove(source)
             return [NO_GUESS] * len(seqs)
 
     def _chances(self, source: str, guess: Guess) -> list[float]:

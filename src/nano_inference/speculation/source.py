@@ -38,6 +38,14 @@ class DraftSource(Protocol):
         ...
 
 
+class TimedSource(DraftSource, Protocol):
+    """One that takes time for every draft: a model."""
+
+    def seconds(self, num_seqs: int) -> float:
+        """What one draft of each of so many sequences takes; 0: nobody knows yet."""
+        ...
+
+
 class BadSource(Exception):
     """A source did what no source may."""
 
