@@ -1,5 +1,5 @@
-"""Drafts from history in RL: whole runs of GRPO with and without, and an evaluation that runs again
-after a small update.
+"""Drafts in RL: whole runs of GRPO without drafts, with drafts from history, and with those of the
+policy's own layers too; and an evaluation that runs again after a small update.
 """
 
 import resource
@@ -16,9 +16,12 @@ from benchmarks.ours import Options, engine_config
 from examples.grpo import Recipe, Task
 from examples.same_hash import Run, whole_run
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.models.loading import load_spec, resolve_model
 from nano_inference.rl import score
 
-MODES = ("none", "history")
+# what the engine is told of drafts
+MODES: dict[str, dict[str, Any]] = {"none": {}, "history": {"speculation": "history"}}
+SELF = "history and self"
 KL = 0.002  # of a token, from the weights of one run to those of the next
 TOKENS = 64  # of each answer
 ANSWER, LEARNING_RATE = 32, 2e-3  # of the whole runs, for a tiny model
@@ -53,12 +56,11 @@ def grpo(options: Options, steps: int) -> Iterator[Row]:
     checkpoint.
     """
     recipe = Recipe(steps=steps, prompts=2, samples=4, learning_rate=LEARNING_RATE)
-    runs: dict[str, list[tuple[Run, float]]] = {mode: [] for mode in MODES}
+    modes = {**MODES, SELF: {**MODES["history"], **self_drafts(options)}}
+    runs: dict[str, list[tuple[Run, float]]] = {mode: [] for mode in modes}
     for _ in range(options.repeats):
         for mode, done in runs.items():
-            config = engine_config(
-                options, max_model_len=128, kv_cache_memory=2**27, speculation=mode
-            )
+            config = engine_config(options, max_model_len=128, kv_cache_memory=2**27, **modes[mode])
             before = cpu_seconds()
             run = whole_run(config, low_ids(), recipe)
             done.append((run, cpu_seconds() - before))
@@ -81,6 +83,12 @@ def grpo(options: Options, steps: int) -> Iterator[Row]:
         }
 
 
+def self_drafts(options: Options) -> dict[str, Any]:
+    """The policy's own layers but for a tenth, as a source of drafts."""
+    num_layers = load_spec(resolve_model(options.model)).num_layers
+    return {"draft_model": "self", "draft_layers": max(1, num_layers - -(-num_layers // 10))}
+
+
 def low_ids() -> Task:
     """Any model can learn it: ids below 150 are worth something."""
     prompts: list[tuple[Any, str]] = [
@@ -99,8 +107,8 @@ def rerun(options: Options, _steps: int) -> Iterator[Row]:
     of all modes must be equal.
     """
     engines = {
-        mode: InferenceEngine(engine_config(options, max_model_len=512, speculation=mode))
-        for mode in MODES
+        mode: InferenceEngine(engine_config(options, max_model_len=512, **told))
+        for mode, told in MODES.items()
     }
     old = weight_transfer.state_dict(engines["none"].model)
     new, kl = weights_at(engines["none"], old, KL)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference import InferenceEngine
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.cli import chat
 from tests.cli.running import FAST, finish, run, spawn
 
 
@@ -156,3 +158,20 @@ def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]
     assert code == 0, err
     assert "forget the conversation" in err
     assert "Traceback" not in err
+
+
+def test_with_drafts_the_figures_tell_tokens_a_step(folders: dict[str, str]) -> None:
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+    said: list[dict[str, str]] = [{"role": "user", "content": "one"}]
+    figures: list[str] = []
+    for drafting in ({}, {"draft_model": "self", "draft_layers": 2}):
+        config = EngineConfig(folders["chat"], kv_cache_memory=2**20, num_threads=1, **drafting)
+        with InferenceEngine(config) as engine:
+            if engine.drafter is not None:
+                engine.drafter.costs = None  # as many drafts as may be
+            usage = [piece.usage for piece in chat._ask_engine(engine, said, params)][-1]
+        figures.append(chat._figures(usage, 1.0, is_cut=False, stopped=False))
+    assert "a step" not in figures[0]
+    told = re.search(r"tok/s, ([0-9.]+) tokens a step; ", figures[1])
+    assert told is not None
+    assert float(told[1]) > 1.5

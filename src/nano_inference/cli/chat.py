@@ -134,13 +134,17 @@ def _ask_engine(engine: "InferenceEngine", messages: Messages, params: SamplingP
 
     length = len(encode_chat(engine.tokenizer, messages))
     params = _fitting(params, length, engine.max_model_len)
+    before = engine.stats().num_steps
     for delta in engine.generate(messages, params, stream=True, progress=False):
         sample = delta.finished
         if sample is None:
             yield Piece(delta.text or "")
         else:
             usage = Usage(
-                len(sample.prompt_tokens), len(sample.completion_tokens), sample.cached_tokens
+                len(sample.prompt_tokens),
+                len(sample.completion_tokens),
+                sample.cached_tokens,
+                engine.stats().num_steps - before if engine.config.drafts else None,
             )
             yield Piece(delta.text or "", finish_reason=sample.finish_reason, usage=usage)
 
@@ -279,8 +283,10 @@ def _figures(usage: Usage | None, seconds: float, *, is_cut: bool, stopped: bool
     if usage is None:
         return "stopped" if stopped else "the server did not count"
     tokens, cut = usage.completion_tokens, " (cut off)" if is_cut else ""
+    a_step = f", {tokens / usage.num_steps:.2f} tokens a step" if usage.num_steps else ""
     return (
-        f"{tokens} tokens{cut}, {tokens / max(seconds, 1e-9):,.1f} tok/s; {usage.cached_tokens} of "
+        f"{tokens} tokens{cut}, {tokens / max(seconds, 1e-9):,.1f} tok/s{a_step}; "
+        f"{usage.cached_tokens} of "
         f"{usage.prompt_tokens} prompt tokens cached"
     )
 

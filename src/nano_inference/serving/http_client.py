@@ -26,11 +26,16 @@ class ServerError(NanoInferenceError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request, as the server counted them."""
+    """Tokens of a request, as the server counted them.
+
+    Attributes:
+        num_steps: that an engine with drafts made the completion in; None: nobody told.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    num_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
