@@ -41,6 +41,55 @@ def one_rope(spec: ModelSpec) -> ModelSpec:
     return replace(spec, ropes=(full,) * spec.num_layers)
 
 
+def moe_with(**fields: Any) -> Change:
+    """The spec with other values of its layers of experts."""
+
+    def change(spec: ModelSpec) -> ModelSpec:
+        assert spec.moe is not None
+        return replace(spec, moe=replace(spec.moe, **fields))
+
+    return change
+
+
+def routing_with(**fields: Any) -> Change:
+    """The spec with another choice of experts."""
+
+    def change(spec: ModelSpec) -> ModelSpec:
+        assert spec.moe is not None
+        return moe_with(routing=spec.moe.routing._replace(**fields))(spec)
+
+    return change
+
+
+def shared_with(**fields: Any) -> Change:
+    """The spec with another shared expert."""
+
+    def change(spec: ModelSpec) -> ModelSpec:
+        assert spec.moe is not None
+        assert spec.moe.shared is not None
+        return moe_with(shared=replace(spec.moe.shared, **fields))(spec)
+
+    return change
+
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GRANITE: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
+GRANITE_FEATURES: dict[str, Change] = {
+    "embedding_multiplier": spec_with(embed_scale=1.0),
+    "attention_multiplier": spec_with(attention_scale=0.25),
+    "residual_multiplier": spec_with(residual_scale=1.0),
+    "logits_scaling": spec_with(logits_divisor=1.0),
+    "weights of experts": routing_with(renormalized=False),
+}
+
+
 CASES = {
     "gemma3": Case(
         "Gemma3ForCausalLM",
@@ -151,5 +200,32 @@ CASES = {
             "sliding_window": 16,
         },
         {"windows": without_windows},
+    ),
+    "qwen2-moe": Case(
+        "Qwen2MoeForCausalLM",
+        EXPERTS
+        | {"num_experts": 6, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}
+        | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+        {
+            "biases": spec_with(qkv_bias=False),
+            "windows": without_windows,
+            "shared expert": moe_with(shared=None),
+            "its gate": shared_with(gate=None),
+            "weights of experts": routing_with(renormalized=True),
+        },
+    ),
+    "olmoe": Case(
+        "OlmoeForCausalLM",
+        EXPERTS | {"num_experts": 6},
+        {
+            "norms of queries and keys": spec_with(qk_norm=None),
+            "weights of experts": routing_with(renormalized=True),
+        },
+    ),
+    "granite-moe": Case("GraniteMoeForCausalLM", GRANITE, GRANITE_FEATURES),
+    "granite-moe-shared": Case(
+        "GraniteMoeSharedForCausalLM",
+        GRANITE | {"shared_intermediate_size": 48},
+        GRANITE_FEATURES | {"shared expert": moe_with(shared=None)},
     ),
 }

@@ -17,10 +17,10 @@ from nano_inference.models.expert_exchange import ExpertExchange
 from nano_inference.models.spec import spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
-from nano_inference.ops.moe import Exchange, Experts, MoeSteps
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Routing, Shared
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config
-from tests.ops.cpu_kernels import as_packed
+from tests.ops.cpu_kernels import as_packed, available
 from tests.parallel.thread_group import ThreadGroup
 
 HIDDEN = 48
@@ -61,19 +61,36 @@ def experts_of(
     dtype: torch.dtype = torch.float32,
     held: range | None = None,
     router: Tensor | None = None,
+    biased: bool = False,
+    shared: str | None = None,
+    **routing: Any,
 ) -> Experts:
-    """Random ones; `held` are here."""
+    """Random ones; `held` are here. The shared one may be `"plain"` or `"gated"`."""
     generator = torch.Generator().manual_seed(7)
     held = range(count) if held is None else held
     drawn = torch.randn((count, HIDDEN), generator=generator) * 0.3
     gate_up = torch.randn((count, 2 * inner, HIDDEN), generator=generator) * 0.2
     down = torch.randn((count, HIDDEN, inner), generator=generator) * 0.2
+    gate = torch.randn((int(shared == "gated"), HIDDEN), generator=generator) * 0.3
+    bias = torch.randn(count, generator=generator) * 0.3 if biased else None
+    common = [torch.randn((96, HIDDEN), generator=generator) * 0.2]
+    common.append(torch.randn((HIDDEN, 48), generator=generator) * 0.2)
     parts = (
-        drawn if router is None else router,
+        torch.cat((drawn if router is None else router, gate)),
         *(each[held.start : held.stop].flatten(0, 1) for each in (gate_up, down)),
+        *common,
     )
     weights = [backend.weight(each.to(dtype)) for each in parts]
-    return Experts(weights[0], weights[1], weights[2], per_token, renormalized, activation)
+    return Experts(
+        weights[0],
+        weights[1],
+        weights[2],
+        count,
+        Routing(per_token, renormalized, **routing),
+        activation,
+        bias,
+        Shared(weights[3], weights[4], shared == "gated") if shared else None,
+    )
 
 
 def expected(x: Tensor, experts: Experts) -> Tensor:
@@ -81,32 +98,86 @@ def expected(x: Tensor, experts: Experts) -> Tensor:
     router, gate_up, down = (
         each.double() for each in (experts.router, experts.gate_up, experts.down)
     )
-    gate_ups, downs = gate_up.chunk(len(router)), down.chunk(len(router))
+    gate_ups, downs = gate_up.chunk(experts.num_experts), down.chunk(experts.num_experts)
     activations = {
         "silu": torch.nn.functional.silu,
         "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
     }
+
+    def through(row: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = (gate_up @ row).chunk(2)
+        return down @ (activations[experts.activation](gate) * up)
+
     out = torch.zeros((len(x), HIDDEN), dtype=torch.float64)
     for row, total in zip(x.double(), out, strict=True):
-        shares = (router @ row).softmax(dim=0)
-        chosen = shares.topk(experts.per_token)
-        scale = chosen.values.sum() if experts.renormalized else 1.0
-        for expert, share in zip(chosen.indices.tolist(), chosen.values, strict=True):
-            gate, up = (gate_ups[expert] @ row).chunk(2)
-            total += share / scale * (downs[expert] @ (activations[experts.activation](gate) * up))
+        logits = router @ row
+        for expert, weight in weights_of(logits[: experts.num_experts], experts).items():
+            total += weight * through(row, gate_ups[expert], downs[expert])
+        if experts.shared is not None:
+            weight = logits[-1].sigmoid() if experts.shared.gated else 1.0
+            gate_up, down = (each.double() for each in experts.shared[:2])
+            total += weight * through(row, gate_up, down)
     return out
 
 
+def weights_of(logits: Tensor, experts: Experts) -> dict[int, float]:
+    """A row's experts, and what they weigh."""
+    routing = experts.routing
+    scores = logits.softmax(dim=0) if routing.scores == "softmax" else logits.sigmoid()
+    keys = scores if experts.bias is None else scores + experts.bias.double()
+    size = experts.num_experts // routing.groups
+    worth = [group.topk(routing.group_best).values.sum() for group in keys.split(size)]
+    kept = torch.tensor(worth).topk(routing.groups_kept).indices.tolist()
+    allowed = [expert for group in kept for expert in range(group * size, (group + 1) * size)]
+    chosen = sorted(allowed, key=lambda expert: -float(keys[expert]))[: routing.per_token]
+    total = float(scores[chosen].sum()) if routing.renormalized else 1.0
+    scale = routing.scale / max(total, routing.floor)
+    return {expert: float(scores[expert]) * scale for expert in chosen}
+
+
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "softmax": {"renormalized": True},
+    "gelu": {"activation": "gelu_tanh"},
+    "shared with a gate": {"shared": "gated"},
+    "shared, biased": {"shared": "plain", "biased": True, "renormalized": True},
+    "sigmoid": {"scores": "sigmoid", "renormalized": True, "scale": 2.5},
+    "best groups": {"count": 12, "groups": 4, "groups_kept": 2, "scale": 16.0},
+    "best pairs of groups": {
+        "count": 12,
+        "groups": 3,
+        "groups_kept": 2,
+        "group_best": 2,
+        "shared": "plain",
+        "scores": "sigmoid",
+        "biased": True,
+        "renormalized": True,
+        "scale": 2.5,
+    },
+    "a floor": {"scores": "sigmoid", "renormalized": True, "floor": 2.0},
+}
+
+
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("renormalized", "activation"), [(True, "silu"), (False, "gelu_tanh")])
-def test_the_sum_over_a_rows_experts(name: str, renormalized: bool, activation: str) -> None:
-    backend, options = BACKENDS[name], {"renormalized": renormalized, "activation": activation}
-    x = rows_of(9)
-    found = backend.run(x, experts_of(backend, **options), None)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_sum_over_a_rows_experts(name: str, routing: str) -> None:
+    backend, options = BACKENDS[name], ROUTINGS[routing]
+    x = rows_of(40)
+    found = backend.run(x, experts_of(backend, **options), None)
     assert found.dtype == torch.float32
-    plain = experts_of(BACKENDS["reference"], **options)  # pyright: ignore[reportArgumentType]
+    plain = experts_of(BACKENDS["reference"], **options)
     torch.testing.assert_close(found.double(), expected(x, plain), rtol=1e-5, atol=1e-5)
-    assert backend.run(x[:0], experts_of(backend), None).shape == (0, HIDDEN)
+    assert backend.run(x[:0], experts_of(backend, **options), None).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("instruction_set", available())
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_instruction_set_routes_to_the_same_bits(instruction_set: str, routing: str) -> None:
+    x, experts = rows_of(40), experts_of(BACKENDS["cpu"], **ROUTINGS[routing])
+    ids, weights = CPU.moe.route(x, experts)
+    other = CpuOps(1, instruction_set).moe
+    assert torch.equal(other.route(x, experts)[0], ids)
+    assert torch.equal(other.route(x, experts)[1], weights)
+    assert torch.equal(other(x, experts), CPU.moe(x, experts))
 
 
 def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:
@@ -125,7 +196,8 @@ def test_a_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, 
     # the interpreter's product of bfloat16 is wrong
     float32 = name == "triton" or data.draw(st.booleans())
     dtype = torch.float32 if float32 else torch.bfloat16
-    x, experts = rows_of(20, dtype), experts_of(backend, dtype=dtype)
+    routing = ROUTINGS[data.draw(st.sampled_from([*ROUTINGS]))]
+    x, experts = rows_of(20, dtype), experts_of(backend, dtype=dtype, **routing)
     whole = backend.run(x, experts, None)
     some = torch.tensor(data.draw(st.lists(st.integers(0, 19), min_size=count, max_size=count)))
     assert torch.equal(backend.run(x[some], experts, None), whole[some])
@@ -189,18 +261,18 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(("size", "shared"), list(itertools.product((2, 3, 4), (True, False))))
 def test_where_an_expert_is_changes_no_bit(name: str, size: int, shared: bool) -> None:
     """Ranks with the same rows, or with rows of their own, of which one has none."""
-    backend = BACKENDS[name]
+    backend, routing = BACKENDS[name], ROUTINGS["shared with a gate"]
     bounds = [6 * rank // size for rank in range(size + 1)]
     for count in (1, 3, 41):
         x = rows_of(count)
-        whole = backend.run(x, experts_of(backend), None)
+        whole = backend.run(x, experts_of(backend, **routing), None)
         cuts = [0, 0, *(count * rank // (size - 1) for rank in range(1, size))]
 
         def run(group: ThreadGroup) -> Tensor:
             held = range(bounds[group.rank], bounds[group.rank + 1])
             own = x if shared else x[cuts[group.rank] : cuts[group.rank + 1]]  # noqa: B023
             exchange = ExpertExchange(group, bounds, shared=shared)
-            return backend.run(own, experts_of(backend, held=held), exchange)
+            return backend.run(own, experts_of(backend, held=held, **routing), exchange)
 
         found = on_ranks(size, run)
         if shared:
@@ -216,7 +288,7 @@ def test_what_a_config_says_of_experts() -> None:
     ).moe
     assert moe is not None
     assert moe.layers == (False, True, False, False, False, True)
-    assert not moe.renormalized
+    assert not moe.routing.renormalized
     assert spec_from_config(config | {"num_experts": 0}).moe is None
     renamed = {name: value for name, value in config.items() if name != "num_experts"} | {
         "num_local_experts": 6

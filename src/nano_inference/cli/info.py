@@ -258,6 +258,8 @@ def _mlp(spec: "ModelSpec") -> str:
     experts = (
         f"{moe.num_experts} experts of {moe.intermediate_size:,}, {moe.experts_per_token} a token"
     )
+    if moe.shared is not None:
+        experts += f", and one of {moe.shared.intermediate_size:,} for all"
     dense = moe.layers.count(False)
     where = (
         f"; in {dense} of {spec.num_layers} layers {spec.intermediate_size:,} and no experts"

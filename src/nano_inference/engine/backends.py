@@ -265,6 +265,14 @@ def require_drafting(
             )
 
 
+def _expert_sizes(spec: ModelSpec) -> list[int]:
+    """The inner sizes of a model's experts."""
+    if spec.moe is None:
+        return []
+    shared = [] if spec.moe.shared is None else [spec.moe.shared.intermediate_size]
+    return [spec.moe.intermediate_size, *shared]
+
+
 def _no_kernels_for(
     backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
@@ -285,7 +293,8 @@ def _no_kernels_for(
         if head_dim % 16 or head_dim > 256:
             return f"head_dim={head_dim} has no CPU kernels; multiples of 16 up to 256 have."
     for spec in specs.values():
-        if spec.moe is not None and (spec.hidden_size % 16 or spec.moe.intermediate_size % 16):
-            sizes = f"{spec.hidden_size} x {spec.moe.intermediate_size}"
-            return f"experts of {sizes} have no CPU kernels; multiples of 16 have."
+        for inner in _expert_sizes(spec):
+            if spec.hidden_size % 16 or inner % 16:
+                sizes = f"{spec.hidden_size} x {inner}"
+                return f"experts of {sizes} have no CPU kernels; multiples of 16 have."
     return None

@@ -89,7 +89,9 @@ def _tiny(spec: ModelSpec) -> ModelSpec:
     kinds = sorted(set(zip(spec.windows, mixed, strict=True)))
     few = moe and replace(
         moe,
-        num_experts=min(moe.num_experts, 2 * moe.experts_per_token),
+        num_experts=min(moe.num_experts, 2 * moe.experts_per_token)
+        if moe.routing.groups == 1
+        else moe.num_experts,
         layers=tuple(has_experts for _, has_experts in kinds),
     )
     return replace(

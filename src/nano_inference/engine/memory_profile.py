@@ -214,6 +214,9 @@ def guess(
             a_row += spec.moe.experts_per_token * (
                 8 * spec.hidden_size + 3 * size * spec.moe.intermediate_size
             )
+            if spec.moe.shared is not None:  # whose products are joined to the others
+                a_row += 4 * (spec.moe.experts_per_token + 2) * spec.hidden_size
+                a_row += 3 * size * spec.moe.shared.intermediate_size
         if not kernels:
             a_row += 9 * longest_asked(config, specs)  # a slot and a flag for each key
         logits = 2 * 4 * spec.vocab_size * max(config.scheduler.max_draws, min(rows, TILE_ROWS))

@@ -72,6 +72,8 @@ _KINDS: Mapping[str, _Kind] = {
     "hidden_size": _whole(1, 2**20),
     "intermediate_size": _whole(1, 2**24),
     "moe_intermediate_size": _whole(1, 2**24),
+    "shared_expert_intermediate_size": _whole(1, 2**24),
+    "shared_intermediate_size": _whole(0, 2**24),
     "num_hidden_layers": _whole(1, 2**12),
     "num_attention_heads": _whole(1, 2**16),
     "num_key_value_heads": _whole(1, 2**16),

@@ -13,13 +13,14 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.columns import to_device
 from nano_inference.models.context import SharedContext
+from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.rope import rope_table
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import shard_of
-from nano_inference.models.spec import ModelSpec, MoeSpec
+from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
-from nano_inference.ops.moe import Experts
+from nano_inference.ops.moe import Experts, Shared
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
@@ -373,8 +374,21 @@ class Decoder:
         router, gate_up, down = (
             self.params[name + part] for part in ("router", "experts_gate_up", "experts_down")
         )
+        shared = moe.shared and Shared(
+            self.params[name + "shared_gate_up"],
+            self.params[name + "shared_down"],
+            moe.shared.gate is not None,
+        )
+        bias = self.params[name + "router_bias"] if moe.bias else None
         return Experts(
-            router, gate_up, down, moe.experts_per_token, moe.renormalized, self.spec.activation
+            router,
+            gate_up,
+            down,
+            moe.num_experts,
+            moe.routing,
+            self.spec.activation,
+            bias,
+            shared,
         )
 
     def _after(self, ops: Operations, x: Tensor, name: str) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_inference.ops.moe import Experts, MoeSteps
+from nano_inference.ops.moe import Experts, MoeSteps, summed
 from nano_inference.parallel.process_group import ProcessGroup
 
 # rows of a rank that are computed at once, where all ranks know how many rows there are
@@ -69,7 +69,7 @@ class ExpertExchange:
         products = answers[0].new_empty((*ids.shape, x.shape[1]))
         for (rows, which), answer in zip(wanted, answers, strict=True):
             products[rows, which] = answer
-        return steps.combine(products, weights)
+        return summed(steps, products, weights, x, experts)
 
 
 def _products(

@@ -1,6 +1,6 @@
 """From a model path to parameters: find the files, read the spec, stream one tensor at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from nano_inference.models.weights import (
     HEAD,
     WEIGHT_DTYPES,
     Allocate,
+    FusedTensor,
     Slot,
     allocate,
+    fused_tensors,
     named_slots,
     param_table,
     read,
@@ -65,20 +67,19 @@ def load_params(
     """
     table = param_table(spec, part)
     places = named_slots(table)
-    known = places if part is None else named_slots(param_table(spec))
+    whole = table if part is None else param_table(spec)
+    known = places if part is None else named_slots(whole)
     params = allocate(table, dtype, device, matrix)
     missing = {name for name, slot in places.items() if slot.tied_to is None}
     count = len(missing)
-    for name, file, opened in _tensors_of(folder, device):
+    for name, file, stored, shape, kind in _parts_of(folder, device, fused_tensors(whole)):
         if name not in known:
             raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
         slot = places.get(name)
         if slot is None:  # another rank's
             continue
         with _reading(name, file):
-            stored = opened.get_slice(name)
-            _require_weight(name, file, str(stored.get_dtype()))
-            shape = tuple(stored.get_shape())
+            _require_weight(name, file, kind)
             if shape != slot.shape:
                 raise ModelLoadError(
                     f"{folder}: tensor {name!r} has shape {shape}, expected {slot.shape}."
@@ -135,6 +136,29 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
     for name, file, opened in sorted(handles, key=lambda item: item[0] == HEAD):
         if not name.endswith(_IGNORED_SUFFIXES):
             yield name, file, opened
+
+
+def _parts_of(
+    folder: Path, device: torch.device, fused: Mapping[str, FusedTensor]
+) -> Iterator[tuple[str, Path, Any, tuple[int, ...], str]]:
+    """(name, file, what can be sliced, shape, stored dtype) of each tensor of a folder; of a tensor
+    that holds several, of these.
+    """
+    for name, file, opened in _tensors_of(folder, device):
+        with _reading(name, file):
+            stored = opened.get_slice(name)
+            shape, kind = tuple(stored.get_shape()), str(stored.get_dtype())
+            whole = stored[:] if name in fused else None
+        if whole is None:
+            yield name, file, stored, shape, kind
+            continue
+        _require_weight(name, file, kind)
+        if shape != fused[name].shape:
+            raise ModelLoadError(
+                f"{folder}: tensor {name!r} has shape {shape}, expected {fused[name].shape}."
+            )
+        for part, tensor in fused[name].split(whole):
+            yield part, file, tensor, tuple(tensor.shape), kind
 
 
 def _opened(file: Path, device: torch.device) -> Any:

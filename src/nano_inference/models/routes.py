@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.models.spec import MoeSpec
+from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.ops.moe import Moe
 
 

@@ -214,6 +214,7 @@ def _layer_size(spec: ModelSpec, layer: int) -> int:
     mlp = 3 * spec.intermediate_size
     if moe is not None and moe.layers[layer]:
         mlp = moe.num_experts * (3 * moe.intermediate_size + 1)
+        mlp += 3 * moe.shared.intermediate_size if moe.shared is not None else 0
     return spec.hidden_size * (heads * spec.head_dim + mlp)
 
 

@@ -7,6 +7,14 @@ from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.config_checks import check_end_ids, check_values
+from nano_inference.models.moe_spec import (
+    MoeSpec,
+    granite_experts,
+    mixtral_experts,
+    olmoe_experts,
+    qwen2_experts,
+    qwen_experts,
+)
 from nano_inference.models.quantisation import refuse_quantised
 from nano_inference.models.rope_spec import (
     ReadRopes,
@@ -28,31 +36,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MoeSpec:
-    """The layers whose MLP is a choice of experts.
-
-    Attributes:
-        num_experts: of a layer.
-        experts_per_token: how many of them each token goes through.
-        intermediate_size: of one expert.
-        renormalized: the weights of a token's experts add up to 1; else they are what the softmax
-            over all gave.
-        layers: one entry a layer: whether it has experts, or an MLP of the model's own intermediate
-            size.
-        module: the checkpoint's name of such a layer's MLP.
-        projections: its names of an expert's gate, up and down.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    renormalized: bool
-    layers: tuple[bool, ...]
-    module: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,51 +280,6 @@ def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _qwen_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    """Every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
-    step, dense = (
-        int(config.get("decoder_sparse_step") or 1),
-        set(config.get("mlp_only_layers") or ()),
-    )
-    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-    inner, renormalized = (
-        int(config["moe_intermediate_size"]),
-        bool(config.get("norm_topk_prob", False)),
-    )
-    return _with_experts(MoeSpec(*_expert_counts(config), inner, renormalized, layers))
-
-
-def _mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    inner, counts = int(config["intermediate_size"]), _expert_counts(config)
-    names = ("w1", "w3", "w2")
-    return _with_experts(
-        MoeSpec(*counts, inner, True, (True,) * num_layers, "block_sparse_moe", names)
-    )
-
-
-def _expert_counts(config: Config) -> tuple[int, int]:
-    """How many there are, which transformers has written under two names, and how many a token goes
-    through.
-    """
-    name = "num_experts" if "num_experts" in config else "num_local_experts"
-    return int(config[name]), int(config["num_experts_per_tok"])
-
-
-def _with_experts(found: MoeSpec) -> MoeSpec | None:
-    if found.num_experts == 0 or not any(found.layers):
-        return None
-    if not 1 <= found.experts_per_token <= found.num_experts:
-        raise ModelLoadError(
-            f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}."
-        )
-    if found.num_experts * len(found.layers) > _MOST_EXPERTS:
-        raise ModelLoadError(
-            f"{found.num_experts} experts in {len(found.layers)} layers are more than "
-            f"{_MOST_EXPERTS:,} together."
-        )
-    return found
-
-
 def _gemma_scales(config: Config) -> dict[str, float]:
     return {
         "embed_scale": float(config["hidden_size"]) ** 0.5,
@@ -407,17 +345,25 @@ _ARCHITECTURES: dict[str, _Family] = {
         ropes=ropes_in_windows_alone,
     ),
     "GraniteForCausalLM": _Family(scales=_granite_scales),
-    "Qwen3MoeForCausalLM": _Family(qk_norm="head", windows=_switched_window, moe=_qwen_experts),
-    "MixtralForCausalLM": _Family(windows=_uniform_window, moe=_mixtral_experts),
+    "Qwen3MoeForCausalLM": _Family(qk_norm="head", windows=_switched_window, moe=qwen_experts),
+    "MixtralForCausalLM": _Family(windows=_uniform_window, moe=mixtral_experts),
+    "Qwen2MoeForCausalLM": _Family(
+        biases=lambda config: (bool(config.get("qkv_bias", True)), False),
+        windows=_upper_windows,
+        moe=qwen2_experts,
+    ),
+    "OlmoeForCausalLM": _Family(qk_norm="full", moe=olmoe_experts),
+    "GraniteMoeForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
+    "GraniteMoeSharedForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
 }
 
 _REQUIRED = (
     *("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps"),
 )
-_MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
 _UNSUPPORTED = (
     "mlp_bias",
+    "clip_qkv",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",

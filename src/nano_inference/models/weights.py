@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.shard import ModelShard, shard_of
-from nano_inference.models.spec import ModelSpec, MoeSpec
+from nano_inference.models.spec import ModelSpec
 from nano_inference.ops import reference
 
 
@@ -53,8 +54,8 @@ class ParamSpec:
         sources: what is stacked along axis 0 to make it.
         keep_float32: held in float32 whatever dtype the model has.
         tied: checkpoint name of a head that must equal the only source; None: there is none.
-        fused: (name, shape) of the tensor in which a trainer holds all sources, in order; None: it
-            holds them one by one.
+        fused: (name, shape) of each tensor that holds all sources, in order, in a trainer's memory
+            or in checkpoints.
     """
 
     name: str
@@ -62,7 +63,7 @@ class ParamSpec:
     sources: tuple[Source, ...]
     keep_float32: bool = False
     tied: str | None = None
-    fused: tuple[str, tuple[int, ...]] | None = None
+    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +283,7 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
     """
     hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
     gate, up, down = moe.projections
-    hf, fused = f"{layer}.{moe.module}", f"{layer}.mlp"  # in a checkpoint; in transformers' memory
+    hf, names = f"{layer}.{moe.module}", moe.in_memory
 
     def source(expert: int, projection: str, shape: tuple[int, int]) -> Source:
         name = f"{hf}.experts.{expert}.{projection}.weight"
@@ -291,24 +292,57 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
     gate_up = tuple(
         source(expert, name, (inner, hidden)) for expert in range(count) for name in (gate, up)
     )
-    router = Source(f"{hf}.gate.weight", (count, hidden))
+
+    def fused(names: tuple[str, ...], *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((f"{layer}.{name}", shape) for name in names)
+
+    router = Source(f"{hf}.{moe.router}", (count, hidden))
+    gates: list[Source] = []  # of the shared expert: one more row of the router
+    if moe.shared is not None and moe.shared.gate is not None:
+        gates = [Source(f"{layer}.{moe.shared.gate}.weight", (1, hidden))]
     return [
-        replace(
-            _plain(f"{own}.router", router),
-            fused=None if hf == fused else (f"{fused}.gate.weight", router.shape),
+        ParamSpec(
+            f"{own}.router",
+            (count + len(gates), hidden),
+            (router, *gates),
+            fused=() if gates else fused(names.router, count, hidden),
         ),
+        *_router_bias(moe, own, hf, layer),
         ParamSpec(
             f"{own}.experts_gate_up",
             (len(part.experts) * 2 * inner, hidden),
             gate_up,
-            fused=(f"{fused}.experts.gate_up_proj", (count, 2 * inner, hidden)),
+            fused=fused(names.gate_up, count, 2 * inner, hidden),
         ),
         ParamSpec(
             f"{own}.experts_down",
             (len(part.experts) * hidden, inner),
             tuple(source(expert, down, (hidden, inner)) for expert in range(count)),
-            fused=(f"{fused}.experts.down_proj", (count, hidden, inner)),
+            fused=fused(names.down, count, hidden, inner),
         ),
+        *_shared_expert(hidden, moe, own, layer),
+    ]
+
+
+def _router_bias(moe: MoeSpec, own: str, hf: str, layer: str) -> list[ParamSpec]:
+    if moe.bias is None:
+        return []
+    source = Source(f"{hf}.{moe.bias}", moe.bias_shape)
+    names = tuple((f"{layer}.{name}", moe.bias_shape) for name in moe.in_memory.bias)
+    return [ParamSpec(f"{own}.router_bias", source.shape, (source,), True, fused=names)]
+
+
+def _shared_expert(hidden: int, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
+    """Whole on every rank."""
+    shared = moe.shared
+    if shared is None:
+        return []
+    inner, (names, down) = shared.intermediate_size, shared.projections
+    size, hf = 2 * inner // len(names), f"{layer}.{shared.module}"
+    sources = tuple(Source(f"{hf}.{name}.weight", (size, hidden)) for name in names)
+    return [
+        ParamSpec(f"{own}.shared_gate_up", (2 * inner, hidden), sources),
+        _plain(f"{own}.shared_down", Source(f"{hf}.{down}.weight", (hidden, inner))),
     ]
 
 
@@ -343,9 +377,9 @@ def named_slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
 def fused_tensors(table: tuple[ParamSpec, ...]) -> dict[str, FusedTensor]:
     """What transformers has in memory under other names than the checkpoint, or in one piece."""
     return {
-        param.fused[0]: FusedTensor(param.fused[1], tuple(each.name for each in param.sources))
+        name: FusedTensor(shape, tuple(each.name for each in param.sources))
         for param in table
-        if param.fused is not None
+        for name, shape in param.fused
     }
 
 
@@ -371,7 +405,7 @@ def allocate(
     """Uninitialised parameters by name. Matrices are what `matrix` makes, vectors are tensors."""
     return {
         param.name: matrix(param.shape, dtype, device)
-        if len(param.shape) == 2
+        if len(param.shape) == 2 and not param.keep_float32
         else torch.empty(
             param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device
         )

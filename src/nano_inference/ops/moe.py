@@ -1,16 +1,52 @@
 """Layers of experts: what every backend does the same way.
 
 A row's result is the sum, in float32 and by rising expert id, of weight times product over the
-experts that it chose. Each product is a function of the row and the expert's weights alone, so
-neither the other rows of an expert nor the rank that holds it change a bit.
+experts that it chose, and over the shared expert behind them where there is one. Each product is a
+function of the row and the expert's weights alone, so neither the other rows of an expert nor the
+rank that holds it change a bit.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """How a row's experts are chosen and weighed, from the router's logits. Of experts that are as
+    good as each other the one with the lower id is chosen.
+
+    Attributes:
+        per_token: experts that each row goes through: those of the highest scores, to which a
+            correction bias may be added for the choice alone.
+        renormalized: the weights of a row's experts are their scores divided by the sum of these;
+            else they are the scores.
+        scores: the logits' softmax over all experts, or the sigmoid of each.
+        scale: multiplies the weights.
+        floor: the least that weights are divided by.
+        groups: the experts are so many groups of neighbours.
+        groups_kept: so many of them, the best ones of a row, are those that it may choose of.
+        group_best: a group is as good as so many of its best experts together.
+    """
+
+    per_token: int
+    renormalized: bool
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    floor: float = 0.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 1
+
+
+class Shared(NamedTuple):
+    """The expert that all rows go through, J inside; every rank holds all of it."""
+
+    gate_up: Any  # [2 * J, H]
+    down: Any  # [H, J]
+    gated: bool  # its weight is the sigmoid of the router's last row; else 1
 
 
 class Experts(NamedTuple):
@@ -18,22 +54,24 @@ class Experts(NamedTuple):
     inside of each.
     """
 
-    router: Any  # [E, H]
+    router: Any  # [E, H]; where the shared expert has a gate, that is one more row
     gate_up: Any  # [held * 2 * I, H]: gate and up rows of one expert, then those of the next
     down: Any  # [held * H, I]
-    per_token: int
-    renormalized: bool  # the weights of a row's experts add up to 1
+    num_experts: int  # E: of the layer, wherever they are
+    routing: Routing
     activation: str
-
-    @property
-    def num_experts(self) -> int:
-        """Of the layer, wherever they are."""
-        return self.router.shape[0]
+    bias: Tensor | None = None  # float32 [E], the correction
+    shared: Shared | None = None
 
     @property
     def num_held(self) -> int:
         """Whose weights are here."""
         return self.down.shape[0] // self.router.shape[1]
+
+    @property
+    def num_weights(self) -> int:
+        """Of a row: its experts, and the shared one."""
+        return self.routing.per_token + (self.shared is not None)
 
 
 class MoeSteps(NamedTuple):
@@ -41,10 +79,10 @@ class MoeSteps(NamedTuple):
 
     Attributes:
         route: (x [N, H], experts) -> ids int64 [N, K], rising in each row, and weights float32 [N,
-            K]. Of two experts with the same logit the one with the lower id is chosen.
+            K], with the shared expert's behind them where there is one.
         products: (x [M, H], rows int64 [P], held int64 [P], experts) -> [P, H]: row `rows[i]`
             through the expert that is number `held[i]` of those that are here.
-        combine: (products [N, K, H], weights [N, K]) -> float32 [N, H], added in the order of K.
+        combine: (products [N, W, H], weights [N, W]) -> float32 [N, H], added in the order of W.
     """
 
     route: Callable[[Tensor, Experts], tuple[Tensor, Tensor]]
@@ -102,6 +140,21 @@ def _noted(
 
 def _all_here(steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:
     ids, weights = steps.route(x, experts)
-    rows = torch.arange(len(x), device=x.device).repeat_interleave(experts.per_token)
+    rows = torch.arange(len(x), device=x.device).repeat_interleave(ids.shape[1])
     products = steps.products(x, rows, ids.flatten(), experts)
-    return steps.combine(products.view(len(x), experts.per_token, x.shape[1]), weights)
+    return summed(steps, products.view(*ids.shape, x.shape[1]), weights, x, experts)
+
+
+def summed(
+    steps: MoeSteps, products: Tensor, weights: Tensor, x: Tensor, experts: Experts
+) -> Tensor:
+    """What rows x [N, H] get of the products [N, K, H] of their experts, and of the shared one's,
+    which is computed here: float32 [N, H].
+    """
+    if experts.shared is not None:
+        gate_up, down, _ = experts.shared
+        rows = torch.arange(len(x), device=x.device)
+        alone = experts._replace(gate_up=gate_up, down=down)
+        own = steps.products(x, rows, torch.zeros_like(rows), alone)
+        products = torch.cat((products, own[:, None]), dim=1)
+    return steps.combine(products, weights)

@@ -26,7 +26,7 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
-from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, Routing, mixture
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,
@@ -276,12 +276,43 @@ def _whole_vectors(weight: Tensor) -> Tensor:
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """See `MoeSteps`."""
+    routing, shared = experts.routing, experts.shared
     logits = linear(x.float(), experts.router.float())
-    order = logits.sort(dim=-1, descending=True, stable=True).indices  # of equal ones the lower id
-    ids = order[:, : experts.per_token].sort(dim=-1).values
-    sizes = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    logits, gates = logits[:, : experts.num_experts], logits[:, experts.num_experts :]
+    if routing.scores == "softmax":
+        sizes = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        whole = sizes.sum(dim=-1, keepdim=True)
+    else:
+        sizes, whole = _sigmoid(logits), torch.ones((len(x), 1), device=x.device)
+    keys = logits if experts.bias is None else sizes / whole + experts.bias
+    if routing.groups > 1:
+        keys = keys.masked_fill(~_in_best_groups(keys, routing), -torch.inf)
+    ids = _best(keys, routing.per_token).sort(dim=-1).values
     chosen = sizes.gather(1, ids)
-    return ids, chosen / (chosen if experts.renormalized else sizes).sum(dim=-1, keepdim=True)
+    total = chosen.sum(dim=-1, keepdim=True) if routing.renormalized else whole
+    weights = chosen / torch.maximum(total, routing.floor * whole) * routing.scale
+    if shared is None:
+        return ids, weights
+    of_shared = _sigmoid(gates) if shared.gated else torch.ones_like(whole)
+    return ids, torch.cat((weights, of_shared), dim=1)
+
+
+def _best(keys: Tensor, count: int) -> Tensor:
+    """Which of the columns have the highest keys [N, C], highest first; of equal ones the first."""
+    return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _in_best_groups(keys: Tensor, routing: Routing) -> Tensor:
+    """Whether each expert is of a group that the row may choose of: [N, E]."""
+    groups = keys.unflatten(1, (routing.groups, -1))
+    best = groups.sort(dim=-1, descending=True).values[:, :, : routing.group_best].sum(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool)
+    kept = kept.scatter(1, _best(best, routing.groups_kept), True)
+    return kept[:, :, None].expand(groups.shape).flatten(1)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
 
 
 def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:

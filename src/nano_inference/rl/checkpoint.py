@@ -29,9 +29,12 @@ def require_savable(source: Path, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{source} has no config.json to save beside the weights; save state_dict() yourself."
         )
-    if spec.fused_projections:
+    together = "q, k and v" if spec.fused_projections else None
+    if spec.moe is not None and spec.moe.stacked:
+        together = "a layer's experts"
+    if together is not None:
         raise ConfigError(
-            f"checkpoints of {spec.architecture} hold q, k and v in one tensor, and the "
+            f"checkpoints of {spec.architecture} hold {together} in one tensor, and the "
             "parameters are apart; save "
             "state_dict() yourself."
         )

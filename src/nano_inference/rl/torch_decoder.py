@@ -60,7 +60,10 @@ class TorchDecoder:
         """
         embedded = functional.embedding(batch.token_ids, params["embed"]).float() * self.embed_scale
         embedded.requires_grad_("embed" in wanted)
-        inner = sorted(wanted - {"embed", "head"})
+        # what only chooses experts has no gradient
+        inner = sorted(
+            name for name in wanted - {"embed", "head"} if not name.endswith("router_bias")
+        )
         leaves = {name: params[name].detach().requires_grad_(True) for name in inner}
         with torch.enable_grad():
             hidden = self.hidden({**params, **leaves}, embedded, batch)
@@ -193,10 +196,8 @@ class TorchDecoder:
         """The engine's experts of each row [N, K], added up in the order of their ids."""
         moe = self.spec.moe
         assert moe is not None
-        shares = functional.linear(normed.float(), params[name + "router"].float()).softmax(dim=-1)
-        weights = shares.gather(1, ids)
-        if moe.renormalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        logits = functional.linear(normed.float(), params[name + "router"].float())
+        weights = self._weights_of(logits[:, : moe.num_experts], ids)
         gate_ups, downs = (
             params[name + part].chunk(moe.num_experts)
             for part in ("experts_gate_up", "experts_down")
@@ -206,7 +207,23 @@ class TorchDecoder:
             rows, which = (ids == expert).nonzero(as_tuple=True)
             product = functional.linear(self._gate(functional.linear(normed[rows], gate_up)), down)
             total = total.index_add(0, rows, product.float() * weights[rows, which, None])
-        return total
+        if moe.shared is None:
+            return total
+        gated = self._gate(functional.linear(normed, params[name + "shared_gate_up"]))
+        product = functional.linear(gated, params[name + "shared_down"]).float()
+        gates = logits[:, moe.num_experts :].sigmoid() if moe.shared.gate is not None else 1.0
+        return total + product * gates
+
+    def _weights_of(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """The weights of the engine's choice of experts [N, K], from all their logits [N, E]."""
+        moe = self.spec.moe
+        assert moe is not None
+        routing = moe.routing
+        scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
+        weights = scores.gather(1, ids)
+        if routing.renormalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.floor)
+        return weights * routing.scale
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
         """Attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]: [n,

@@ -1,14 +1,17 @@
 """The CPU backend's layers of experts: kernels/moe.cpp on tensors."""
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
 ROW_BLOCK = 512
+ROUTING = struct("Routing")
 PROBLEMS = {1: "a row does not exist.", 2: "an expert does not exist."}
 
 
@@ -32,14 +35,11 @@ class CpuMoe:
 
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """See `MoeSteps`."""
-        router = experts.router
+        router, routing = experts.router, experts.routing
         _require_rows(x, router.columns, router.dtype)
-        ids = torch.empty((len(x), experts.per_token), dtype=torch.int64)
-        weights = torch.empty((len(x), experts.per_token))
-        if not 1 <= experts.per_token <= router.rows:
-            raise ValueError(
-                f"{experts.per_token} experts a row cannot be chosen of {router.rows}."
-            )
+        ids = torch.empty((len(x), routing.per_token), dtype=torch.int64)
+        weights = torch.empty((len(x), experts.num_weights))
+        spec = _routing(experts)
         self._c.nano_moe_route(
             x.data_ptr(),
             len(x),
@@ -47,8 +47,7 @@ class CpuMoe:
             router.data_ptr(),
             router.rows,
             x.dtype == torch.bfloat16,
-            experts.per_token,
-            experts.renormalized,
+            ctypes.addressof(spec),
             ids.data_ptr(),
             weights.data_ptr(),
             self.num_threads,
@@ -107,6 +106,36 @@ class CpuMoe:
             self.num_threads,
         )
         return out
+
+
+def _routing(experts: Experts) -> Any:
+    """As kernels/moe.cpp reads it; good as long as the experts are. Raises ValueError."""
+    routing, shared, bias, count = (
+        experts.routing,
+        experts.shared,
+        experts.bias,
+        experts.num_experts,
+    )
+    size, rest = divmod(count, routing.groups)
+    if rest or not 1 <= routing.per_token <= size * routing.groups_kept <= count:
+        raise ValueError(f"{routing.per_token} experts a row cannot be chosen of {count}.")
+    if not 1 <= routing.group_best <= size:
+        raise ValueError(f"the best {routing.group_best} cannot be found of {size} experts.")
+    if bias is not None and (bias.shape != (count,) or bias.dtype != torch.float32):
+        raise ValueError(f"the bias is {bias.dtype} {tuple(bias.shape)}, not float32 ({count},).")
+    return ROUTING(
+        num_experts=count,
+        per_token=routing.per_token,
+        sigmoid=routing.scores == "sigmoid",
+        renormalized=routing.renormalized,
+        groups=routing.groups,
+        groups_kept=routing.groups_kept,
+        group_best=routing.group_best,
+        shared=0 if shared is None else 1 + shared.gated,
+        bias=None if bias is None else bias.data_ptr(),
+        scale=routing.scale,
+        floor=routing.floor,
+    )
 
 
 def require_sizes(hidden: int, inner: int) -> None:

@@ -48,17 +48,27 @@ def moe(
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """See `MoeSteps`."""
     logits = invariant_product(x, experts.router, None, torch.float32)
-    ids = torch.empty((len(x), experts.per_token), dtype=torch.int64, device=x.device)
-    weights = torch.empty((len(x), experts.per_token), device=x.device)
+    routing, shared = experts.routing, experts.shared
+    ids = torch.empty((len(x), routing.per_token), dtype=torch.int64, device=x.device)
+    weights = torch.empty((len(x), experts.num_weights), device=x.device)
     if len(x):
         count = experts.num_experts
         _route_kernel[(len(x),)](
             logits,
+            experts.bias,
             ids,
             weights,
+            routing.scale,
+            routing.floor,
             count,
-            experts.per_token,
-            experts.renormalized,
+            logits.shape[1],
+            routing.per_token,
+            routing.renormalized,
+            routing.scores == "sigmoid",
+            routing.groups,
+            routing.groups_kept,
+            routing.group_best,
+            0 if shared is None else 1 + shared.gated,
             triton.next_power_of_2(count),
             num_warps=1 if count <= 256 else 4,
             enable_fp_fusion=False,
@@ -136,35 +146,96 @@ def _tiles(held: Tensor, num_experts: int) -> ExpertTiles:
 
 
 @triton.jit
+def _highest(keys, taken, lanes, BLOCK: tl.constexpr):
+    """The lane of the highest key that is not taken: of equal ones the lowest; where none is equal
+    to the highest, which is then NaN, the lowest of all.
+    """
+    left = tl.where(taken, -float("inf"), keys)
+    order = tl.where(left == tl.max(left, axis=0), lanes, lanes + BLOCK)
+    return tl.min(tl.where(taken, 2 * BLOCK, order), axis=0) % BLOCK
+
+
+@triton.jit
+def _of_best_groups(
+    keys,
+    lanes,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The keys; -inf where an expert is not of the best groups."""
+    worth = tl.full((BLOCK,), -float("inf"), tl.float32)  # one lane a group
+    groups = lanes // (EXPERTS // GROUPS)
+    for group in tl.static_range(GROUPS):
+        outside = (groups != group) | (lanes >= EXPERTS)
+        best = 0.0
+        for _ in tl.static_range(GROUP_BEST):
+            lane = _highest(keys, outside, lanes, BLOCK)
+            best += tl.sum(tl.where(lanes == lane, keys, 0.0), axis=0)
+            outside = outside | (lanes == lane)
+        worth = tl.where(lanes == group, best, worth)
+    kept = lanes >= GROUPS
+    may = tl.zeros((BLOCK,), tl.int32)
+    for _ in tl.static_range(GROUPS_KEPT):
+        group = _highest(worth, kept, lanes, BLOCK)
+        kept = kept | (lanes == group)
+        may = tl.where(groups == group, 1, may)
+    return tl.where(may == 1, keys, -float("inf"))
+
+
+@triton.jit
 def _route_kernel(
-    logits_ptr,
+    logits_ptr,  # [N, ROW]
+    bias_ptr,  # [EXPERTS] or None
     ids_ptr,
     weights_ptr,
+    scale,
+    floor,
     EXPERTS: tl.constexpr,
+    ROW: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     RENORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    SHARED: tl.constexpr,  # 1: a last weight of 1, 2: of the sigmoid of the last logit
     BLOCK: tl.constexpr,
 ):
     """Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < EXPERTS
-    logits = tl.load(logits_ptr + row * EXPERTS + lanes, mask=inside, other=-float("inf"))
-    sizes = tl.where(inside, tl.exp(logits - tl.max(logits, axis=0)), 0.0)
+    logits = tl.load(logits_ptr + row * ROW + lanes, mask=inside, other=-float("inf"))
+    if SIGMOID:
+        sizes = tl.where(inside, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
+        whole = 1.0
+    else:
+        sizes = tl.where(inside, tl.exp(logits - tl.max(logits, axis=0)), 0.0)
+        whole = tl.sum(sizes, axis=0)
+    keys = logits
+    if bias_ptr is not None:
+        keys = sizes / whole + tl.load(bias_ptr + lanes, mask=inside, other=0.0)
+    if GROUPS > 1:
+        keys = _of_best_groups(keys, lanes, EXPERTS, GROUPS, GROUPS_KEPT, GROUP_BEST, BLOCK)
     taken = lanes >= EXPERTS
     for _ in tl.static_range(PER_TOKEN):
-        left = tl.where(taken, -float("inf"), logits)
-        # Of equal ones the lowest; where none is equal to the highest, which is then NaN, the
-        # lowest of all.
-        keys = tl.where(
-            taken, 2 * BLOCK, tl.where(left == tl.max(left, axis=0), lanes, lanes + BLOCK)
-        )
-        taken = taken | (lanes == tl.min(keys, axis=0) % BLOCK)
+        taken = taken | (lanes == _highest(keys, taken, lanes, BLOCK))
     chosen = taken & inside
-    total = tl.sum(tl.where(chosen, sizes, 0.0) if RENORMALIZED else sizes, axis=0)
-    places = row * PER_TOKEN + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.store(ids_ptr + places, lanes.to(tl.int64), mask=chosen)
-    tl.store(weights_ptr + places, sizes / total, mask=chosen)
+    total = tl.sum(tl.where(chosen, sizes, 0.0), axis=0) if RENORMALIZED else whole
+    least = floor * whole
+    total = tl.where(total < least, least, total)
+    width: tl.constexpr = PER_TOKEN + (SHARED > 0)
+    places = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(ids_ptr + row * PER_TOKEN + places, lanes.to(tl.int64), mask=chosen)
+    tl.store(weights_ptr + row * width + places, sizes / total * scale, mask=chosen)
+    if SHARED == 1:
+        tl.store(weights_ptr + row * width + PER_TOKEN, 1.0)
+    if SHARED == 2:
+        gate = tl.load(logits_ptr + row * ROW + EXPERTS)
+        tl.store(weights_ptr + row * width + PER_TOKEN, 1.0 / (1.0 + tl.exp(-gate)))
 
 
 @triton.jit

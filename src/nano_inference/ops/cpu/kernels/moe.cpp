@@ -1,6 +1,7 @@
 // Layers of experts: which experts a row goes through, their products, and the sum over a row's experts.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <vector>
 
 #include "linear.h"
@@ -18,41 +19,94 @@ constexpr int64_t PANELS_OF_DOWN = 24;
 
 int64_t up_to_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-// The experts of one row and their weights. `z`: logits, with room for whole panels; they become exp(z - highest).
-void choose(float* z, int64_t num_experts, int64_t per_token, bool renormalized, std::vector<uint8_t>& taken, int64_t* ids,
-            float* weights) {
-  taken.assign(size_t(num_experts), 0);
-  for (int64_t k = 0; k < per_token; k++) {
-    int64_t best = -1;
-    for (int64_t e = 0; e < num_experts; e++)
-      if (!taken[size_t(e)] && (best < 0 || z[e] > z[best])) best = e;  // of equal ones the lower id
-    taken[size_t(best)] = 1;
-  }
+// How a row's experts are chosen and weighed: see `Routing` of ops/moe.py.
+struct Routing {
+  int64_t num_experts, per_token, sigmoid, renormalized, groups, groups_kept, group_best;
+  int64_t shared;     // 1: a last weight of 1, 2: of the sigmoid of the last logit; 0: none
+  const float* bias;  // [num_experts], or null
+  float scale, floor;
+};
+
+// What the choice of a row needs; with room for whole panels of experts.
+struct Choice {
+  std::vector<float> sizes, keys, groups;
+  std::vector<uint8_t> taken, kept;
+};
+
+Vec vsigmoid(Vec x) {
+  return vdiv(vset(1.f), vadd(vset(1.f), vexp(vmax(vset(-100.f), vmin(vset(88.f), vsub(vset(0.f), x))))));
+}
+
+// The scores of a row's experts, each still to be divided by what is returned.
+float score(const float* z, const Routing& r, std::vector<float>& sizes) {
   float highest = z[0];
-  for (int64_t e = 1; e < num_experts; e++) highest = z[e] > highest ? z[e] : highest;
+  for (int64_t e = 1; e < r.num_experts; e++) highest = z[e] > highest ? z[e] : highest;
   Vec lanes = vset(0.f);
-  for (int64_t e = 0; e < num_experts; e += LANES) {
-    const int n = int(std::min<int64_t>(LANES, num_experts - e));
-    const Vec v = vexp(vsub(vload_n(z + e, n), vset(highest)));
+  for (int64_t e = 0; e < r.num_experts; e += LANES) {
+    const int n = int(std::min<int64_t>(LANES, r.num_experts - e));
+    const Vec x = vload_n(z + e, n), v = r.sigmoid ? vsigmoid(x) : vexp(vsub(x, vset(highest)));
     lanes = vadd(lanes, vselect(first_lanes(n), v, vset(0.f)));
-    vstore_n(z + e, v, n);
+    vstore_n(sizes.data() + e, v, n);
   }
-  float total = renormalized ? 0.f : vsum(lanes);
+  return r.sigmoid ? 1.f : vsum(lanes);
+}
+
+// Marks `count` more of those in [first, last) that are not marked, highest first; of equal ones the first. The sum of
+// their keys.
+float take(const float* keys, int64_t first, int64_t last, int64_t count, std::vector<uint8_t>& taken) {
+  float sum = 0.f;
+  for (int64_t k = 0; k < count; k++) {
+    int64_t best = -1;
+    for (int64_t e = first; e < last; e++)
+      if (!taken[size_t(e)] && (best < 0 || keys[e] > keys[best])) best = e;
+    taken[size_t(best)] = 1;
+    sum = k ? sum + keys[best] : keys[best];
+  }
+  return sum;
+}
+
+// The keys of experts that are not of the row's best groups become -inf.
+void keep_best_groups(const Routing& r, Choice& c) {
+  const int64_t size = r.num_experts / r.groups;
+  c.groups.resize(size_t(r.groups));
+  for (int64_t g = 0; g < r.groups; g++)
+    c.groups[size_t(g)] = take(c.keys.data(), g * size, (g + 1) * size, r.group_best, c.taken);
+  c.taken.assign(size_t(r.num_experts), 0);
+  c.kept.assign(size_t(r.groups), 0);
+  take(c.groups.data(), 0, r.groups, r.groups_kept, c.kept);
+  for (int64_t e = 0; e < r.num_experts; e++)
+    if (!c.kept[size_t(e / size)]) c.keys[size_t(e)] = -INFINITY;
+}
+
+// The experts of one row and their weights, from its logits.
+void choose(const float* z, const Routing& r, Choice& c, int64_t* ids, float* weights) {
+  c.sizes.resize(size_t(up_to_lanes(r.num_experts)));
+  const float whole = score(z, r, c.sizes);
+  c.keys.assign(z, z + r.num_experts);
+  if (r.bias)
+    for (int64_t e = 0; e < r.num_experts; e++) c.keys[size_t(e)] = c.sizes[size_t(e)] / whole + r.bias[e];
+  c.taken.assign(size_t(r.num_experts), 0);
+  if (r.groups > 1) keep_best_groups(r, c);
+  take(c.keys.data(), 0, r.num_experts, r.per_token, c.taken);
+  float total = r.renormalized ? 0.f : whole;
   int64_t k = 0;
-  for (int64_t e = 0; e < num_experts; e++)
-    if (taken[size_t(e)]) {
+  for (int64_t e = 0; e < r.num_experts; e++)
+    if (c.taken[size_t(e)]) {
       ids[k++] = e;
-      if (renormalized) total += z[e];
+      if (r.renormalized) total += c.sizes[size_t(e)];
     }
-  for (k = 0; k < per_token; k++) weights[k] = z[ids[k]] / total;
+  if (total < r.floor * whole) total = r.floor * whole;
+  for (k = 0; k < r.per_token; k++) weights[k] = c.sizes[size_t(ids[k])] / total * r.scale;
+  if (r.shared) weights[r.per_token] = r.shared == 2 ? vfirst(vsigmoid(vset(z[r.num_experts]))) : 1.f;
 }
 
 template <class T>
-void route(const T* x, int64_t num_rows, Matrix<T> router, int64_t per_token, bool renormalized, int64_t* ids,
-           float* weights, Team& team) {
-  const int64_t width = up_to_lanes(router.rows);
+void route(const T* x, int64_t num_rows, Matrix<T> router, const Routing& routing, int64_t* ids, float* weights,
+           Team& team) {
+  const int64_t width = up_to_lanes(router.rows), per_token = routing.per_token;
+  const int64_t num_weights = per_token + (routing.shared != 0);
   static thread_local std::vector<float> logits;
-  static thread_local std::vector<uint8_t> taken;
+  static thread_local Choice choice;
   const int64_t end = team.end(num_rows);
   for (int64_t from = team.begin(num_rows); from < end; from += ROW_CHUNK) {
     const int64_t count = std::min(ROW_CHUNK, end - from);
@@ -60,8 +114,7 @@ void route(const T* x, int64_t num_rows, Matrix<T> router, int64_t per_token, bo
     products<T>(x + from * router.columns, router.columns, count, router, 0, router.num_panels(), logits.data(), width,
                 nullptr);
     for (int64_t i = 0; i < count; i++)
-      choose(logits.data() + i * width, router.rows, per_token, renormalized, taken, ids + (from + i) * per_token,
-             weights + (from + i) * per_token);
+      choose(logits.data() + i * width, routing, choice, ids + (from + i) * per_token, weights + (from + i) * num_weights);
   }
 }
 
@@ -150,17 +203,16 @@ using namespace nano;
 
 extern "C" {
 
-// The experts [num_rows, per_token] of rows x [num_rows, hidden], rising, and their weights.
-void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void* router, int64_t num_experts,
-                    int64_t is_bf16, int64_t per_token, int64_t renormalized, int64_t* ids, float* weights,
-                    int64_t num_threads) {
+// The experts [num_rows, per_token] of rows x [num_rows, hidden], rising, and their weights; of a router [rows, hidden].
+void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void* router, int64_t rows, int64_t is_bf16,
+                    const Routing* routing, int64_t* ids, float* weights, int64_t num_threads) {
   auto work = [&](Team& team) {
     if (is_bf16)
-      route<bf16>(static_cast<const bf16*>(x), num_rows, {static_cast<const bf16*>(router), num_experts, hidden},
-                  per_token, renormalized, ids, weights, team);
+      route<bf16>(static_cast<const bf16*>(x), num_rows, {static_cast<const bf16*>(router), rows, hidden}, *routing, ids,
+                  weights, team);
     else
-      route<float>(static_cast<const float*>(x), num_rows, {static_cast<const float*>(router), num_experts, hidden},
-                   per_token, renormalized, ids, weights, team);
+      route<float>(static_cast<const float*>(x), num_rows, {static_cast<const float*>(router), rows, hidden}, *routing,
+                   ids, weights, team);
   };
   run_team(int(num_threads), work);
 }

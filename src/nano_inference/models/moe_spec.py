@@ -1,0 +1,173 @@
+"""`MoeSpec`: what config.json says of layers of experts, and what each family means by it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.ops.moe import Routing
+
+Config = Mapping[str, Any]
+_MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertSpec:
+    """The expert that every token goes through.
+
+    Attributes:
+        intermediate_size: of it.
+        module: the checkpoint's name of it in a layer.
+        gate: its name of what weighs the expert, whose sigmoid is taken; None: the weight is 1.
+        projections: its names of what is stacked to gate and up, and of down.
+    """
+
+    intermediate_size: int
+    module: str
+    gate: str | None = None
+    projections: tuple[tuple[str, ...], str] = (("gate_proj", "up_proj"), "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Other names of a layer's router and of tensors that hold all of its experts: what
+    transformers has in memory, and what some checkpoints hold.
+    """
+
+    router: tuple[str, ...] = ()
+    gate_up: tuple[str, ...] = ("mlp.experts.gate_up_proj",)
+    down: tuple[str, ...] = ("mlp.experts.down_proj",)
+    bias: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """The layers whose MLP is a choice of experts.
+
+    Attributes:
+        num_experts: of a layer, without the shared one.
+        intermediate_size: of one expert.
+        routing: how a token's experts are chosen and weighed.
+        layers: one entry a layer: whether it has experts, or an MLP of the model's own intermediate
+            size.
+        module: the checkpoint's name of such a layer's MLP.
+        router: its name, in `module`, of the router.
+        projections: its names of an expert's gate, up and down.
+        bias: its name, in `module`, of what is added to scores where experts are chosen; None:
+            there is none.
+        bias_shape: of that tensor.
+        in_memory: other names of the same.
+        stacked: the checkpoint holds all experts of a layer in one tensor: names of `in_memory`.
+        shared: the expert that every token goes through; None: there is none.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    routing: Routing
+    layers: tuple[bool, ...]
+    module: str = "mlp"
+    router: str = "gate.weight"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: str | None = None
+    bias_shape: tuple[int, ...] = ()
+    in_memory: ExpertNames = ExpertNames()
+    stacked: bool = False
+    shared: SharedExpertSpec | None = None
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many of a layer's experts each token goes through, without the shared one."""
+        return self.routing.per_token
+
+
+def qwen_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """Every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
+    step, dense = (
+        int(config.get("decoder_sparse_step") or 1),
+        set(config.get("mlp_only_layers") or ()),
+    )
+    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+    count, per_token = _expert_counts(config)
+    routing = Routing(per_token, bool(config.get("norm_topk_prob", False)))
+    return _with_experts(MoeSpec(count, int(config["moe_intermediate_size"]), routing, layers))
+
+
+def qwen2_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """As Qwen 3, with a shared expert, which has a gate."""
+    inner = int(config["shared_expert_intermediate_size"])
+    shared = SharedExpertSpec(inner, "mlp.shared_expert", gate="mlp.shared_expert_gate")
+    found = qwen_experts(config, num_layers)
+    return found and replace(found, shared=shared)
+
+
+def olmoe_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    count, per_token = _expert_counts(config)
+    routing = Routing(per_token, bool(config.get("norm_topk_prob", False)))
+    inner = int(config["intermediate_size"])
+    return _with_experts(MoeSpec(count, inner, routing, (True,) * num_layers))
+
+
+def mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    inner, (count, per_token) = int(config["intermediate_size"]), _expert_counts(config)
+    routing, every = Routing(per_token, True), (True,) * num_layers
+    return _with_experts(
+        MoeSpec(
+            count,
+            inner,
+            routing,
+            every,
+            module="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            in_memory=ExpertNames(router=("mlp.gate.weight",)),
+        )
+    )
+
+
+def granite_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    inner, (count, per_token) = int(config["intermediate_size"]), _expert_counts(config)
+    shared = int(config.get("shared_intermediate_size") or 0)
+    moe = "block_sparse_moe"
+    return _with_experts(
+        MoeSpec(
+            count,
+            inner,
+            Routing(per_token, True),
+            (True,) * num_layers,
+            module=moe,
+            router="router.layer.weight",
+            in_memory=ExpertNames(
+                (f"{moe}.router.weight",),
+                (f"{moe}.input_linear.weight", f"{moe}.experts.gate_up_proj"),
+                (f"{moe}.output_linear.weight", f"{moe}.experts.down_proj"),
+            ),
+            stacked=True,
+            shared=SharedExpertSpec(
+                shared, "shared_mlp", projections=(("input_linear",), "output_linear")
+            )
+            if shared
+            else None,
+        )
+    )
+
+
+def _expert_counts(config: Config) -> tuple[int, int]:
+    """How many there are, which transformers has written under two names, and how many a token goes
+    through.
+    """
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    return int(config[name]), int(config["num_experts_per_tok"])
+
+
+def _with_experts(found: MoeSpec) -> MoeSpec | None:
+    if found.num_experts == 0 or not any(found.layers):
+        return None
+    if not 1 <= found.experts_per_token <= found.num_experts:
+        raise ModelLoadError(
+            f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}."
+        )
+    if found.num_experts * len(found.layers) > _MOST_EXPERTS:
+        raise ModelLoadError(
+            f"{found.num_experts} experts in {len(found.layers)} layers are more than "
+            f"{_MOST_EXPERTS:,} together."
+        )
+    return found
