@@ -36,6 +36,8 @@ class CallShape:
         calls: those of one turn in one message, or each in a message of its own; or as text.
         answers: by whom they are: a tool, or the user, as text.
         short_ids: ids of calls are nine letters or digits.
+        one_text: a message of calls has reasoning or content, not both; then it has both as
+            reasoning.
     """
 
     null_content: bool = True
@@ -43,6 +45,7 @@ class CallShape:
     calls: Literal["together", "single", "text"] = "together"
     answers: Literal["tool", "user"] = "tool"
     short_ids: bool = False
+    one_text: bool = False
 
 
 NATIVE = CallShape()  # the first that a template is asked for
@@ -115,7 +118,11 @@ def ask(word: str, render: Render) -> CallShape:
     ):
         shape = CallShape(null, objects, calls, answers, short)
         if works(shape):
-            return shape
+            both = conversation(shape, word)
+            for message in both:
+                if calls_of(message):
+                    message |= dict.fromkeys(_REASONING, word)
+            return replace(shape, one_text=not render(both, tools))
     as_text = replace(_AS_TEXT, answers="tool")
     return as_text if works(as_text) else _AS_TEXT
 
@@ -191,6 +198,9 @@ def reshaped(conversation: Iterable[Message], shape: CallShape) -> list[Message]
 
 def _shape_calls(message: Message, shape: CallShape) -> None:
     calls = calls_of(message)
+    if calls and shape.one_text and message.get("content") and message.get(_REASONING[0]):
+        both = _joined(message[_REASONING[0]], message["content"])
+        message |= {"content": None, **dict.fromkeys(_REASONING, both)}
     if calls and message.get("content") is None:
         message["content"] = None if shape.null_content else ""
     for call in calls:
@@ -328,7 +338,7 @@ _RESERVED = frozenset(
 )
 # which any template is sent
 _ROLES = frozenset(("developer", "system", "user", "assistant", "tool"))
-_REASONING = ("reasoning_content", "reasoning")  # one thing by two names
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing by three names
 
 
 def plain(value: object) -> Any:
@@ -402,7 +412,7 @@ def prepare(
     Text parts become one string, or a string becomes a text part; arguments of tool calls become an
     object, or JSON text; the absence of content becomes what the template can stand; calls and
     answers that it does not render become text (`reshaped`); a tool's answer gets the tool's
-    name; a developer is the system where the template knows no other; reasoning goes by both of its
+    name; a developer is the system where the template knows no other; reasoning goes by all of its
     names.
 
     Raises:
@@ -425,9 +435,8 @@ def prepare(
             and str(message.get("tool_call_id")) in names
         ):
             message["name"] = names[str(message["tool_call_id"])]
-        for name, other in (_REASONING, _REASONING[::-1]):
-            if name in message:
-                message.setdefault(other, message[name])
+        if told := [message[name] for name in _REASONING if name in message]:
+            message |= {name: message.get(name, told[0]) for name in _REASONING}
     conversation = reshaped(conversation, shapes.calls)
     return _shaped(conversation, shapes)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nano_inference.errors import ConfigError
+from nano_inference.serving.parsing.harmony import FINAL, HARMONY, HarmonyParser
 from nano_inference.serving.parsing.output import OutputParser, Parsed, PlainParser
 from nano_inference.serving.parsing.scanning import Steps, TextReader
 from nano_inference.serving.parsing.tool_parsers import TOOL_FORMATS, ToolCallParser
@@ -97,12 +98,14 @@ class ReasoningParser(TextReader):
         return True
 
 
-TOOL_FORMAT_NAMES = ("none", *TOOL_FORMATS)
-REASONING_FORMAT_NAMES = ("none", *REASONING_FORMATS)
+TOOL_FORMAT_NAMES = ("none", *TOOL_FORMATS, HARMONY)
+REASONING_FORMAT_NAMES = ("none", *REASONING_FORMATS, HARMONY)
 
 # A template renders earlier calls the way its model writes them. What a template must hold, and
 # what it must not: a format of the same markers with something else than JSON objects between them.
+_IN_CHANNELS = (HARMONY, r"<\|channel\|>(analysis|commentary|final)", r"(?!)")
 _TOOL_SIGNS = (
+    _IN_CHANNELS,
     ("hermes", r"<tool_call>", r"<function=|<arg_key>"),
     ("mistral", r"\[TOOL_CALLS\]", r"\[ARGS\]|\[CALL_ID\]"),
     (
@@ -111,7 +114,7 @@ _TOOL_SIGNS = (
         r"<function=",
     ),
 )
-_REASONING_SIGNS = (("think", r"</?think>", r"(?!)"),)
+_REASONING_SIGNS = (_IN_CHANNELS, ("think", r"</?think>", r"(?!)"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,11 @@ class ChatFormat:
     tools: str | None = None
     reasoning: str | None = None
 
+    @property
+    def in_channels(self) -> bool:
+        """Every answer has markers, which are special tokens: its parser has to see their text."""
+        return HARMONY in (self.tools, self.reasoning)
+
 
 def chat_format(
     template: str | None, tool_format: str | None = None, reasoning_format: str | None = None
@@ -140,14 +148,20 @@ def chat_format(
         reasoning_format: one of `REASONING_FORMAT_NAMES`, likewise.
 
     Raises:
-        ConfigError: there is no format of that name.
+        ConfigError: there is no format of that name, or the two cannot be of one model.
     """
-    return ChatFormat(
+    found = ChatFormat(
         tools=_choose("tool", tool_format, TOOL_FORMAT_NAMES, template, _TOOL_SIGNS),
         reasoning=_choose(
             "reasoning", reasoning_format, REASONING_FORMAT_NAMES, template, _REASONING_SIGNS
         ),
     )
+    if found.in_channels and {found.tools, found.reasoning} - {HARMONY, None}:
+        raise ConfigError(
+            f"{HARMONY} is how a model writes both tool calls and reasoning; tool format "
+            f"{found.tools} and reasoning format {found.reasoning} do not go together."
+        )
+    return found
 
 
 def _choose(
@@ -187,6 +201,8 @@ def reasoning_before(
     """
     if format.reasoning is None:
         return AT_ONCE
+    if format.in_channels:
+        return AT_ONCE if goes_on else Behind(FINAL)
     row, tail = REASONING_FORMATS[format.reasoning], prompt_tail.rstrip()
     if tail.endswith(row.begin):
         return Behind(row.end)
@@ -207,6 +223,12 @@ def make_parser(
         prompt_tail: the last words of the prompt, special tokens written out: where the template
             has opened the reasoning already, the answer begins inside. Some 100 characters do.
     """
+    if format.in_channels:
+        return HarmonyParser(
+            tools=tools and format.tools == HARMONY,
+            reasoning=reasoning and format.reasoning == HARMONY,
+            prompt_tail=prompt_tail,
+        )
     parser: OutputParser = (
         ToolCallParser(TOOL_FORMATS[format.tools]) if tools and format.tools else PlainParser()
     )

@@ -74,6 +74,11 @@ def tool_grammar(
             "this model's way to write tool calls is not known, so that they cannot be forced; "
             "--tool-format of the server names a way."
         )
+    if format.in_channels:
+        raise InvalidRequest(
+            f"tool calls in the format {format.tools} cannot be forced yet, nor can schemas of "
+            "strict tools or an answer's beside tools; leave the choice to the model."
+        )
     rules = _Rules(format.tools, tokenizer)
     behind = reasoning_before(
         format, prompt_tail=prompt_tail, goes_on=goes_on, hidden=rules.special

@@ -279,14 +279,17 @@ class Generation:
         eos = frozenset[int]() if params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
         stop_ids = params.stop_token_ids | eos
         tokenizer = self.served.tokenizer if ask.detokenize else None
+        style, parser = ask.text, self.builder.make_parser
+        if parser is not None and self.served.chat_format.in_channels:
+            style = TextStyle(special_tokens=True, stop=style.stop)
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
             choice = new_choice(
                 index,
                 tokenizer,
                 params.stop,
                 stop_ids,
-                self.builder.make_parser,
-                ask.text,
+                parser,
+                style,
                 params.min_tokens,
             )
             self.choices.append(choice)

@@ -810,10 +810,11 @@ def parser_of(
         served: knows how the model writes.
         tools: whether the model was shown tools.
     """
-    if not (served.chat_format.reasoning or (tools and served.chat_format.tools)):
+    format = served.chat_format
+    if not (format.reasoning or format.in_channels or (tools and format.tools)):
         return None
     tail = tail_of(prompt, served)
-    return partial(make_parser, served.chat_format, tools=tools, reasoning=True, prompt_tail=tail)
+    return partial(make_parser, format, tools=tools, reasoning=True, prompt_tail=tail)
 
 
 @dataclass(frozen=True)
