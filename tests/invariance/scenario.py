@@ -115,10 +115,15 @@ def poison(engine: InferenceEngine) -> None:
     NaN.
     """
     free = [b.block_id for b in engine.cache.blocks if b.ref_count == 0 and b.hash == NO_PREFIX]
-    if engine.cache.units is not None:
-        free = engine.cache.units.free
-    engine.runner.storage.keys[:, :, free] = torch.nan
-    engine.runner.storage.values[:, :, free] = torch.nan
+    units = free if engine.cache.units is None else engine.cache.units.free
+    storage = engine.runner.storage
+    if storage.states is not None:  # the units are theirs
+        for tensor in storage.states.tensors.values():
+            tensor[:, units] = torch.nan
+    else:
+        free = units
+    storage.keys[:, :, free] = torch.nan
+    storage.values[:, :, free] = torch.nan
 
 
 class TriedDrafts:

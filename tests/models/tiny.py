@@ -207,8 +207,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# A family of which the tests of every family know enough; tests/parity/test_experts.py has it.
+# Families of which the tests of every family know enough; tests/parity/test_experts.py and
+# tests/invariance/test_state_invariance.py have them.
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "conv_L_cache": 3,
+        "conv_bias": True,
+        "norm_eps": 1e-5,
+        "rms_norm_eps": None,
+        "block_multiple_of": 32,
+        "full_attn_idxs": None,
+    },
     "qwen3-moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

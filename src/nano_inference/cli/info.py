@@ -238,6 +238,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
             f"{spec.num_heads} of queries, {spec.num_kv_heads} of keys and values, "
             f"{spec.head_dim} wide",
         ),
+        *((("states", _states(spec)),) if spec.state is not None else ()),
         ("windows", _windows(spec.windows)),
         ("rope", _ropes(spec.ropes)),
         ("norms", _norms(spec)),
@@ -267,6 +268,11 @@ def _mlp(spec: "ModelSpec") -> str:
         else ""
     )
     return f"{experts}, {spec.activation}{where}"
+
+
+def _states(spec: "ModelSpec") -> str:
+    assert spec.state is not None
+    return f"{sum(spec.state.layers)} of {spec.num_layers} layers: {spec.state}"
 
 
 def _windows(windows: tuple[int, ...]) -> str:
@@ -309,6 +315,7 @@ def _memory(plan: "EnginePlan") -> Rows:
             f"{_size(budget.kv_cache)} = {budget.num_blocks:,} blocks of {budget.block_size} "
             "tokens",
         ),
+        *((("states", budget.told_states()),) if budget.state_bytes else ()),
         ("a token takes", f"{budget.bytes_per_token:,} bytes"),
         ("tokens that fit", f"{budget.num_tokens:,}"),
         ("longest sequence", f"{budget.max_model_len:,} tokens"),

@@ -387,6 +387,12 @@ def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: R
             "speculation='suffix'."
         )
     policy = specs[POLICY]
+    for spec in specs.values():
+        if spec.state is not None:
+            raise ConfigError(
+                f"draft_model={config.draft_model!r} is not possible with {spec.architecture}, "
+                "which has layers with a state; use speculation='suffix'."
+            )
     if config.draft_layers is not None and config.draft_layers > policy.num_layers:
         raise ConfigError(
             f"draft_layers={config.draft_layers} are more than the {policy.num_layers} layers of "

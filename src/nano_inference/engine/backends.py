@@ -71,6 +71,7 @@ def choose_ops(
     `"auto"` would take there is the reference, and a warning.
     """
     _require_sinks(config.attention, specs)
+    _require_states(config.attention, specs)
     if config.attention == "flex":
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
@@ -115,6 +116,15 @@ def _require_sinks(attention: str, specs: Specs) -> None:
             raise ConfigError(
                 f"attention={attention!r} has no attention sinks, which {spec.architecture} has; "
                 "use attention='auto'."
+            )
+
+
+def _require_states(attention: str, specs: Specs) -> None:
+    for spec in specs.values():
+        if spec.state is not None and attention not in ("auto", "reference"):
+            raise ConfigError(
+                f"attention={attention!r} is not possible for {spec.architecture}, which has "
+                "layers with a state; use attention='auto'."
             )
 
 
@@ -273,6 +283,13 @@ def _expert_sizes(spec: ModelSpec) -> list[int]:
     return [spec.moe.intermediate_size, *shared]
 
 
+def _states_of(specs: Specs) -> str | None:
+    for spec in specs.values():
+        if spec.state is not None:
+            return f"{spec.architecture} has layers with a state, which have no kernels there."
+    return None
+
+
 def _no_kernels_for(
     backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
@@ -284,7 +301,7 @@ def _no_kernels_for(
             and (problem := availability.problem_with_flashinfer(dtype)) is not None
         ):
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
-        return availability.problem_with(device, dtype, head_dims)
+        return _states_of(specs) or availability.problem_with(device, dtype, head_dims)
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):

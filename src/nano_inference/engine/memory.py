@@ -8,7 +8,13 @@ import psutil
 import torch
 
 from nano_inference.config import EngineConfig
-from nano_inference.engine.storage import common_layout, layers_of_a_unit, storage_key
+from nano_inference.engine.state_storage import state_bytes
+from nano_inference.engine.storage import (
+    common_layout,
+    layers_of_a_unit,
+    state_layout,
+    storage_key,
+)
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.shard import ModelShard
@@ -55,6 +61,8 @@ class MemoryBudget:
             plenty.
         num_units: pieces of memory; see `layout`. Without sliding-window layers a block is one.
         layout: what a block costs.
+        state_bytes: of one unit, where units are of layers with a state, a memory beside that of
+            keys and values; 0: there is no such memory.
         workspace: most that a step takes beside weights and KV cache; 0 on a CPU, where it is not
             counted.
         graphs: what CUDA graphs take; 0 without.
@@ -75,10 +83,13 @@ class MemoryBudget:
     graphs: int = 0
     others: int = 0
     estimated: bool = False
+    state_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens whose keys and values of all layers fit at once."""
+        if self.state_bytes:
+            return self.num_blocks * self.block_size
         return self.num_units // self.layout.num_units * self.block_size
 
     def num_sequences(self, length: int) -> int:
@@ -87,6 +98,14 @@ class MemoryBudget:
         """
         by_ids = self.num_blocks // -(-length // self.block_size)
         return min(by_ids, self.num_units // self.layout.most_units(length, 1, self.block_size))
+
+    def told_states(self) -> str:
+        """How many states there are, and what a running sequence takes of them."""
+        each = self.layout.most_in_window(1, self.block_size)
+        return (
+            f"{self.num_units:,} of {_megabytes(self.state_bytes)}, one a block; a sequence that "
+            f"runs needs {each}, the others serve prefixes"
+        )
 
     def claims(self) -> list[tuple[str, int]]:
         """What takes memory beside weights and KV cache, by name; only what does."""
@@ -99,14 +118,19 @@ class MemoryBudget:
         return [claim for claim in claims if claim[1]]
 
     def __str__(self) -> str:
-        blocks = f"{self.num_units // self.layout.num_units:,} blocks of {self.block_size} tokens"
+        states = self.state_bytes * self.num_units
+        slides = self.layout.num_sliding and not states
+        whole = self.num_tokens // self.block_size
+        blocks = f"{whole:,} blocks of {self.block_size} tokens"
         rows = [
             ("weights", _megabytes(self.weights)),
             *((name, _megabytes(size)) for name, size in self.claims()),
-            ("KV cache", f"{_megabytes(self.kv_cache)} = {blocks}"),
+            ("KV cache", f"{_megabytes(self.kv_cache - states)} = {blocks}"),
             ("a token takes", f"{self.bytes_per_token:,} bytes"),
         ]
-        if self.layout.num_sliding:
+        if self.state_bytes:
+            rows.append(("states", f"{_megabytes(states)} = {self.told_states()}"))
+        elif self.layout.num_sliding:
             later = self.bytes_per_token * self.layout.num_full // self.layout.num_units
             rows.append(
                 (
@@ -117,7 +141,7 @@ class MemoryBudget:
         rows += [
             (
                 "tokens that fit",
-                f"{self.num_tokens:,}{' within windows' if self.layout.num_sliding else ''}",
+                f"{self.num_tokens:,}{' within windows' if slides else ''}",
             ),
             ("longest sequence", f"{self.max_model_len:,} tokens"),
         ]
@@ -155,17 +179,14 @@ def plan_memory(
     asked_len = longest_asked(config, specs)
     # These walk the KV tensors by themselves and know blocks only.
     knows_units = config.attention not in ("flex", "flashinfer")
+    held = {name: part.spec for name, part in parts.items()}
+    states = state_layout(specs, config.block_size)
+    if states is not None:
+        return _with_states(config, held, states, claims, dtype, device, asked_len)
     layout = common_layout(specs, asked_len, some.place.mesh.pipeline) if knows_units else UNIFORM
-    shapes = {
-        storage_key(part.spec, layout, name): (
-            layers_of_a_unit(part.spec, layout),
-            part.spec.num_kv_heads,
-            part.spec.head_dim,
-        )
-        for name, part in parts.items()
-    }
     stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
-    unit_bytes = sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values()) * stored
+    unit_bytes = _bytes_of_keys(held, layout, dtype) * stored
+    unit_bytes += _bytes_of_states(held, layout, config.block_size, dtype)
     memory = _for_the_cache(config, claims, device, unit_bytes * layout.num_units, ranks_here)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
     useful = config.max_batch_size * layout.most_units(
@@ -188,6 +209,72 @@ def plan_memory(
         others=claims.others,
         estimated=claims.estimated,
     )
+
+
+def _with_states(
+    config: EngineConfig,
+    specs: Mapping[str, ModelSpec],
+    layout: BlockLayout,
+    claims: Claims,
+    dtype: torch.dtype,
+    device: torch.device,
+    asked_len: int,
+) -> MemoryBudget:
+    """The same of models whose layers with a state have a memory of their own, of so many units.
+
+    Either gets half of the memory, and what the other has no use for.
+    """
+    size = config.block_size
+    block_bytes = _bytes_of_keys(specs, layout, dtype) * size
+    unit_bytes = _bytes_of_states(specs, layout, size, dtype)
+    least = layout.most_in_window(1, size)
+    memory = _for_the_cache(config, claims, device, block_bytes + least * unit_bytes, 1)
+    longest = -(-asked_len // size)
+    chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
+    chunk = chunk if config.enable_chunked_prefill else asked_len
+    useful_blocks = config.max_batch_size * longest
+    useful_units = config.max_batch_size * layout.most_units(asked_len, chunk, size)
+    num_units = max(least, min(useful_units, memory // 2 // unit_bytes))
+    num_blocks = min(useful_blocks, (memory - num_units * unit_bytes) // block_bytes)
+    num_units = min(useful_units, (memory - num_blocks * block_bytes) // unit_bytes)
+    blocks = min(num_blocks, _longest(layout, num_units, config))
+    return MemoryBudget(
+        device=str(device),
+        weights=claims.weights,
+        kv_cache=num_blocks * block_bytes + num_units * unit_bytes,
+        bytes_per_token=block_bytes // size,
+        num_blocks=num_blocks,
+        num_units=num_units,
+        block_size=size,
+        max_model_len=min(asked_len, blocks * size),
+        layout=layout,
+        workspace=claims.workspace,
+        graphs=claims.graphs,
+        others=claims.others,
+        estimated=claims.estimated,
+        state_bytes=unit_bytes,
+    )
+
+
+def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, dtype: torch.dtype) -> int:
+    """Bytes of a token's keys and values in a unit, in all storages."""
+    shapes = {
+        storage_key(spec, layout, name): (
+            layers_of_a_unit(spec, layout),
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
+        for name, spec in specs.items()
+    }
+    return sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values())
+
+
+def _bytes_of_states(
+    specs: Mapping[str, ModelSpec], layout: BlockLayout, block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes that layers with a state keep of one block, in all storages."""
+    kept = {storage_key(spec, layout, name): spec.state for name, spec in specs.items()}
+    return sum(state_bytes(each, block_size, dtype) for each in kept.values() if each is not None)
 
 
 def _for_the_cache(

@@ -101,7 +101,7 @@ def give_back(memory: Memory, storages: Iterable[KVStorage], models: Iterable[De
             models,
             keep=True,
         )
-    caches = (tensor for storage in set(storages) for tensor in (storage.keys, storage.values))
+    caches = (tensor for storage in set(storages) for tensor in storage.tensors)
     return Sleep(caches, models, keep=False)
 
 

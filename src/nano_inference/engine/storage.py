@@ -7,16 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nano_inference.engine.state_storage import StateStorage
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
 from nano_inference.models.shard import split_layers
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
 from nano_inference.scheduling.sequence import DRAFT, POLICY
 
+NO_PLACE = (-1, -1)  # of a layer without keys
 
-def kv_shape(spec: ModelSpec) -> tuple[int, int, int]:
-    """(layers, KV heads, head_dim): models that agree in it can share KV tensors."""
-    return spec.num_layers, spec.num_kv_heads, spec.head_dim
+
+def kv_shape(spec: ModelSpec) -> tuple[object, ...]:
+    """What models that can share KV tensors agree in."""
+    return spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.state
 
 
 def storage_key(
@@ -39,6 +42,20 @@ def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> 
     return layouts.pop() if len(layouts) == 1 else UNIFORM
 
 
+def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | None:
+    """What a block costs in the memory of layers with a state, where all models have the same.
+
+    That is a memory of its own, one unit a block within their window. Keys and values lie in the
+    block itself: of models that have such layers the others keep everything. None: a block is its
+    unit.
+    """
+    kinds = {spec.state for spec in specs}
+    state = kinds.pop()
+    if kinds or state is None:
+        return None
+    return BlockLayout(num_full=0, num_sliding=1, window=state.window(block_size))
+
+
 def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
     # one that no sequence outgrows is none
     windows = [window if window < max_len else 0 for window in spec.windows]
@@ -55,6 +72,8 @@ def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
 
 def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
     """How many layers' keys and values one unit holds, of a model or of a stage's part of it."""
+    if spec.state is not None:
+        return spec.state.layers.count(False)
     num_sliding = sum(_slides(spec, layout))
     kinds = ((spec.num_layers - num_sliding, layout.num_full), (num_sliding, layout.num_sliding))
     return max(-(-layers // units) for layers, units in kinds if units)
@@ -106,7 +125,10 @@ class KVStorage:
 
     The head stands before the block, so that a gather over slots gives one contiguous matrix a
     head. Without `units` a block is one unit of all layers. With them, each layer of a block lies
-    in one of the block's units.
+    in one of the block's units. Where a model has layers with a state, the units are theirs.
+
+    Attributes:
+        states: what layers with a state keep; None: the model has none.
     """
 
     def __init__(
@@ -118,6 +140,13 @@ class KVStorage:
         device: torch.device,
         units: UnitMap | None = None,
     ) -> None:
+        self.states = (
+            None
+            if spec.state is None
+            else StateStorage(spec.state, num_blocks, block_size, dtype, device, units)
+        )
+        if self.states is not None:
+            units = None
         layout, num_units = (
             (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
         )
@@ -129,7 +158,11 @@ class KVStorage:
         # For each layer: which of a block's units it lies in, and where in there. Full layers stand
         # before others.
         seen = {False: itertools.count(), True: itertools.count(layout.num_full * layers)}
-        self.places = [divmod(next(seen[slides]), layers) for slides in _slides(spec, layout)]
+        has_state = spec.state.layers if spec.state is not None else (False,) * spec.num_layers
+        self.places = [
+            NO_PLACE if of_state else divmod(next(seen[slides]), layers)
+            for slides, of_state in zip(_slides(spec, layout), has_state, strict=True)
+        ]
         # Not initialised: no slot is read before it is written (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
@@ -142,6 +175,8 @@ class KVStorage:
         """Copy whole blocks (source, target), all layers; no target may be a source."""
         pairs = sent(torch.tensor(copies), self.keys.device)
         sources, targets = pairs[:, 0], pairs[:, 1]
+        if self.states is not None:
+            self.states.copy_blocks(sources, targets)
         if self.unit_map is not None:
             units = self.unit_map.units()
             sources, targets = units[:, sources].flatten(), units[:, targets].flatten()
@@ -149,38 +184,62 @@ class KVStorage:
             cache[:, :, targets] = cache[:, :, sources]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All of it."""
+        states = () if self.states is None else self.states.tensors.values()
+        return [self.keys, self.values, *states]
+
+    @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of one block in `read_blocks`: [2, layers, kv heads, block_size, head_dim], keys
-        first.
+        """Of one block in `read_blocks`: [2, layers, kv heads, block_size, head_dim], keys first;
+        with states all of its numbers in a row.
         """
-        return 2, len(self.places), self.keys.shape[1], self.block_size, self.keys.shape[-1]
+        if self.states is not None:
+            return (math.prod(self._kv_shape) + self.states.block_bytes // self.keys.itemsize,)
+        return self._kv_shape
+
+    @property
+    def _kv_shape(self) -> tuple[int, ...]:
+        layers = len(self._attention_layers)
+        return 2, layers, self.keys.shape[1], self.block_size, self.keys.shape[-1]
+
+    @property
+    def _attention_layers(self) -> list[int]:
+        return [layer for layer, place in enumerate(self.places) if place != NO_PLACE]
 
     def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
         """Copies of whole blocks on the host: uint8 [blocks, bytes of a block]."""
         blocks = torch.tensor(block_ids, device=self.keys.device)
         parts: list[Tensor] = []
-        for layer in range(len(self.places)):
+        for layer in self._attention_layers:
             place, where = self._find_blocks(layer, blocks)
             parts.append(torch.stack([self.keys[place][:, where], self.values[place][:, where]]))
         # [layers, 2, kv heads, blocks, block_size, head_dim]
         whole = torch.stack(parts).permute(3, 1, 0, 2, 4, 5).to("cpu").contiguous()
-        return whole.view(len(block_ids), -1).view(torch.uint8)
+        keys = whole.view(len(block_ids), -1).view(torch.uint8)
+        if self.states is None:
+            return keys
+        return torch.cat([keys, self.states.read_blocks(block_ids)], dim=1)
 
     def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Put back what `read_blocks` gave, of any storage of the same shape, into blocks that
         nothing reads now.
         """
         blocks = torch.tensor(block_ids, device=self.keys.device)
+        size = math.prod(self._kv_shape) * self.keys.itemsize
+        if self.states is not None:
+            self.states.write_blocks(block_ids, data[:, size:])
         values = (
-            data.contiguous()
+            data[:, :size]
+            .contiguous()
             .view(self.keys.dtype)
-            .view(len(block_ids), *self.block_shape)
+            .view(len(block_ids), *self._kv_shape)
             .to(self.keys.device)
         )
-        for layer in range(len(self.places)):
+        for nth, layer in enumerate(self._attention_layers):
             place, where = self._find_blocks(layer, blocks)
-            self.keys[place][:, where] = values[:, 0, layer].transpose(0, 1)
-            self.values[place][:, where] = values[:, 1, layer].transpose(0, 1)
+            self.keys[place][:, where] = values[:, 0, nth].transpose(0, 1)
+            self.values[place][:, where] = values[:, 1, nth].transpose(0, 1)
 
     def _find_blocks(self, layer: int, blocks: Tensor) -> tuple[int, Tensor]:
         """Where a layer of these blocks lies: the place in its units, and the units."""

@@ -126,7 +126,8 @@ class KVCacheManager(ABC):
 
     def share_in_use(self) -> float:
         """Share of the memory that sequences hold; the rest may hold prefixes."""
-        return 1 - self.num_free_units() / self.num_units
+        blocks = 1 - self.num_free_blocks() / self.num_blocks
+        return max(blocks, 1 - self.num_free_units() / self.num_units)
 
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold this block."""

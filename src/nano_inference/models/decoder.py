@@ -21,6 +21,7 @@ from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.ops.moe import Experts, Shared
+from nano_inference.ops.state import ShortConvWeights
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
@@ -78,7 +79,11 @@ class Decoder:
         self.part = self.rank_exchange.part
         self.is_last_stage = self.part.place.is_last_stage
         self.context = self._shared_context()
-        matrix = params["layers.0.qkv"]
+        matrix = next(
+            param
+            for name, param in params.items()
+            if name.startswith("layers.0.") and len(param.shape) == 2
+        )
         self.device = matrix.device
         self.dtype = matrix.dtype
         tables = {
@@ -263,7 +268,10 @@ class Decoder:
             normed, residual = ops.rms_norm(
                 x, residual, self._norm(name + "attn_norm"), spec.residual_scale
             )
-            x = self._attention(ops, normed, name, layer, batch, view, plans.get(window))
+            if spec.state is not None and spec.state.layers[layer]:
+                x = self._short_conv(ops, normed, name, layer, batch, view)
+            else:
+                x = self._attention(ops, normed, name, layer, batch, view, plans.get(window))
             x = self._after(ops, x, name + "attn_out_norm")
             normed, residual = ops.rms_norm(
                 x, residual, self._norm(name + "mlp_norm"), spec.residual_scale
@@ -314,6 +322,21 @@ class Decoder:
         if stop - start < spec.num_heads * spec.head_dim:
             attended = ops.columns(attended, start, stop)
         return self._row_parallel(ops, batch, attended, name + "o", self.part.head_segments)
+
+    def _short_conv(
+        self,
+        ops: Operations,
+        normed: Tensor,
+        name: str,
+        layer: int,
+        batch: ForwardBatch,
+        view: KvcacheView,
+    ) -> Tensor:
+        params = self.params
+        weights = ShortConvWeights(params[name + "conv"], params.get(name + "conv_bias"))
+        projected = ops.linear(normed, params[name + "conv_in"], params.get(name + "conv_in_bias"))
+        mixed = ops.short_conv(projected, weights, batch, view.states, layer)
+        return ops.linear(mixed, params[name + "conv_out"], params.get(name + "conv_out_bias"))
 
     def _enter(self, ops: Operations, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer that is here."""

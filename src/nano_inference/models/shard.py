@@ -230,6 +230,11 @@ def _share(count: int, ranks: int, index: int) -> range:
 
 
 def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
+    if spec.state is not None and mesh != Mesh():
+        raise ConfigError(
+            f"{spec.architecture} has layers with a state, which ranks do not share yet; use "
+            "replicas instead of tensor_parallel, pipeline_parallel or context_parallel."
+        )
     if mesh.tensor > 1 and spec.qk_norm == "full":
         raise ConfigError(
             f"tensor_parallel={mesh.tensor} is not possible for {spec.architecture}: its norm of "

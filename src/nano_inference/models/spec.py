@@ -25,6 +25,7 @@ from nano_inference.models.rope_spec import (
     ropes_unscaled_in_windows,
     turning_layers,
 )
+from nano_inference.models.state_spec import StateSpec, short_conv
 
 Config = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh"]
@@ -66,6 +67,8 @@ class ModelSpec:
             the residual stream is multiplied, logits are divided by it.
         fused_projections: the checkpoint stores q, k, v in one tensor, and gate and up in one.
         moe: its layers of experts; None: it has none.
+        state: its layers that carry a state instead of attending to keys; None: it has none.
+        renamed: parts of names in the checkpoint: ours, and what stands there instead.
     """
 
     architecture: str
@@ -97,6 +100,8 @@ class ModelSpec:
     logits_divisor: float = 1.0
     fused_projections: bool = False
     moe: MoeSpec | None = None
+    state: StateSpec | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def _every_bias(config: Config) -> tuple[bool, bool]:
@@ -123,6 +128,9 @@ class _Family:
     ropes: ReadRopes = ropes_by_window
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
     moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
+    state: Callable[[Config, int], StateSpec | None] = lambda _, __: None  # (config, layers)
+    renamed: tuple[tuple[str, str], ...] = ()
+    read: Callable[[Config], Config] = lambda config: config  # its keys by the names of others
 
 
 def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
@@ -155,6 +163,7 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
 def _read(
     architecture: str, family: _Family, config: Config, generation_config: Config
 ) -> ModelSpec:
+    config = family.read(config)
     for name in _UNSUPPORTED:
         if config.get(name):
             raise ModelLoadError(
@@ -210,6 +219,8 @@ def _read(
         activation=_activation(config, family),
         fused_projections=family.fused_projections,
         moe=family.moe(config, num_layers),
+        state=family.state(config, num_layers),
+        renamed=family.renamed,
         **scales,
     )
 
@@ -299,6 +310,21 @@ def _granite_scales(config: Config) -> dict[str, float]:
 # Gemma's first release calls it so, and means the approximation by tanh.
 _GEMMA_ACTIVATIONS: dict[str, Activation] = {**_ACTIVATIONS, "gelu": "gelu_tanh"}
 
+
+def _lfm2(config: Config) -> Config:
+    """LFM2 names its epsilon and its MLP's width otherwise, and makes the latter smaller."""
+    inner = int(config["block_ff_dim"] if "block_ff_dim" in config else config["intermediate_size"])
+    if config.get("block_auto_adjust_ff_dim", True):
+        unit = int(config.get("block_multiple_of", 256))
+        inner = int(2 * inner / 3)
+        factor = config.get("block_ffn_dim_multiplier", 1.0)
+        if factor is not None:
+            inner = -(-int(factor * inner) // unit) * unit
+    tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
+    own = {"rms_norm_eps": config["norm_eps"], "intermediate_size": inner}
+    return {**config, **own, "tie_word_embeddings": tied}
+
+
 _ARCHITECTURES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(windows=_uniform_window),
@@ -355,6 +381,23 @@ _ARCHITECTURES: dict[str, _Family] = {
     "OlmoeForCausalLM": _Family(qk_norm="full", moe=olmoe_experts),
     "GraniteMoeForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
     "GraniteMoeSharedForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
+    "Lfm2ForCausalLM": _Family(
+        biases=lambda _: (False, False),
+        qk_norm="head",
+        state=short_conv,
+        read=_lfm2,
+        renamed=(
+            (".input_layernorm.", ".operator_norm."),
+            (".post_attention_layernorm.", ".ffn_norm."),
+            ("model.norm.", "model.embedding_norm."),
+            (".self_attn.o_proj.", ".self_attn.out_proj."),
+            (".self_attn.q_norm.", ".self_attn.q_layernorm."),
+            (".self_attn.k_norm.", ".self_attn.k_layernorm."),
+            (".mlp.gate_proj.", ".feed_forward.w1."),
+            (".mlp.up_proj.", ".feed_forward.w3."),
+            (".mlp.down_proj.", ".feed_forward.w2."),
+        ),
+    ),
 }
 
 _REQUIRED = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec
+from nano_inference.models.state_spec import ShortConv
 from nano_inference.ops import reference
 
 
@@ -203,7 +204,10 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         tied = HEAD if spec.tie_word_embeddings else None
         table.append(replace(_plain("embed", source), tied=tied))
     for place, i in enumerate(part.layers):
-        table += _attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
+        if spec.state is not None and spec.state.layers[i]:
+            table += _short_conv(spec, spec.state, f"layers.{place}", f"model.layers.{i}.conv")
+        else:
+            table += _attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
         if spec.moe is not None and spec.moe.layers[i]:
             table += _experts(part, spec.moe, f"layers.{place}", f"model.layers.{i}")
         else:
@@ -216,7 +220,31 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         table.append(_norm(spec, "norm", "model.norm.weight", hidden))
     if part.has_head:
         table.append(_plain("head", Source(HEAD, (vocab, hidden), 0, _of(part.vocab, vocab))))
-    return tuple(table)
+    return tuple(_renamed(param, spec.renamed) for param in table)
+
+
+def _renamed(param: ParamSpec, names: tuple[tuple[str, str], ...]) -> ParamSpec:
+    """The same under the names of a checkpoint that calls some parts otherwise."""
+    sources = param.sources
+    for ours, theirs in names:
+        sources = tuple(replace(each, name=each.name.replace(ours, theirs)) for each in sources)
+    return replace(param, sources=sources)
+
+
+def _short_conv(spec: ModelSpec, conv: ShortConv, own: str, hf: str) -> list[ParamSpec]:
+    hidden, channels = spec.hidden_size, conv.channels
+    shapes = {
+        "conv_in": ("in_proj", (3 * channels, hidden)),
+        "conv": ("conv", (channels, 1, conv.taps)),
+        "conv_out": ("out_proj", (hidden, channels)),
+    }
+    found: list[ParamSpec] = []
+    for name, (theirs, shape) in shapes.items():
+        found.append(_plain(f"{own}.{name}", Source(f"{hf}.{theirs}.weight", shape)))
+        if conv.bias:
+            bias = Source(f"{hf}.{theirs}.bias", shape[:1])
+            found.append(_plain(f"{own}.{name}_bias", bias))
+    return found
 
 
 def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:

@@ -28,12 +28,14 @@ class KvcacheView(Protocol):
         block_size: tokens of a block.
         keys, values: [layers of a unit, kv heads, units, block_size, head_dim].
         places: of each layer: which of a block's units it lies in, and where in there.
+        states: a `StateView`, where the model has layers with a state; else None.
         unit_map: tells which units stand behind which block; None: a block is its unit.
     """
 
     block_size: int
     keys: Tensor
     values: Tensor
+    states: Any
     places: list[tuple[int, int]]
     unit_map: Any
 
@@ -114,6 +116,10 @@ class Ops:
         attention: (q [N, heads, D], view, layer, plan, scale, sinks) -> [N, heads * D]. Sinks are
             None, or float32 [heads]: scores, not scaled, that belong to no key and are the last
             term of the softmax's sum.
+        short_conv: (projected [N, 3 * C], weights, batch, state view, layer) -> [N, C]: of three
+            projections b, c and x of a row, c * conv(b * x), where b * x of the rows before it in
+            its sequence is read from the view. See `ops.reference_state`. None: the backend has no
+            such layers.
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
         moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of
             experts; see `ops.moe.mixture`.
@@ -185,6 +191,7 @@ class Ops:
     )
     call: Callable[[ForwardBatch, Joint, Sequence[Tensor], int, torch.dtype], Tensor]
     columns: Callable[[Tensor, int, int], Tensor]
+    short_conv: Callable[..., Tensor] | None = None
     few_rows: Callable[[Callable[..., Any], ForwardBatch, KvcacheView], Tensor] | None = None
     partial: PartialAttention | None = None
     head_parts: "HeadParts | None" = None

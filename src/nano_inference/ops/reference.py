@@ -34,6 +34,7 @@ from nano_inference.ops.reference_attention import (
     plan_attention,
     plan_states,
 )
+from nano_inference.ops.reference_state import short_conv
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
@@ -360,6 +361,7 @@ def reference_ops() -> Ops:
         plan_attention=plan_attention,
         attention=attention,
         gate=gate,
+        short_conv=short_conv,
         moe=moe,
         logits=logits,
         sample=draw,

@@ -90,6 +90,11 @@ class PolicyModel(nn.Module):
                 require_count(name, count)
         self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
         require_one_rank(self.engine.runner, "PolicyModel")
+        if self.engine.spec.state is not None:
+            raise ConfigError(
+                f"PolicyModel has no gradients for {self.engine.spec.architecture}, whose layers "
+                "carry a state; the engine itself serves and scores it."
+            )
         self.micro_batch_tokens = micro_batch_tokens
         self.num_workers = num_workers
         self._table = param_table(self.engine.spec)

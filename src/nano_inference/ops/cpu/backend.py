@@ -19,6 +19,7 @@ from nano_inference.ops.cpu.partial import partial_attention
 from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.recorder import Heads, Recorder
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.reference_state import short_conv
 
 VERSION = 3  # counted up whenever any bit may change
 DTYPES = (torch.bfloat16, torch.float32)
@@ -53,6 +54,7 @@ class CpuOps:
         )[0]
 
     call = staticmethod(call)
+    short_conv = staticmethod(short_conv)
 
     def linear(
         self,

@@ -20,6 +20,8 @@ from nano_inference.ops.backend import Joint, Norm
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.moe import Exchange, Experts
+from nano_inference.ops.reference_state import short_conv
+from nano_inference.ops.state import ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
 EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of program.h
@@ -226,6 +228,16 @@ class Recorder:
         values = {"layer": layer, "plan": self.windows.index((window, scale))}
         self.operations.append(Operation(ATTENTION, (q,), out, bias=sinks, values=values))
         return out
+
+    def short_conv(
+        self, projected: Buffer, weights: ShortConvWeights, _batch: Any, view: Any, layer: int
+    ) -> Buffer:
+        """See `Ops.short_conv`."""
+
+        def compute(batch: Any, out: Tensor, rows: Tensor) -> None:
+            out.copy_(short_conv(rows, weights, batch, view, layer))
+
+        return self.call(None, compute, (projected,), projected.columns // 3, self.dtype)
 
     def gate(self, x: Buffer, activation: str = "silu") -> Buffer:
         """See `Ops.gate`."""
