@@ -123,7 +123,7 @@ def test_blocks_with_states_travel(tmp_path: Path) -> None:
         {"pipeline_parallel": 2},
         {"context_parallel": 2, "block_size": 1024},
         {"attention": "flex"},
-        {"speculation": "model", "draft_model": "self", "draft_layers": 1},
+        {"draft_model": "self", "draft_layers": 1},
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(
