@@ -53,7 +53,7 @@ def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | N
     state = kinds.pop()
     if kinds or state is None:
         return None
-    return BlockLayout(num_full=0, num_sliding=1, window=state.window(block_size))
+    return BlockLayout(0, 1, state.window(block_size), beside=True)
 
 
 def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:

@@ -125,9 +125,13 @@ class KVCacheManager(ABC):
         return self.num_units - needed
 
     def share_in_use(self) -> float:
-        """Share of the memory that sequences hold; the rest may hold prefixes."""
-        blocks = 1 - self.num_free_blocks() / self.num_blocks
-        return max(blocks, 1 - self.num_free_units() / self.num_units)
+        """Share of the memory that sequences hold, the larger one of two memories; the rest
+        may hold prefixes.
+        """
+        units = 1 - self.num_free_units() / self.num_units
+        return (
+            max(units, 1 - self._pool.num_free / self.num_blocks) if self.layout.beside else units
+        )
 
     def ref_count(self, block_id: int) -> int:
         """How many block tables hold this block."""

@@ -24,11 +24,13 @@ class BlockLayout:
         num_full: units for the layers that see all tokens.
         num_sliding: units for the layers with a window.
         window: tokens that those see, the row's own included; 0 where there are none.
+        beside: units are a memory of their own, and each block has one for all other layers too.
     """
 
     num_full: int = 1
     num_sliding: int = 0
     window: int = 0
+    beside: bool = False
 
     def __post_init__(self) -> None:
         if min(self.num_full, self.num_sliding, self.window) < 0 or not self.num_units:
