@@ -22,8 +22,9 @@ from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
 from nano_inference.speculation.drafter import Drafter, allowed, may_draft
 from nano_inference.speculation.grammar import ForcedDrafts
 from nano_inference.speculation.suffix import SuffixDrafts
+from tests.speculation.heads import random_medusa, with_heads
 
-Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self"]
+Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "medusa"]
 Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
 MOST_STEPS = 5000  # a scenario takes a few hundred
 
@@ -176,6 +177,9 @@ def set_drafts(
 
 def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | None:
     """The drafts that a user gets; None: none of that kind."""
+    engine.loop.watch = None
+    if kind == "medusa":
+        return with_heads(engine, random_medusa(engine), most)
     if kind == "real":
         return Drafter([ForcedDrafts(), SuffixDrafts()], most=most)
     if kind == "self":  # with its first layer alone

@@ -46,6 +46,13 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.draft_heads import (
+    EagleSpec,
+    HeadsSpec,
+    HeadWeights,
+    heads_bytes,
+    read_heads,
+)
 from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
 from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.shard import ModelShard, shard_of
@@ -115,6 +122,7 @@ class EnginePlan:
     ops: Ops
     memory_budget: MemoryBudget  # on CUDA with a guess of the workspace, as nothing was run yet
     numerics: Numerics
+    heads: tuple[Path, HeadsSpec] | None = None  # that draft, and where they lie
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,7 @@ class Parts:
     cache: PagedKVCache | RadixKVCache
     memory_budget: MemoryBudget
     numerics: Numerics
+    heads: HeadWeights | None = None  # that draft
 
 
 def plan_engine(
@@ -155,9 +164,17 @@ def plan_engine(
     if config.ref_model_path is not None:
         same = config.ref_model_path == config.model_path
         folders[REFERENCE] = folder if same else resolve_model(config.ref_model_path)
-    if config.draft_model not in (None, SELF):
-        folders[DRAFT] = resolve_model(config.draft_model)
     specs = {name: load_spec(each) for name, each in folders.items()}
+    heads = None
+    if config.draft_model not in (None, SELF):
+        drafting = resolve_model(config.draft_model)
+        found = read_heads(drafting, specs[POLICY])
+        if found is None:
+            folders[DRAFT], specs[DRAFT] = drafting, load_spec(drafting)
+        else:
+            heads = drafting, found
+            if isinstance(found, EagleSpec):
+                specs[DRAFT] = found.layer  # for the keys and values of its layer
     if config.draft_model is not None:
         _require_drafting(config, specs, rank)
     _require_same_vocabulary(specs, config)
@@ -167,12 +184,22 @@ def plan_engine(
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
     make_ops = choose_ops(config, served, dtype, device, try_kernels=try_kernels)
     claims = _guessed_claims(
-        config, parts, dtype, memory or _memory_of(device), kernels=make_ops(1).name == "cuda"
+        config,
+        parts,
+        dtype,
+        memory or _memory_of(device),
+        kernels=make_ops(1).name == "cuda",
+        heads=None if heads is None else heads[1],
     )
     budget = plan_memory(config, parts, claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
     if DRAFT in specs:
         require_drafting(config, ops, specs[DRAFT], dtype, device)
+    if heads is not None and ops.name == "cuda":
+        raise ConfigError(
+            f"draft_model={config.draft_model!r} holds heads, which run on CPUs alone; use "
+            "draft_model='self'."
+        )
     return EnginePlan(
         config=config,
         rank=rank,
@@ -184,6 +211,7 @@ def plan_engine(
         ops=ops,
         memory_budget=budget,
         numerics=numerics_of(config, ops, dtype, device),
+        heads=heads,
     )
 
 
@@ -243,7 +271,8 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     units = UnitMap(cache.units, device) if cache.units is not None else None
     specs = {name: part.spec for name, part in plan.parts.items()}
     # whose KV tensors drafts are written into; blocks of units have no scratch
-    drafting = None if units is not None else DRAFT if DRAFT in specs else POLICY
+    drafting = DRAFT if DRAFT in specs else POLICY if config.draft_layers is not None else None
+    drafting = None if units is not None else drafting
     try:
         by_key = {
             storage_key(spec, budget.layout, name): KVStorage(
@@ -277,7 +306,17 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         cache=cache,
         memory_budget=budget,
         numerics=plan.numerics,
+        heads=_load_heads(plan),
     )
+
+
+def _load_heads(plan: EnginePlan) -> HeadWeights | None:
+    if plan.heads is None:
+        return None
+    folder, spec = plan.heads
+    weights = HeadWeights(spec, plan.dtype, plan.device, plan.ops.allocate)
+    weights.load(folder)
+    return weights
 
 
 def _load(plan: EnginePlan) -> dict[str, Decoder]:
@@ -306,6 +345,7 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
                 part.spec, params[name], plan.ops, positions, plan.rank.rank_exchange(part)
             )
             for name, part in plan.parts.items()
+            if name in params
         }
     except torch.OutOfMemoryError:
         params.clear()
@@ -329,9 +369,12 @@ def _guessed_claims(
     dtype: torch.dtype,
     memory: DeviceMemory | None,
     kernels: bool,
+    heads: HeadsSpec | None,
 ) -> Claims:
     """What the memory is for beside the KV cache, before anything runs."""
-    weights = sum(num_bytes(param_table(part.whole, part), dtype) for part in parts.values())
+    models = [part for name, part in parts.items() if heads is None or name != DRAFT]
+    weights = sum(num_bytes(param_table(part.whole, part), dtype) for part in models)
+    weights += 0 if heads is None else heads_bytes(heads, dtype)
     if memory is None:
         return Claims(weights)
     reading = memory.read()

@@ -2,9 +2,13 @@
 out.
 """
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import generation
@@ -23,6 +27,7 @@ from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import InvalidRequest
+from nano_inference.models.loading import read_tensors
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.structured.matching import GrammarState
 from nano_inference.text.tokenizer import Tokenizer
@@ -89,7 +94,8 @@ class InferenceEngine:
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.runner.watch(self.shared)
-        self.drafter = make_drafter(config, self.loop, self.runner)
+        self._draft_heads = parts.heads
+        self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
         if self.drafter is not None:
             if lockstep is None:
                 self.drafter.costs = measure_costs(self.loop, self.max_model_len)
@@ -374,6 +380,29 @@ class InferenceEngine:
         self.shared.require_alive()
         self._updates.policy(options, "keep")
         return receive_update(self.weight_sync, transport, timeout=timeout, **options)
+
+    def update_draft(self, weights: Mapping[str, Tensor] | str | PathLike[str]) -> None:
+        """Replace (part of) the weights of the heads that draft (`draft_model`), between two steps.
+
+        No bit of a sample depends on them, so nothing else changes: no version, no cached prefix.
+
+        Args:
+            weights: tensors by their names in the heads' folder, or a folder or file of
+                safetensors.
+
+        Raises `ConfigError` for a tensor that is not theirs, with nothing written, and
+        `InvalidRequest` where no heads draft.
+        """
+        self.shared.require_alive()
+        heads = self._draft_heads
+        if heads is None:
+            raise InvalidRequest(
+                f"draft_model={self.config.draft_model!r} names no heads whose weights could be "
+                "updated."
+            )
+        given = dict(weights) if isinstance(weights, Mapping) else dict(read_tensors(Path(weights)))
+        new = heads.checked(given.items())
+        self.shared.between_steps(POLICY, lambda: heads.write(new))
 
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as

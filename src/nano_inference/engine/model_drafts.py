@@ -23,7 +23,8 @@ from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.columns import to_device
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from nano_inference.scheduling.sequence import DRAFT, Sequence
 from nano_inference.speculation.source import NO_GUESS, Guess
 from nano_inference.structured.masks import bans_under
@@ -41,12 +42,12 @@ class _Computed:
     block_ids: list[int]
 
 
-class _Drafting:
+class Drafting:
     """A sequence that gets drafts.
 
     Args:
         seq: the sequence.
-        start: the first position that is computed.
+        start: the first position whose token is computed for the next draft.
         table: of its blocks, and scratch behind them.
         most: drafts.
     """
@@ -127,35 +128,27 @@ class ModelDrafts:
         self.name, self.model = name, model
         self._storage, self._scratch = storage, scratch
         self._computed: dict[int, _Computed] | None = {} if has_own_cache else None
-        self._times: dict[int, float] = {}  # seconds of a forward, by sequences: powers of 2
+        self._times = DraftTimes()
         self.num_forwards = 0
 
     def seconds(self, num_seqs: int) -> float:
-        """What one draft of each of so many sequences takes, as measured lately; 0: not yet."""
-        bucket = _bucket(num_seqs)
-        near = min(self._times, key=lambda each: abs(math.log2(each / bucket)), default=None)
-        return 0.0 if near is None else self._times[near] * max(bucket / near, 1)
+        """See `TimedSource`."""
+        return self._times.of(num_seqs)
 
     @torch.inference_mode()
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         """See `DraftSource`."""
         live = self._begin(seqs, most)
         found = list(live)
-        guesses = {each.seq.seq_id: each for each in found}
         while live := [each for each in live if each.is_open]:
             self._draw(live)
         self._remember(found)
-        return [
-            Guess(guesses[seq.seq_id].drafts, guesses[seq.seq_id].kinds)
-            if seq.seq_id in guesses
-            else NO_GUESS
-            for seq in seqs
-        ]
+        return guesses_of(seqs, found)
 
-    def _begin(self, seqs: Listed[Sequence], most: int) -> list[_Drafting]:
+    def _begin(self, seqs: Listed[Sequence], most: int) -> list[Drafting]:
         """Those of the sequences that can have drafts now."""
         size, scratch, behind = self._storage.block_size, list(self._scratch), MOST_BEHIND
-        found: list[_Drafting] = []
+        found: list[Drafting] = []
         for seq in seqs:
             known = len(seq.token_ids)
             start = self._num_computed(seq)
@@ -172,10 +165,10 @@ class ModelDrafts:
             del scratch[: max(lacking, 0)]
             room = len(table) * size - known + 1  # the last draft is not computed
             if min(wanted, room) > 0:
-                found.append(_Drafting(seq, start, table, min(wanted, room)))
+                found.append(Drafting(seq, start, table, min(wanted, room)))
         return found
 
-    def _draw(self, live: Listed[_Drafting]) -> None:
+    def _draw(self, live: Listed[Drafting]) -> None:
         """One more draft of each."""
         began = time.perf_counter()
         rows = [each.rows() for each in live]
@@ -183,20 +176,11 @@ class ModelDrafts:
         batch = batch_of_rows(rows, self._storage.block_size, draws=ends, weight_set=DRAFT)
         device = self.model.device
         hidden = self.model.forward(to_device(batch, device), self._storage).hidden
-        requests = [each.request(row) for row, each in enumerate(live)]
-        draw = self.model.draw(hidden, to_device(sampling_batch(requests), device))
-        vocab_size = self.model.spec.vocab_size
-        drawn = zip(live, draw.token_ids.tolist(), draw.logprobs.tolist(), strict=True)
-        for each, token_id, logprob in drawn:
-            if 0 <= token_id < vocab_size and not math.isnan(logprob):
-                each.take(token_id, logprob)
-            else:
-                each.most = 0
+        requests = to_device(draws_of(live), device)
+        take_drawn(live, self.model.draw(hidden, requests), self.model.spec.vocab_size)
         self.num_forwards += 1
         if ends[-1] + 1 <= 2 * len(live):
-            bucket, took = _bucket(len(live)), time.perf_counter() - began
-            before = self._times.get(bucket, took)
-            self._times[bucket] = SLOWLY * before + (1 - SLOWLY) * took
+            self._times.note(len(live), time.perf_counter() - began)
 
     def _compute(self, seq: Sequence, start: int, end: int) -> None:
         rows = Rows(seq.token_ids[start:end], start, seq.block_ids)
@@ -220,7 +204,7 @@ class ModelDrafts:
         equal = zip(there.token_ids[:most], seq.token_ids, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], equal))
 
-    def _remember(self, found: Listed[_Drafting]) -> None:
+    def _remember(self, found: Listed[Drafting]) -> None:
         if self._computed is None:
             return
         if len(self._computed) > 4 * len(found) + 256:
@@ -230,6 +214,45 @@ class ModelDrafts:
             # the last draft is not computed; the next call may find other blocks behind its own
             computed = each.token_ids[: max(len(each.token_ids) - 1, 0)]
             self._computed[each.seq.seq_id] = _Computed(computed, list(each.seq.block_ids))
+
+
+class DraftTimes:
+    """Seconds of one draft of each of some sequences, lately, by how many there are."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}  # by powers of 2 of the sequences
+
+    def of(self, num_seqs: int) -> float:
+        """Of so many sequences; 0: nobody knows yet."""
+        bucket = _bucket(num_seqs)
+        near = min(self._times, key=lambda each: abs(math.log2(each / bucket)), default=None)
+        return 0.0 if near is None else self._times[near] * max(bucket / near, 1)
+
+    def note(self, num_seqs: int, took: float) -> None:
+        """One draft of each of so many sequences took so long."""
+        bucket = _bucket(num_seqs)
+        self._times[bucket] = SLOWLY * self._times.get(bucket, took) + (1 - SLOWLY) * took
+
+
+def draws_of(live: Listed[Drafting]) -> SamplingBatch:
+    """The draws of the next token of each: a row of the logits each."""
+    return sampling_batch([each.request(row) for row, each in enumerate(live)])
+
+
+def take_drawn(live: Listed[Drafting], draw: Draw, vocab_size: int) -> None:
+    """One more draft of each, as far as it could be drawn."""
+    drawn = zip(live, draw.token_ids.tolist(), draw.logprobs.tolist(), strict=True)
+    for each, token_id, logprob in drawn:
+        if 0 <= token_id < vocab_size and not math.isnan(logprob):
+            each.take(token_id, logprob)
+        else:
+            each.most = 0
+
+
+def guesses_of(seqs: Listed[Sequence], found: Listed[Drafting]) -> list[Guess]:
+    """A guess of each of the sequences, of those that drafts were drawn of."""
+    guesses = {each.seq.seq_id: Guess(each.drafts, each.kinds) for each in found}
+    return [guesses.get(seq.seq_id, NO_GUESS) for seq in seqs]
 
 
 def spread_layers(num_layers: int, wanted: int) -> tuple[int, ...]:

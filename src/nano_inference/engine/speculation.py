@@ -8,10 +8,12 @@ from time import perf_counter
 
 from nano_inference.config import SELF, EngineConfig, SchedulerConfig
 from nano_inference.engine.loop import Abort, EngineLoop
+from nano_inference.engine.medusa import MedusaDrafts
 from nano_inference.engine.model_drafts import ModelDrafts
 from nano_inference.engine.runner import ModelRunner
+from nano_inference.models.draft_heads import HeadWeights
 from nano_inference.scheduling.decision import Drafts
-from nano_inference.scheduling.sequence import DRAFT, CheckedRequest, Sequence, Sequences
+from nano_inference.scheduling.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.speculation.costs import ROWS, StepCosts
 from nano_inference.speculation.drafter import Drafter, may_draft
 from nano_inference.speculation.grammar import ForcedDrafts
@@ -28,8 +30,10 @@ PROMPT = 8  # tokens of the sequences that are measured
 GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
 
 
-def make_drafter(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) -> Drafter | None:
-    """The drafter that a config asks for."""
+def make_drafter(
+    config: EngineConfig, loop: EngineLoop, runner: ModelRunner, heads: HeadWeights | None = None
+) -> Drafter | None:
+    """The drafter that a config asks for. Heads that draft see every step of the loop."""
     if not config.drafts:
         return None
     sources: list[DraftSource] = [ForcedDrafts()]
@@ -39,7 +43,12 @@ def make_drafter(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) ->
         history = HistoryDrafts()
         sources.append(history)
         loop.on_finish.append(partial(_keep, history))
-    model = _model_drafts(config, loop, runner) if config.draft_model is not None else None
+    model = None
+    if heads is not None:
+        model = MedusaDrafts(runner.models[POLICY], heads)
+        loop.watch = model.see
+    elif config.draft_model is not None:
+        model = _model_drafts(config, loop, runner)
     return Drafter(sources, GUESSED, config.max_drafts, model)
 
 

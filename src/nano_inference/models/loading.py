@@ -116,6 +116,17 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
         yield name, tensor
 
 
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a model folder or a .safetensors file, by checkpoint name. Raises
+    `ModelLoadError`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, file, opened in _tensors_of(path, _CPU):
+        with _reading(name, file):
+            shapes[name] = tuple(opened.get_slice(name).get_shape())
+    return shapes
+
+
 @contextmanager
 def _reading(name: str, file: Path) -> Iterator[None]:
     try:
