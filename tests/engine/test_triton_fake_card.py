@@ -133,7 +133,9 @@ def test_captures_stay_on_the_card_and_wait_for_nothing(
     ops, cpu = cuda_ops(batch_invariant=batch_invariant), torch.device("cpu")
     model = Decoder(spec, allocate(param_table(spec), dtype, cpu, ops.allocate), ops, 256)
     model.params = {name: fake(param) for name, param in model.params.items()}
-    model.ropes = tuple((fake(cos), fake(sin)) for cos, sin in model.ropes)
+    model.ropes = tuple(
+        each._replace(cos=fake(each.cos), sin=fake(each.sin)) for each in model.ropes
+    )
     model.device = CARD
     storage = KVStorage(spec, 8, 16, dtype, cpu)
     storage.keys, storage.values = fake(storage.keys), fake(storage.values)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nano_inference.models.rope_spec import NO_ROPE, RopeSpec
 from nano_inference.models.spec import ModelSpec
 
 Change = Callable[[ModelSpec], ModelSpec]
@@ -30,9 +29,9 @@ def without_windows(spec: ModelSpec) -> ModelSpec:
     return replace(spec, windows=(0,) * spec.num_layers)
 
 
-def with_ropes(of: Callable[[RopeSpec], RopeSpec]) -> Change:
+def with_ropes(**fields: Any) -> Change:
     """Every layer turns otherwise."""
-    return lambda spec: replace(spec, ropes=tuple(of(rope) for rope in spec.ropes))
+    return lambda spec: replace(spec, ropes=tuple(replace(rope, **fields) for rope in spec.ropes))
 
 
 def one_rope(spec: ModelSpec) -> ModelSpec:
@@ -131,7 +130,7 @@ CASES = {
         },
         {
             "windows": without_windows,
-            "yarn": with_ropes(lambda rope: RopeSpec(theta=rope.theta)),
+            "yarn": with_ropes(kind="default", attention_factor=1.0),
             "rope of windows": one_rope,
             "norms of queries and keys": spec_with(qk_norm=None),
             "norms after": spec_with(norms="pre"),
@@ -142,14 +141,14 @@ CASES = {
         {"num_hidden_layers": 4, "sliding_window": 16},
         {
             "windows": without_windows,
-            "layers that do not turn": with_ropes(lambda _: RopeSpec()),
+            "layers that do not turn": with_ropes(kind="default"),
             "norms of queries and keys": spec_with(qk_norm=None),
         },
     ),
     "exaone4 without windows": Case(
         "Exaone4ForCausalLM",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3},
-        {"rope": with_ropes(lambda _: NO_ROPE)},
+        {"rope": with_ropes(kind="none")},
     ),
     "ministral": Case(
         "MinistralForCausalLM",
@@ -175,7 +174,60 @@ CASES = {
         },
         {
             "windows": without_windows,
-            "llama3": with_ropes(lambda rope: RopeSpec(theta=rope.theta)),
+            "llama3": with_ropes(kind="default", attention_factor=1.0),
+        },
+    ),
+    "ministral3": Case(
+        "Ministral3ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        {
+            "scales of queries": with_ropes(query_beta=0.0),
+            "yarn": with_ropes(kind="default"),
+            "mscale": with_ropes(attention_factor=1.2),
+        },
+    ),
+    "phi3": Case(
+        "Phi3ForCausalLM",
+        {
+            "sliding_window": 33,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+        {"windows": without_windows, "three quarters that turn": with_ropes(share=1.0)},
+    ),
+    "helium": Case("HeliumForCausalLM", {}, {"neighbours": with_ropes(interleaved=False)}),
+    "ernie4.5": Case("Ernie4_5ForCausalLM", {}, {"neighbours": with_ropes(interleaved=False)}),
+    "glm": Case(
+        "GlmForCausalLM",
+        {"attention_bias": True},
+        {
+            "neighbours": with_ropes(interleaved=False),
+            "a half that turns": with_ropes(share=1.0),
+            "biases": spec_with(qkv_bias=False),
+        },
+    ),
+    "glm4": Case(
+        "Glm4ForCausalLM",
+        {"attention_bias": False},
+        {
+            "neighbours": with_ropes(interleaved=False),
+            "a half that turns": with_ropes(share=1.0),
+            "norms after": spec_with(norms="pre"),
         },
     ),
     "seed-oss": Case(
@@ -189,7 +241,7 @@ CASES = {
     "smollm3": Case(
         "SmolLM3ForCausalLM",
         {"num_hidden_layers": 5},
-        {"layers that do not turn": with_ropes(lambda _: RopeSpec(theta=2e6))},
+        {"layers that do not turn": with_ropes(kind="default", theta=2e6)},
     ),
     "smollm3 with windows": Case(
         "SmolLM3ForCausalLM",

@@ -198,6 +198,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 1.7,
     },
+    "glm4": {
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": 0,
+    },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

@@ -4,6 +4,7 @@ bits everywhere.
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nano_inference.engine.storage import KVStorage
+from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
@@ -169,6 +172,63 @@ def test_instruction_sets_agree_on_rows(
     norms = [each.rms_norm(None, x, Norm(weight, 1e-6, 0.0, dtype))[0] for each in each_set]
     assert all(torch.equal(gates[0], other) for other in gates[1:])
     assert all(torch.equal(norms[0], other) for other in norms[1:])
+
+
+@FEW
+@given(
+    st.sampled_from([16, 48, 128]),
+    st.sampled_from([1.0, 0.5, 0.25]),
+    st.booleans(),
+    st.booleans(),
+    dtypes,
+    st.integers(0, 9),
+)
+def test_every_instruction_set_turns_heads_as_the_reference_does(
+    each_set: list,
+    head_dim: int,
+    share: float,
+    interleaved: bool,
+    scaled: bool,
+    dtype: Any,
+    seed: int,
+) -> None:
+    """Bitwise: a rotation is two products and a sum, each rounded."""
+    rows, heads, kv_heads, cpu = 5, 4, 2, torch.device("cpu")
+    qkv = numbers(seed, rows, (heads + 2 * kv_heads) * head_dim)
+    angles = numbers(seed + 1, 9, int(head_dim * share) // 2)
+    positions, slots = torch.tensor([3, 0, 8, 5, 1]), torch.arange(rows)
+    scales = 1 + numbers(seed + 2, 9).abs() if scaled else None
+    spec: Any = SimpleNamespace(
+        num_layers=1, num_kv_heads=kv_heads, head_dim=head_dim, windows=(0,)
+    )
+
+    def turned(operation: Any) -> list[Tensor]:
+        storage = KVStorage(spec, 1, 16, dtype, cpu)
+        storage.keys.zero_()
+        storage.values.zero_()
+        q = operation(
+            qkv,
+            angles.cos(),
+            angles.sin(),
+            positions,
+            storage,
+            0,
+            slots,
+            heads,
+            kv_heads,
+            None,
+            interleaved,
+            scales,
+        )
+        return [q.to(dtype), storage.keys, storage.values]
+
+    # the kernels keep keys in an order of their own
+    expected = turned(reference.rope_and_store)[0]
+    found = [turned(each.rope_and_store) for each in each_set]
+    for each in found:
+        assert torch.equal(each[0], expected)
+        assert each[1].any()
+        assert all(map(torch.equal, each, found[0]))
 
 
 @FEW

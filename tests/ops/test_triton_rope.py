@@ -46,6 +46,16 @@ class Case:
     norm_dtype: torch.dtype | None = None
     units: bool = False
     seed: int = 0
+    turn: str = "halves"  # "part" (Qwen3-Next), "neighbours" (Ernie), "part of neighbours" (GLM)
+    scaled: bool = False  # queries by position (Ministral 3)
+
+    @property
+    def turning(self) -> int:
+        return max(2, self.head_dim // 4 * 2) if "part" in self.turn else self.head_dim
+
+    def rotation(self) -> tuple[bool, Tensor | None]:
+        scales = 1 + torch.rand(POSITIONS, generator=torch.Generator().manual_seed(3))
+        return "neighbours" in self.turn, scales.to(DEVICE) if self.scaled else None
 
     def norms(self) -> tuple[Norm, Norm] | None:
         if self.norm == "none":
@@ -106,7 +116,7 @@ class Case:
 
 def called(case: Case, operation, qkv: Tensor, positions: Tensor, slots: Tensor, layer: int = 2):
     """(queries, keys, values): what the operation returns, and all of its cache."""
-    angles = randn(POSITIONS, case.head_dim // 2, seed=99)
+    angles = randn(POSITIONS, case.turning // 2, seed=99)
     view, norms = case.view(), case.norms()
     q = operation(
         qkv,
@@ -119,6 +129,7 @@ def called(case: Case, operation, qkv: Tensor, positions: Tensor, slots: Tensor,
         case.heads,
         case.kv_heads,
         norms,
+        *case.rotation(),
     )
     return q, view.keys, view.values
 
@@ -131,6 +142,8 @@ CASES = st.builds(
     norm=st.sampled_from(["none", "head", "full", "offset", "rounded"]),
     units=st.booleans(),
     seed=SEEDS,
+    turn=st.sampled_from(["halves", "part", "neighbours", "part of neighbours"]),
+    scaled=st.booleans(),
 )
 
 

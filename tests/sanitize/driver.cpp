@@ -151,6 +151,7 @@ class Model {
       product(w[0], (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, 1, 2, Finish::STORE);
       Op& rope = add(Kind::ROPE_AND_STORE, 2, 3);
       rope.layer = int32_t(l), rope.cos = cos.data(), rope.sin = sin.data();
+      rope.turning = l % 2 ? s.head_dim / 2 : s.head_dim, rope.interleaved = l % 2, rope.query_scales = l % 2 ? cos.data() : nullptr;
       rope.norm = rope.key_norm = {head_norm.data(), s.head_dim, sizeof(T) == 4, 1e-5f, 0.f};
       add(Kind::ATTENTION, 3, 4).layer = int32_t(l);
       product(w[1], s.hidden, s.heads * s.head_dim, 4, 0, Finish::ADD);

@@ -86,18 +86,19 @@ def _tiny(spec: ModelSpec) -> ModelSpec:
     """The same widths in a layer of each kind, with few tokens and few experts."""
     moe = spec.moe
     mixed = moe.layers if moe is not None else (False,) * spec.num_layers
-    kinds = sorted(set(zip(spec.windows, mixed, strict=True)))
+    kinds = list(dict.fromkeys(zip(spec.windows, mixed, spec.ropes, strict=True)))
     few = moe and replace(
         moe,
         num_experts=min(moe.num_experts, 2 * moe.experts_per_token)
         if moe.routing.groups == 1
         else moe.num_experts,
-        layers=tuple(has_experts for _, has_experts in kinds),
+        layers=tuple(has_experts for _, has_experts, _ in kinds),
     )
     return replace(
         spec,
         num_layers=len(kinds),
-        windows=tuple(window for window, _ in kinds),
+        windows=tuple(window for window, _, _ in kinds),
+        ropes=tuple(rope for _, _, rope in kinds),
         vocab_size=min(spec.vocab_size, VOCABULARY),
         max_position=256,
         moe=few,

@@ -83,6 +83,7 @@ _KINDS: Mapping[str, _Kind] = {
     "rms_norm_eps": _EPS,
     "tie_word_embeddings": _SWITCH,
     "attention_bias": _SWITCH,
+    "use_bias": _SWITCH,
     "attention_out_bias": _SWITCH,
     "torch_dtype": _NAME,
     "dtype": _NAME,
@@ -127,6 +128,7 @@ _ROPE_KINDS: Mapping[str, _Kind] = {
     "beta_slow": _POSITIVE,
     "truncate": _SWITCH,
     "attention_factor": _POSITIVE,
+    "llama_4_scaling_beta": _NOT_NEGATIVE,
     "mscale": _NOT_NEGATIVE,
     "mscale_all_dim": _NOT_NEGATIVE,
     "short_factor": _Kind(

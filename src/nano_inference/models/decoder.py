@@ -15,7 +15,7 @@ from nano_inference.columns import to_device
 from nano_inference.models.context import SharedContext
 from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.rank_exchange import RankExchange
-from nano_inference.models.rope import rope_table
+from nano_inference.models.rope import rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec
@@ -87,10 +87,10 @@ class Decoder:
         self.device = matrix.device
         self.dtype = matrix.dtype
         tables = {
-            rope: rope_table(rope, spec.head_dim, num_positions, self.device)
+            rope: rotation(rope, spec.head_dim, num_positions, self.device)
             for rope in set(spec.ropes)
         }
-        # one entry a layer; layers that turn alike share a table
+        # one entry a layer; layers that turn alike share tables
         self.ropes = tuple(tables[rope] for rope in spec.ropes)
         # rounded as the model was trained
         self.layers: Sequence[int] = range(spec.num_layers)  # that a forward goes through
@@ -297,11 +297,11 @@ class Decoder:
         plan: object,
     ) -> Tensor:
         spec, params = self.spec, self.params
-        cos, sin = self.ropes[layer]
+        rope = self.ropes[layer]
         q = ops.rope_and_store(
             ops.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias")),
-            cos,
-            sin,
+            rope.cos,
+            rope.sin,
             batch.positions,
             view,
             layer,
@@ -309,6 +309,8 @@ class Decoder:
             spec.num_heads,
             spec.num_kv_heads,
             (self._norm(name + "q_norm"), self._norm(name + "k_norm")) if spec.qk_norm else None,
+            rope.interleaved,
+            rope.query_scales,
         )
         sinks = (params[name + "sinks"],) if spec.attention_sinks else ()
         if self.context is None:

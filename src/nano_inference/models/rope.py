@@ -3,6 +3,7 @@ frequencies.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,22 +11,40 @@ from torch import Tensor
 from nano_inference.models.rope_spec import RopeSpec
 
 
+class Rotation(NamedTuple):
+    """How the heads of a layer turn, by position."""
+
+    cos: Tensor  # float32 [positions, turning / 2]
+    sin: Tensor  # the same
+    interleaved: bool  # see `RopeSpec`
+    query_scales: Tensor | None  # float32 [positions]: what queries are multiplied by
+
+
+def rotation(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> Rotation:
+    """All that a layer needs of its rotary embedding."""
+    scales = None
+    if spec.query_beta:
+        contexts = torch.floor(torch.arange(num_positions) / spec.original_max_position)
+        scales = (1 + spec.query_beta * torch.log(1 + contexts)).to(device)
+    return Rotation(*rope_table(spec, head_dim, num_positions, device), spec.interleaved, scales)
+
+
 def rope_table(
     spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine by position, float32, each [num_positions, head_dim / 2]. Made on the CPU:
-    one table for all.
+    """Cosine and sine by position, float32, each [num_positions, half of what turns of a head].
+    Made on the CPU: one table for all.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions[:, None] * _inverse_frequencies(spec, head_dim)[None, :]
+    angles = positions[:, None] * _inverse_frequencies(spec, spec.turning(head_dim))[None, :]
     return (
         (angles.cos() * spec.attention_factor).to(device),
         (angles.sin() * spec.attention_factor).to(device),
     )
 
 
-def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    powers = spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def _inverse_frequencies(spec: RopeSpec, turning: int) -> Tensor:
+    powers = spec.theta ** (torch.arange(0, turning, 2, dtype=torch.float32) / turning)
     base = 1.0 / powers
     if spec.kind == "none":
         return torch.zeros_like(base)
@@ -36,7 +55,7 @@ def _inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     if spec.kind == "llama3":
         return _llama3(spec, base)
     if spec.kind == "yarn":
-        return _yarn(spec, powers, head_dim)
+        return _yarn(spec, powers, turning)
     return base
 
 
@@ -51,19 +70,19 @@ def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
     return torch.where(between, blended, stretched)
 
 
-def _yarn(spec: RopeSpec, powers: Tensor, head_dim: int) -> Tensor:
+def _yarn(spec: RopeSpec, powers: Tensor, turning: int) -> Tensor:
     """YaRN (arXiv:2309.00071), section 3.2: interpolate slow dimensions, keep fast ones, a ramp
     between them.
     """
 
     def dimension(rotations: float) -> float:
         turns = spec.original_max_position / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(spec.theta))
+        return turning * math.log(turns) / (2 * math.log(spec.theta))
 
     low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, turning - 1)
     width = high - low if high != low else 0.001
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    ramp = ((torch.arange(turning // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return 1.0 / (spec.factor * powers) * ramp + 1.0 / powers * (1 - ramp)

@@ -4,7 +4,7 @@ found in.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
@@ -25,8 +25,12 @@ class RopeSpec:
         low_freq_factor, high_freq_factor: llama3's band of interpolation.
         beta_fast, beta_slow, truncate: yarn's band of interpolation.
         attention_factor: multiplies cosine and sine.
-        factors: divide the frequencies one by one, [head_dim / 2] (longrope, of which one list
+        factors: divide the frequencies one by one, [turning / 2] (longrope, of which one list
             serves all lengths).
+        share: of a head's numbers, so many from the first on turn; the rest stays as it is.
+        interleaved: neighbours are the two coordinates of a pair, not halves.
+        query_beta: queries are multiplied by 1 + query_beta * log(1 + the whole contexts of
+            `original_max_position` before their position).
     """
 
     theta: float = 10000.0
@@ -40,6 +44,13 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     factors: tuple[float, ...] = ()
+    share: float = 1.0
+    interleaved: bool = False
+    query_beta: float = 0.0
+
+    def turning(self, head_dim: int) -> int:
+        """How many numbers of a head turn."""
+        return int(head_dim * self.share)
 
 
 # (config, max_position, windows) -> of each layer
@@ -91,6 +102,14 @@ def ropes_but_for_some(
     return tuple(rope if turns else NO_ROPE for rope, turns in zip(found, turning, strict=True))
 
 
+def interleaved_ropes(
+    config: Config, max_position: int, windows: tuple[int, ...]
+) -> tuple[RopeSpec, ...]:
+    """GLM, Ernie, Helium: neighbours are pairs."""
+    found = ropes_by_window(config, max_position, windows)
+    return tuple(replace(rope, interleaved=True) for rope in found)
+
+
 def turning_layers(config: Config, num_layers: int) -> list[bool]:
     """`no_rope_layers` has a 0 for each layer that does not turn; without it, that is every
     fourth, or as `no_rope_layer_interval` says. Raises `ModelLoadError`.
@@ -125,39 +144,51 @@ def _pair(config: Config, max_position: int) -> tuple[RopeSpec, RopeSpec]:
 
 def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind not in _ROPE_KINDS:
-        raise ModelLoadError(
-            f"rope scaling {kind!r} is not supported; the decoder knows {', '.join(_ROPE_KINDS)}."
-        )
-    if any(source.get("partial_rotary_factor", 1.0) != 1.0 for source in (fields, config)):
-        raise ModelLoadError("partial_rotary_factor other than 1 is not supported.")
+    if kind not in _KINDS:
+        known = ", ".join(kind for kind in _KINDS if kind != "mrope")
+        raise ModelLoadError(f"rope scaling {kind!r} is not supported; the decoder knows {known}.")
     theta = float(fields.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if kind == "default":
-        return RopeSpec(theta=theta)
     original = int(fields.get("original_max_position_embeddings") or max_position)
     factor = float(fields.get("factor") or max_position / original)
-    if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=factor)
-    if kind == "longrope":
-        return _longrope(fields, theta)
-    if kind == "llama3":
-        if fields["low_freq_factor"] >= fields["high_freq_factor"]:
-            raise ModelLoadError(
-                f"rope scaling llama3 has low_freq_factor={fields['low_freq_factor']!r}, which "
-                "must be less than "
-                f"high_freq_factor={fields['high_freq_factor']!r}."
-            )
-        return RopeSpec(
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            original_max_position=original,
-            low_freq_factor=float(fields["low_freq_factor"]),
-            high_freq_factor=float(fields["high_freq_factor"]),
+    share = fields.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return replace(
+        _KINDS[kind](fields, theta, original, factor),
+        share=1.0 if share is None else float(share),
+        query_beta=float(fields.get("llama_4_scaling_beta") or 0.0),
+    )
+
+
+def _default(_fields: Config, theta: float, original: int, _factor: float) -> RopeSpec:
+    return RopeSpec(
+        theta=theta, original_max_position=original if "llama_4_scaling_beta" in _fields else 0
+    )
+
+
+def _linear(_fields: Config, theta: float, _original: int, factor: float) -> RopeSpec:
+    return RopeSpec(theta=theta, kind="linear", factor=factor)
+
+
+def _llama3(fields: Config, theta: float, original: int, factor: float) -> RopeSpec:
+    if fields["low_freq_factor"] >= fields["high_freq_factor"]:
+        raise ModelLoadError(
+            f"rope scaling llama3 has low_freq_factor={fields['low_freq_factor']!r}, which "
+            "must be less than "
+            f"high_freq_factor={fields['high_freq_factor']!r}."
         )
     return RopeSpec(
         theta=theta,
-        kind=kind,
+        kind="llama3",
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=float(fields["low_freq_factor"]),
+        high_freq_factor=float(fields["high_freq_factor"]),
+    )
+
+
+def _yarn(fields: Config, theta: float, original: int, factor: float) -> RopeSpec:
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
         factor=factor,
         original_max_position=original,
         beta_fast=float(fields.get("beta_fast") or 32),
@@ -167,10 +198,7 @@ def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     )
 
 
-_ROPE_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
-
-
-def _longrope(fields: Config, theta: float) -> RopeSpec:
+def _longrope(fields: Config, theta: float, _original: int, _factor: float) -> RopeSpec:
     """One table serves all lengths here, so that a token's place does not depend on how long its
     sequence gets.
     """
@@ -198,3 +226,15 @@ def _yarn_attention_factor(fields: Config, factor: float) -> float:
     if fields.get("mscale") and fields.get("mscale_all_dim"):
         return mscale(float(fields["mscale"])) / mscale(float(fields["mscale_all_dim"]))
     return mscale(1.0)
+
+
+# (fields, theta, original context, factor)
+_KINDS: Mapping[str, Callable[[Config, float, int, float], RopeSpec]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "yarn": _yarn,
+    # three positions a token, of pictures and films; text has one
+    "mrope": _default,
+}

@@ -19,6 +19,7 @@ from nano_inference.models.quantisation import refuse_quantised
 from nano_inference.models.rope_spec import (
     ReadRopes,
     RopeSpec,
+    interleaved_ropes,
     ropes_but_for_some,
     ropes_by_window,
     ropes_in_windows_alone,
@@ -65,7 +66,7 @@ class ModelSpec:
         attention_sinks: each query head has a score that belongs to no key, in the softmax's sum.
         embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
             the residual stream is multiplied, logits are divided by it.
-        fused_projections: the checkpoint stores q, k, v in one tensor, and gate and up in one.
+        fused_qkv, fused_gate_up: the checkpoint stores q, k, v in one tensor, gate and up in one.
         moe: its layers of experts; None: it has none.
         state: its layers that carry a state instead of attending to keys; None: it has none.
         renamed: parts of names in the checkpoint: ours, and what stands there instead.
@@ -98,7 +99,8 @@ class ModelSpec:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
-    fused_projections: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
     moe: MoeSpec | None = None
     state: StateSpec | None = None
     renamed: tuple[tuple[str, str], ...] = ()
@@ -107,6 +109,16 @@ class ModelSpec:
 def _every_bias(config: Config) -> tuple[bool, bool]:
     every = bool(config.get("attention_bias", False))
     return every, every
+
+
+def _input_biases(config: Config) -> tuple[bool, bool]:
+    return bool(config.get("attention_bias", False)), False
+
+
+def _ernie_biases(config: Config) -> tuple[bool, bool]:
+    if config.get("use_bias"):
+        raise ModelLoadError("config.json has use_bias=True; this decoder's MLPs have no biases.")
+    return False, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +133,13 @@ class _Family:
     norm_offset: float = 0.0
     activation_key: str = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=lambda: _ACTIVATIONS)
-    fused_projections: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
     tied_by_default: bool = False
     # (config, layers); None: the family has none
     windows: Callable[[Config, int], tuple[int, ...]] | None = None
     ropes: ReadRopes = ropes_by_window
+    partial_rotary: bool = False  # partial_rotary_factor may say that some numbers do not turn
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
     moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
     state: Callable[[Config, int], StateSpec | None] = lambda _, __: None  # (config, layers)
@@ -187,10 +201,20 @@ def _read(
     windows = family.windows(config, num_layers) if family.windows else (0,) * num_layers
     ropes = family.ropes(config, max_position, windows)
     for each in ropes:
-        if each.factors and len(each.factors) != head_dim // 2:
+        if each.share != 1 and not family.partial_rotary:
+            raise ModelLoadError(
+                f"partial_rotary_factor other than 1 is not supported of {architecture}."
+            )
+        turning = each.turning(head_dim)
+        if turning < 2 or turning % 2 or turning > head_dim:
+            raise ModelLoadError(
+                f"partial_rotary_factor={each.share:g} of heads {head_dim} wide turns {turning} "
+                "numbers; it must be an even number of them."
+            )
+        if each.factors and len(each.factors) != turning // 2:
             raise ModelLoadError(
                 f"rope scaling has {len(each.factors)} factors; heads {head_dim} wide need "
-                f"{head_dim // 2}."
+                f"{turning // 2}."
             )
     scales = {"attention_scale": head_dim**-0.5} | family.scales(config)
     return ModelSpec(
@@ -217,7 +241,8 @@ def _read(
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=_activation(config, family),
-        fused_projections=family.fused_projections,
+        fused_qkv=family.fused_qkv,
+        fused_gate_up=family.fused_gate_up,
         moe=family.moe(config, num_layers),
         state=family.state(config, num_layers),
         renamed=family.renamed,
@@ -336,6 +361,26 @@ _ARCHITECTURES: dict[str, _Family] = {
             bool(config.get("attention_out_bias", False)),
         )
     ),
+    "Ministral3ForCausalLM": _Family(windows=_uniform_window),
+    "HeliumForCausalLM": _Family(ropes=interleaved_ropes),
+    "Ernie4_5ForCausalLM": _Family(
+        biases=_ernie_biases, tied_by_default=True, ropes=interleaved_ropes
+    ),
+    "GlmForCausalLM": _Family(
+        biases=_input_biases, fused_gate_up=True, ropes=interleaved_ropes, partial_rotary=True
+    ),
+    "Glm4ForCausalLM": _Family(
+        biases=_input_biases,
+        norms="both",
+        fused_gate_up=True,
+        renamed=(
+            ("post_attention_layernorm", "post_self_attn_layernorm"),
+            ("pre_feedforward_layernorm", "post_attention_layernorm"),
+            ("post_feedforward_layernorm", "post_mlp_layernorm"),
+        ),
+        ropes=interleaved_ropes,
+        partial_rotary=True,
+    ),
     "SmolLM3ForCausalLM": _Family(
         tied_by_default=True, windows=_windows_without_rope, ropes=ropes_but_for_some
     ),
@@ -356,7 +401,9 @@ _ARCHITECTURES: dict[str, _Family] = {
         tied_by_default=True,
         scales=lambda config: {"embed_scale": float(config["hidden_size"]) ** 0.5},
     ),
-    "Phi3ForCausalLM": _Family(fused_projections=True, windows=_uniform_window),
+    "Phi3ForCausalLM": _Family(
+        fused_qkv=True, fused_gate_up=True, windows=_uniform_window, partial_rotary=True
+    ),
     "Olmo2ForCausalLM": _Family(qk_norm="full", norms="post"),
     "Olmo3ForCausalLM": _Family(
         qk_norm="full",

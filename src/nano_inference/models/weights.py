@@ -256,7 +256,7 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     q_heads = range(part.kv_heads.start * group, part.kv_heads.stop * group)
     q = range(q_heads.start * size, q_heads.stop * size)
     rows = {"q_proj": (q_rows, (q,)), "k_proj": (kv_rows, (kv,)), "v_proj": (kv_rows, (kv,))}
-    if spec.fused_projections:
+    if spec.fused_qkv:
         after, value = q_rows, q_rows + kv_rows
         parts = (
             q,
@@ -291,7 +291,7 @@ def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     spec = part.whole
     hidden, inner = spec.hidden_size, spec.intermediate_size
     rows = {"gate_proj": (inner, (part.inner,)), "up_proj": (inner, (part.inner,))}
-    if spec.fused_projections:
+    if spec.fused_gate_up:
         parts = (part.inner, range(inner + part.inner.start, inner + part.inner.stop))
         rows = {"gate_up_proj": (2 * inner, parts)}
     return [

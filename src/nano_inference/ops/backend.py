@@ -106,10 +106,13 @@ class Ops:
             (`parallel.segments`), in float32: a rank's part of a sum over ranks.
         rms_norm: (x [N, H] to be added or None, residual [N, H], norm, scale) -> (normed [N, H],
             residual). scale * x is added, in float32.
-        rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, D / 2], positions
-            [N], view, layer, slot_mapping [N], heads, kv heads, norms of q and of k or None) -> q
-            [N, heads, D] rotated; k and v are written to their slots. A norm of D weights is of
-            each head, a wider one of all heads of a row.
+        rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, R / 2], positions
+            [N], view, layer, slot_mapping [N], heads, kv heads, norms of q and of k or None,
+            interleaved, query scales) -> q [N, heads, D] rotated; k and v are written to their
+            slots. A norm of D weights is of each head, a wider one of all heads of a row. The first
+            R <= D numbers of a head turn, the rest is as it was; a pair is (i, i + R / 2), or
+            neighbours where they are interleaved. Queries are multiplied by the scale of their
+            position, where there are scales [positions], before they are rounded.
         plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a
             step for each window that the model has (0: none). A row at position p sees the keys
             above p - window.
@@ -157,21 +160,7 @@ class Ops:
     embed: Callable[..., Tensor]  # part may be left out
     linear: Callable[..., Tensor]  # segments may be left out
     rms_norm: Callable[[Tensor | None, Tensor, Norm, float], tuple[Tensor, Tensor]]
-    rope_and_store: Callable[
-        [
-            Tensor,
-            Tensor,
-            Tensor,
-            Tensor,
-            KvcacheView,
-            int,
-            Tensor,
-            int,
-            int,
-            tuple[Norm, Norm] | None,
-        ],
-        Tensor,
-    ]
+    rope_and_store: Callable[..., Tensor]  # norms and what follows may be left out
     plan_attention: Callable[[ForwardBatch, int, int], Any]
     attention: Callable[..., Tensor]  # sinks may be left out
     gate: Callable[[Tensor, str], Tensor]

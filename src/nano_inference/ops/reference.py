@@ -159,10 +159,10 @@ def rope_and_store(
     num_heads: int,
     num_kv_heads: int,
     norms: tuple[Norm, Norm] | None = None,
+    interleaved: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
-    """Rotate queries and keys (halves of a head are the two coordinates), store keys and values,
-    return queries.
-    """
+    """Rotate queries and keys, store keys and values, return queries."""
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))  # also of no rows
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if norms is not None:
@@ -170,14 +170,27 @@ def rope_and_store(
         turning = torch.cat(
             [_normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1
         )
-    turning = turning.float()
-    cos, sin = cos[positions][:, None, :], sin[positions][:, None, :]
-    first, second = turning.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-        qkv.dtype
-    )
-    view.write(layer, slot_mapping, turned[:, num_heads:], values)
-    return turned[:, :num_heads]
+    turned = rotate(turning.float(), cos[positions], sin[positions], interleaved)
+    queries, keys = turned[:, :num_heads], turned[:, num_heads:]
+    if query_scales is not None:
+        queries = queries * query_scales[positions][:, None, None]
+    view.write(layer, slot_mapping, keys.to(qkv.dtype), values)
+    return queries.to(qkv.dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn pairs of [N, heads, D] by angles [N, R / 2]; what lies behind the first R stays
+    (arXiv:2104.09864).
+    """
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turning, rest = heads.split([2 * cos.shape[-1], heads.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def _normed_heads(heads: Tensor, norm: Norm) -> Tensor:

@@ -29,7 +29,9 @@ def require_savable(source: Path, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{source} has no config.json to save beside the weights; save state_dict() yourself."
         )
-    together = "q, k and v" if spec.fused_projections else None
+    together = None
+    if spec.fused_qkv or spec.fused_gate_up:
+        together = "q, k and v" if spec.fused_qkv else "gate and up"
     if spec.moe is not None and spec.moe.stacked:
         together = "a layer's experts"
     if together is not None:

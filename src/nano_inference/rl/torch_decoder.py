@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nano_inference.models.rope import Rotation
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.reference import rotate
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed
 
@@ -17,8 +19,6 @@ HEAD_ROWS = 256  # rows whose logits are in memory at once
 ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
 # more rows than these keep nothing of a layer but its input: it is computed again for its gradient
 KEPT_ROWS = 1024
-
-RopeTables = Sequence[tuple[Tensor, Tensor]]  # of each layer: cosine and sine by position
 
 
 class TorchDecoder:
@@ -30,7 +30,7 @@ class TorchDecoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, ropes: RopeTables, embed_scale: float, dtype: torch.dtype
+        self, spec: ModelSpec, ropes: Sequence[Rotation], embed_scale: float, dtype: torch.dtype
     ) -> None:
         self.spec = spec
         self.ropes = ropes
@@ -141,9 +141,14 @@ class TorchDecoder:
                 self._norm_heads(q, params[name + "q_norm"]),
                 self._norm_heads(k, params[name + "k_norm"]),
             )
-        cos, sin = (table[batch.positions][:, None, :] for table in self.ropes[layer])
+        rope, places = self.ropes[layer], batch.positions
         q, k, v = (x.view(num_rows, -1, spec.head_dim) for x in (q, k, v))
-        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        q, k = (
+            rotate(x.float(), rope.cos[places], rope.sin[places], rope.interleaved) for x in (q, k)
+        )
+        if rope.query_scales is not None:
+            q = q * rope.query_scales[places][:, None, None]
+        q, k = q.to(self.dtype), k.to(self.dtype)
         lengths = [each.end - each.start for each in batch.segments]
         parts: list[Tensor] = []
         for segment, own_q, own_k, own_v in zip(
@@ -264,12 +269,6 @@ class TorchDecoder:
         group = self.spec.num_heads // self.spec.num_kv_heads
         own = sinks.to(self.dtype).view(-1, group).repeat_interleave(len(mask) // group, dim=1)
         return torch.cat([mask.expand(len(own), -1, -1), own[:, :, None]], dim=2)
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
-            self.dtype
-        )
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """[N, heads * D], over each head, or over all where the weight is that wide."""

@@ -93,12 +93,13 @@ class CpuOps:
         num_heads: int,
         num_kv_heads: int,
         norms: tuple[Norm, Norm] | None = None,
+        interleaved: bool = False,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.rope_and_store`."""
+        where = positions, view, layer, slot_mapping, num_heads, num_kv_heads
         q = self._run(
-            lambda r, x: r.rope_and_store(
-                x, cos, sin, positions, view, layer, slot_mapping, num_heads, num_kv_heads, norms
-            ),
+            lambda r, x: r.rope_and_store(x, cos, sin, *where, norms, interleaved, query_scales),
             qkv.float() if norms is None else qkv.float().clone(),  # norms work in place
             dtype=view.keys.dtype,
             storage=view,

@@ -179,6 +179,8 @@ class Recorder:
         num_heads: int,
         num_kv_heads: int,
         norms: tuple[Norm, Norm] | None = None,
+        interleaved: bool = False,
+        query_scales: Tensor | None = None,
     ) -> Buffer:
         """See `Ops.rope_and_store`."""
         head_dim, rest = divmod(qkv.columns, num_heads + 2 * num_kv_heads)
@@ -190,15 +192,32 @@ class Recorder:
             _require(
                 table.dtype == torch.float32
                 and table.is_contiguous()
-                and table.shape[1] * 2 == head_dim,
-                f"cos and sin must be contiguous float32 [positions, {head_dim // 2}].",
+                and table.shape == cos.shape
+                and 0 < table.shape[1] * 2 <= head_dim,
+                f"cos and sin must be contiguous float32 [positions, at most {head_dim // 2}].",
             )
+        _require(
+            query_scales is None
+            or (
+                query_scales.dtype == torch.float32
+                and query_scales.is_contiguous()
+                and query_scales.shape == (len(cos),)
+            ),
+            f"query scales must be contiguous float32 [{len(cos)}].",
+        )
         self.describe_heads(Heads(num_heads, num_kv_heads, head_dim))
         self.num_positions = min(len(cos), self.num_positions or len(cos))
         out = self.new(num_heads * head_dim, self.dtype)
         wide = (head_dim, num_heads * head_dim, num_kv_heads * head_dim)
         checked = () if norms is None else tuple(_checked(norm, *wide) for norm in norms)
-        values = {"layer": layer, "cos": cos.data_ptr(), "sin": sin.data_ptr()}
+        values = {
+            "layer": layer,
+            "cos": cos.data_ptr(),
+            "sin": sin.data_ptr(),
+            "query_scales": None if query_scales is None else query_scales.data_ptr(),
+            "turning": 2 * cos.shape[1],
+            "interleaved": int(interleaved),
+        }
         self.operations.append(Operation(ROPE_AND_STORE, (qkv,), out, norms=checked, values=values))
         return out
 

@@ -244,6 +244,8 @@ def rope_and_store(
     num_heads: int,
     num_kv_heads: int,
     norms: tuple[Norm, Norm] | None = None,
+    interleaved: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """See `Ops.rope_and_store`. A row whose slot is negative is padding: nothing of it is stored.
 
@@ -266,8 +268,9 @@ def rope_and_store(
     parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
     _rope_kernel[(rows, parts)](
         qkv, aligned(cos), aligned(sin), positions.contiguous(), slot_mapping.contiguous(),
-        None if unit_map is None else unit_map.units()[unit], keys, values, out, *q_norm, *k_norm,
-        keys.stride(0), keys.shape[2], num_heads, num_kv_heads, head_dim, group, half,
+        None if unit_map is None else unit_map.units()[unit], keys, values, out, query_scales,
+        *q_norm, *k_norm, keys.stride(0), keys.shape[2], num_heads, num_kv_heads, head_dim,
+        cos.shape[1], interleaved, group, half,
         num_warps=min(max(group * half // 256, 1), 4), enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -320,21 +323,23 @@ def _factor_kernel(
 
 @triton.jit
 def _normed(
-    first, second, row, heads, columns, inside, weight, factors, eps, offset,
+    first, second, row, heads, columns, others, inside, weight, factors, eps, offset,
     KIND: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Halves of heads [heads, D / 2], float32, of unit root mean square and rounded."""
+    """Two numbers each of heads [heads, D / 2], float32, of unit root mean square and rounded."""
     if weight is not None:
         if KIND == _HEAD:
-            places = tl.broadcast_to(columns[None, :], first.shape)
+            begin = tl.zeros_like(heads)
             squares = tl.sum(first * first + second * second, axis=1)
             factor = tl.rsqrt(squares / D + eps)[:, None]
         else:
-            places = heads[:, None] * D + columns[None, :]
+            begin = heads * D
             factor = tl.load(factors + row)
+        places = begin[:, None] + columns[None, :]
         scale = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + offset
         first = first * factor * scale
-        scale = tl.load(weight + places + D // 2, mask=inside, other=0.0).to(tl.float32) + offset
+        places = begin[:, None] + others[None, :]
+        scale = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32) + offset
         second = second * factor * scale
     if KIND != _NO_NORM:
         first, second = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
@@ -343,13 +348,15 @@ def _normed(
 
 @triton.jit
 def _rope_kernel(
-    qkv, cos, sin, positions, slots, units, keys, values, out,
+    qkv, cos, sin, positions, slots, units, keys, values, out, query_scales,
     q_weight, q_factors, q_eps, q_offset, Q_KIND: tl.constexpr, Q_DTYPE: tl.constexpr,
     k_weight, k_factors, k_eps, k_offset, K_KIND: tl.constexpr, K_DTYPE: tl.constexpr,
     head_stride, BLOCK_SIZE: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr,
+    TURNING: tl.constexpr, INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (rows, groups of queries, then of keys, then of values)."""
+    """Programs: (rows, groups of queries, then of keys, then of values). TURNING pairs turn; the
+    numbers behind them are taken by twos as well.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q + GROUP - 1) // GROUP
@@ -364,34 +371,47 @@ def _rope_kernel(
     )
     begin = tl.where(is_query, 0, tl.where(is_value, (Q + KV) * D, Q * D))
     heads = first_head + tl.arange(0, GROUP)
-    columns = tl.arange(0, HALF)
-    inside = (heads < tl.where(is_query, Q, KV))[:, None] & (columns < D // 2)[None, :]
-    places = heads[:, None] * D + columns[None, :]
-    source = qkv + row * ((Q + 2 * KV) * D) + begin + places
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
+    pairs = tl.arange(0, HALF)
+    turning = pairs < TURNING
+    inside = (heads < tl.where(is_query, Q, KV))[:, None] & (pairs < D // 2)[None, :]
+    if INTERLEAVED:
+        columns, others = 2 * pairs, 2 * pairs + 1
+    else:
+        columns, others = pairs, pairs + TURNING
+    columns = tl.where(turning, columns, pairs + TURNING)
+    others = tl.where(turning, others, pairs + D // 2)
+    source = qkv + row * ((Q + 2 * KV) * D) + begin + heads[:, None] * D
+    first = tl.load(source + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + others[None, :], mask=inside, other=0.0).to(tl.float32)
 
     if not is_value:
         if is_query:
             first, second = _normed(
-                first, second, row, heads, columns, inside, q_weight, q_factors, q_eps, q_offset,
-                Q_KIND, Q_DTYPE, D,
+                first, second, row, heads, columns, others, inside,
+                q_weight, q_factors, q_eps, q_offset, Q_KIND, Q_DTYPE, D,
             )  # fmt: skip
         else:
             first, second = _normed(
-                first, second, row, heads, columns, inside, k_weight, k_factors, k_eps, k_offset,
-                K_KIND, K_DTYPE, D,
+                first, second, row, heads, columns, others, inside,
+                k_weight, k_factors, k_eps, k_offset, K_KIND, K_DTYPE, D,
             )  # fmt: skip
-        angle = tl.load(positions + row) * (D // 2) + columns
-        cosine = tl.load(cos + angle, mask=columns < D // 2, other=0.0)[None, :]
-        sine = tl.load(sin + angle, mask=columns < D // 2, other=0.0)[None, :]
-        first, second = first * cosine - second * sine, second * cosine + first * sine
+        position = tl.load(positions + row)
+        angle = position * TURNING + pairs
+        cosine = tl.load(cos + angle, mask=turning, other=1.0)[None, :]
+        sine = tl.load(sin + angle, mask=turning, other=0.0)[None, :]
+        turned = first * cosine - second * sine, second * cosine + first * sine
+        first = tl.where(turning[None, :], turned[0], first)
+        second = tl.where(turning[None, :], turned[1], second)
+        if query_scales is not None:  # noqa: SIM102 (settled as the kernel is compiled)
+            if is_query:
+                scale = tl.load(query_scales + position)
+                first, second = first * scale, second * scale
 
     first, second = first.to(out.dtype.element_ty), second.to(out.dtype.element_ty)
     if is_query:
-        target = out + row * (Q * D) + places
-        tl.store(target, first, mask=inside)
-        tl.store(target + D // 2, second, mask=inside)
+        target = out + row * (Q * D) + heads[:, None] * D
+        tl.store(target + columns[None, :], first, mask=inside)
+        tl.store(target + others[None, :], second, mask=inside)
     else:
         slot = tl.load(slots + row)
         if slot >= 0:
@@ -400,6 +420,6 @@ def _rope_kernel(
                 block = tl.load(units + block)
             within = (block * BLOCK_SIZE + slot % BLOCK_SIZE) * D
             cache = tl.where(is_value, values, keys)
-            target = cache + (heads[:, None].to(tl.int64) * head_stride + within + columns[None, :])
-            tl.store(target, first.to(keys.dtype.element_ty), mask=inside)
-            tl.store(target + D // 2, second.to(keys.dtype.element_ty), mask=inside)
+            target = cache + (heads[:, None].to(tl.int64) * head_stride + within)
+            tl.store(target + columns[None, :], first.to(keys.dtype.element_ty), mask=inside)
+            tl.store(target + others[None, :], second.to(keys.dtype.element_ty), mask=inside)

@@ -268,12 +268,14 @@ class Program {
     const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim, group = heads / kv_heads;
     float *query = at<float>(op.input, row), *key = query + heads * size, *value = key + kv_heads * size;
     const int64_t position = step_->rows.positions[row];
-    const float *cos = op.cos + position * (size / 2), *sin = op.sin + position * (size / 2);
+    const Turn turn{size, op.turning, op.interleaved != 0};
+    const float *cos = op.cos + position * (op.turning / 2), *sin = op.sin + position * (op.turning / 2);
+    const float scale = op.query_scales ? op.query_scales[position] : 1.f;
     T* out = at<T>(op.output, row);
-    for (int64_t h = from * group; h < to * group; h++) rope<T>(query + h * size, cos, sin, size, out + h * size);
+    for (int64_t h = from * group; h < to * group; h++) rope<T>(query + h * size, cos, sin, turn, scale, out + h * size);
     alignas(64) T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
     for (int64_t h = from; h < to; h++) {
-      rope<T>(key + h * size, cos, sin, size, k);
+      rope<T>(key + h * size, cos, sin, turn, 1.f, k);
       round_row<T>(value + h * size, size, v);
       store_kv<T>(layer_of<T>(op.layer), spec_.block_size, size, h, step_->rows.slot_mapping[row], k, v);
     }

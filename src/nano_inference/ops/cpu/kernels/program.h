@@ -25,7 +25,10 @@ struct Op {
   const void *weight, *bias;  // EMBED, LINEAR; ATTENTION: bias are its sinks, float
   int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output
   NormWeight norm, key_norm;  // NORM; ROPE_AND_STORE: of queries and of keys, data null for none
-  const float *cos, *sin;     // ROPE_AND_STORE: [positions, head_dim / 2]
+  const float *cos, *sin;     // ROPE_AND_STORE: [positions, turning / 2]
+  const float* query_scales;  // ROPE_AND_STORE: [positions], or null
+  int64_t turning;            // ROPE_AND_STORE: numbers of a head that turn
+  int64_t interleaved;        // ROPE_AND_STORE: neighbours are pairs
   Segments segments;          // LINEAR
   int64_t first_token, vocab;  // EMBED: the token of the weight's first row; tokens of all ranks, 0: the weight's rows
 };

@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include "attention.h"
+
 #include <cmath>
 
 namespace nano {
@@ -94,13 +96,28 @@ void norm_heads(float* x, int64_t num_runs, const NormWeight& norm) {
 }
 
 template <class T>
-void rope(const float* x, const float* cos, const float* sin, int64_t head_dim, T* out) {
-  const int64_t half = head_dim / 2;
+void rope(const float* x, const float* cos, const float* sin, const Turn& turn, float scale, T* out) {
+  const int64_t half = turn.turning / 2;
+  alignas(64) float firsts[MAX_HEAD_DIM / 2], seconds[MAX_HEAD_DIM / 2];
+  const float *first = x, *second = x + half;
+  if (turn.interleaved) {
+    for (int64_t i = 0; i < half; i++) firsts[i] = x[2 * i], seconds[i] = x[2 * i + 1];
+    first = firsts, second = seconds;
+  }
+  alignas(64) T turned[MAX_HEAD_DIM];
+  T* target = turn.interleaved ? turned : out;
+  const Vec factor = vset(scale);
   for (int64_t i = 0; i < half; i += LANES) {
     const int n = left(half, i);
-    Vec a = vload_n(x + i, n), b = vload_n(x + half + i, n), c = vload_n(cos + i, n), s = vload_n(sin + i, n);
-    store_as(out + i, vsub(vmul(a, c), vmul(b, s)), n);
-    store_as(out + half + i, vadd(vmul(b, c), vmul(a, s)), n);
+    Vec a = vload_n(first + i, n), b = vload_n(second + i, n), c = vload_n(cos + i, n), s = vload_n(sin + i, n);
+    store_as(target + i, vmul(vsub(vmul(a, c), vmul(b, s)), factor), n);
+    store_as(target + half + i, vmul(vadd(vmul(b, c), vmul(a, s)), factor), n);
+  }
+  if (turn.interleaved)
+    for (int64_t i = 0; i < half; i++) out[2 * i] = turned[i], out[2 * i + 1] = turned[half + i];
+  for (int64_t i = turn.turning; i < turn.head_dim; i += LANES) {
+    const int n = left(turn.head_dim, i);
+    store_as(out + i, vmul(vload_n(x + i, n), factor), n);
   }
 }
 
@@ -120,7 +137,7 @@ void round_row(const float* x, int64_t size, T* out) {
 #define NANO_ROWS(T)                                                                          \
   template void embed(Matrix<T>, int64_t, float, float*);                                     \
   template void norm_heads<T>(float*, int64_t, const NormWeight&);                            \
-  template void rope(const float*, const float*, const float*, int64_t, T*);                  \
+  template void rope(const float*, const float*, const float*, const Turn&, float, T*);       \
   template void gate(const float*, int64_t, bool, T*);                                        \
   template void rms_norm<T, T>(const float*, float, float*, const NormWeight&, int64_t, T*);
 NANO_ROWS(bf16)

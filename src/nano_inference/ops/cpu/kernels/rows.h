@@ -27,9 +27,16 @@ void rms_norm(const float* x, float scale, float* residual, const NormWeight& no
 template <class T>
 void norm_heads(float* x, int64_t num_runs, const NormWeight& norm);
 
-// Rotate one head: x and its second half are the two coordinates (arXiv:2104.09864); out rounded to T.
+// How heads turn: so many numbers of each, halves of them or neighbours being the two coordinates
+// (arXiv:2104.09864). What lies behind them stays.
+struct Turn {
+  int64_t head_dim, turning;
+  bool interleaved;
+};
+
+// Rotate one head and multiply it by scale; out rounded to T.
 template <class T>
-void rope(const float* x, const float* cos, const float* sin, int64_t head_dim, T* out);
+void rope(const float* x, const float* cos, const float* sin, const Turn& turn, float scale, T* out);
 
 // out = activation(x[i]) * x[size + i]
 template <class T>
