@@ -18,13 +18,13 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, Traini
 from nano_inference.config import Backend, CacheType, SchedulerConfig
 from nano_inference.engine.model_drafts import ModelDrafts
 from nano_inference.kv_cache.block_hash import NO_PREFIX
-from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
+from nano_inference.scheduling.sequence import DRAFT, POLICY, Sequence, Sequences
 from nano_inference.speculation.drafter import Drafter, allowed, may_draft
 from nano_inference.speculation.grammar import ForcedDrafts
 from nano_inference.speculation.suffix import SuffixDrafts
-from tests.speculation.heads import random_medusa, with_heads
+from tests.speculation.heads import random_eagle, random_medusa, with_heads
 
-Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "medusa"]
+Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "medusa", "eagle"]
 Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
 MOST_STEPS = 5000  # a scenario takes a few hundred
 
@@ -177,7 +177,11 @@ def set_drafts(
 
 def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | None:
     """The drafts that a user gets; None: none of that kind."""
-    engine.loop.watch = None
+    engine.loop.watch = engine.runner.models[POLICY].taps = None
+    engine.runner.models[POLICY].forget_recorded()
+    engine.runner.storages.pop(DRAFT, None)
+    if kind == "eagle":
+        return with_heads(engine, random_eagle(engine), most)
     if kind == "medusa":
         return with_heads(engine, random_medusa(engine), most)
     if kind == "real":

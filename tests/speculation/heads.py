@@ -9,9 +9,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference import InferenceEngine
+from nano_inference.engine.eagle import EagleDrafts
 from nano_inference.engine.medusa import MedusaDrafts
-from nano_inference.models.draft_heads import HeadsSpec, HeadWeights, MedusaSpec, table_of
-from nano_inference.scheduling.sequence import POLICY
+from nano_inference.engine.storage import KVStorage
+from nano_inference.models.draft_heads import (
+    EagleSpec,
+    HeadsSpec,
+    HeadWeights,
+    MedusaSpec,
+    table_of,
+)
+from nano_inference.models.spec import spec_from_config
+from nano_inference.scheduling.sequence import DRAFT, POLICY
 from nano_inference.speculation.drafter import Drafter
 from nano_inference.speculation.grammar import ForcedDrafts
 from nano_inference.speculation.suffix import SuffixDrafts
@@ -37,9 +46,27 @@ def random_medusa(engine: InferenceEngine) -> HeadWeights:
     return random_weights(engine, MedusaSpec(3, 1, hidden, vocab, vocab, True, 1))
 
 
+def random_eagle(engine: InferenceEngine) -> HeadWeights:
+    """A head of one layer, as wide as the policy."""
+    config, _ = eagle_of_sglang(
+        hidden=engine.spec.hidden_size, vocab=engine.spec.vocab_size, known=80
+    )
+    layer = spec_from_config({**config, "architectures": ["LlamaForCausalLM"]})
+    spec = EagleSpec(layer, engine.spec.hidden_size, (0, 1, 1), engine.spec.vocab_size)
+    return random_weights(engine, spec)
+
+
 def with_heads(engine: InferenceEngine, weights: HeadWeights, most: int) -> Drafter:
     """A drafter whose model is these heads."""
-    source = MedusaDrafts(engine.runner.models[POLICY], weights)
+    policy = engine.runner.models[POLICY]
+    source: MedusaDrafts | EagleDrafts
+    if isinstance(weights.spec, EagleSpec):
+        count, size = engine.cache.num_blocks, engine.loop.config.block_size
+        storage = KVStorage(weights.spec.layer, count + 8, size, policy.dtype, policy.device)
+        engine.runner.storages[DRAFT] = storage  # blocks that are copied are copied here too
+        source = EagleDrafts(policy, weights, storage, range(count, count + 8))
+    else:
+        source = MedusaDrafts(policy, weights)
     engine.loop.watch = source.see
     return Drafter([ForcedDrafts(), SuffixDrafts()], most=most, model=source)
 
@@ -92,3 +119,86 @@ def medusa_of_its_authors(
         tensors[f"{head}.0.linear.bias"] = drawn(g, hidden) - 1.0
         tensors[f"{head}.1.weight"] = drawn(g, vocab, hidden)
     return config, tensors
+
+
+def eagle_of_sglang(
+    *, hidden: int = 64, vocab: int = 300, known: int = 80
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors as SGLang's training and the authors write them."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": known,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]},  # behind these
+    }
+    g = torch.Generator().manual_seed(5)
+    tensors = eagle_tensors(g, "midlayer", hidden, known)
+    ids = torch.randperm(vocab, generator=g)[:known].sort().values
+    tensors["d2t"] = ids - torch.arange(known)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    return config, tensors
+
+
+def eagle_of_speculators(
+    *, hidden: int = 64, vocab: int = 300
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors as speculators writes them, with every switch on."""
+    layer = {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+    }
+    config: dict[str, Any] = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": vocab,
+        "norm_before_residual": True,
+        "fc_norm": True,
+        "norm_output": True,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [0, 2, 3],  # before these
+        "speculators_config": {"algorithm": "eagle3"},
+    }
+    g = torch.Generator().manual_seed(6)
+    tensors = eagle_tensors(g, "layers.0", hidden, vocab)
+    tensors |= {f"fc_norm.{i}.weight": drawn(g, hidden) for i in range(3)}
+    tensors["embed_tokens.weight"] = drawn(g, vocab, hidden)
+    return config, tensors
+
+
+def eagle_tensors(g: torch.Generator, layer: str, hidden: int, known: int) -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        f"{layer}.input_layernorm.weight": (hidden,),
+        f"{layer}.hidden_norm.weight": (hidden,),
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+        f"{layer}.self_attn.q_proj.weight": (64, 2 * hidden),
+        f"{layer}.self_attn.k_proj.weight": (32, 2 * hidden),
+        f"{layer}.self_attn.v_proj.weight": (32, 2 * hidden),
+        f"{layer}.self_attn.o_proj.weight": (hidden, 64),
+        f"{layer}.mlp.gate_proj.weight": (96, hidden),
+        f"{layer}.mlp.up_proj.weight": (96, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, 96),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (known, hidden),
+    }
+    return {name: drawn(g, *shape) for name, shape in shapes.items()}

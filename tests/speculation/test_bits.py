@@ -19,7 +19,7 @@ from tests.invariance.scenario import Drafts, Known, TriedDrafts, real_drafts, s
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.structured.vocabularies import with_tokenizer
 
-KINDS: tuple[Drafts, ...] = ("right", "wrong", "any", "changing", "real", "self", "medusa")
+KINDS: tuple[Drafts, ...] = ("right", "wrong", "any", "changing", "real", "self", "medusa", "eagle")
 PROMPT = [5, 9, 4, 33, 9, 4, 70, 11]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

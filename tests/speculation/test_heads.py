@@ -1,5 +1,6 @@
-"""Drafts by heads on the policy's own hidden rows: Medusa."""
+"""Drafts by heads on the policy's own hidden rows: Medusa and EAGLE-3."""
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference import ConfigError, InvalidRequest, SamplingParams
+from nano_inference.engine.eagle import EagleDrafts
 from nano_inference.engine.medusa import MedusaDrafts
 from nano_inference.models.draft_heads import HeadWeights
 from nano_inference.speculation.drafter import Drafter
 from tests.models.tiny import tiny_llama
-from tests.speculation.heads import medusa_of_its_authors, medusa_of_vllm, write_heads
+from tests.speculation.heads import (
+    eagle_of_sglang,
+    eagle_of_speculators,
+    medusa_of_its_authors,
+    medusa_of_vllm,
+    write_heads,
+)
 from tests.speculation.test_model_drafts import CASES, PROMPTS, bits, drafts_of, engine_of
 from tests.structured.vocabularies import with_tokenizer
 
@@ -125,6 +133,164 @@ def test_new_weights_of_the_heads_draft_from_the_next_step_on(model: Path, tmp_p
         assert torch.equal(kept.read(), tensors[name])
     with engine_of(model) as engine, pytest.raises(InvalidRequest, match="names no heads"):
         engine.update_draft({})
+
+
+class EagleByHand:
+    """An EAGLE-3 head over a whole sequence, without a cache, on what transformers computes.
+
+    Rows of positions 0 to n - 2; those of drafts follow.
+    """
+
+    def __init__(self, model: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        named = {name.replace("midlayer", "layers.0"): each for name, each in tensors.items()}
+        self.config, self.tensors = config, named
+        self.layer = config.get("transformer_layer_config", config)
+        nested = config.get("eagle_config")
+        own = config.get("eagle_aux_hidden_state_layer_ids")
+        behind = nested["eagle_aux_hidden_state_layer_ids"] if nested else []
+        self.before = own if own else [each + 1 for each in behind]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.layer.get("rms_norm_eps", 1e-6)
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.tensors[name]
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """[heads, N, D] by positions 0 to N."""
+        size = x.shape[-1]
+        frequency = 10000.0 ** (-torch.arange(0, size, 2) / size)
+        angle = torch.arange(x.shape[1])[:, None] * frequency
+        cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+        half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+        return x * cos + half * sin
+
+    @torch.no_grad()
+    def guess(self, token_ids: list[int], count: int) -> list[int]:
+        """The most probable next tokens, one after the other."""
+        computed = self.policy(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
+        parts = [computed.hidden_states[layer][0] for layer in self.before]
+        if self.config.get("fc_norm"):
+            parts = [self.norm(each, f"fc_norm.{i}.weight") for i, each in enumerate(parts)]
+        given = torch.cat(parts, -1) @ self.tensors["fc.weight"].T
+        behind, found = list(token_ids[1:]), []
+        own = self.tensors.get("embed_tokens.weight")
+        embedding = self.policy.get_input_embeddings().weight if own is None else own
+        for _ in range(count):
+            out = self.row(given, embedding[torch.tensor(behind)])
+            normed = self.norm(out, "norm.weight")
+            best = int((self.tensors["lm_head.weight"] @ normed).argmax())
+            best += int(self.tensors["d2t"][best]) if "d2t" in self.tensors else 0
+            found.append(best)
+            behind.append(best)
+            following = normed if self.config.get("norm_output") else out
+            given = torch.cat([given, following[None]])
+        return found
+
+    def row(self, given: Tensor, embedded: Tensor) -> Tensor:
+        """What the layer gives at the last position."""
+        t = self.tensors
+        normed = self.norm(given, "layers.0.hidden_norm.weight")
+        residual = normed if self.config.get("norm_before_residual") else given
+        x = torch.cat([self.norm(embedded, "layers.0.input_layernorm.weight"), normed], -1)
+        q, k, v = (
+            (x @ t[f"layers.0.self_attn.{each}_proj.weight"].T).view(len(x), -1, 16).transpose(0, 1)
+            for each in "qkv"
+        )
+        q, k, v = self.rotated(q)[:, -1:], self.rotated(k).repeat_interleave(2, 0), v
+        weights = (q @ k.transpose(1, 2) / 4.0).softmax(-1)
+        attended = (weights @ v.repeat_interleave(2, 0)).flatten()
+        row = residual[-1] + t["layers.0.self_attn.o_proj.weight"] @ attended
+        normed = self.norm(row, "layers.0.post_attention_layernorm.weight")
+        gate, up = (t[f"layers.0.mlp.{each}_proj.weight"] @ normed for each in ("gate", "up"))
+        return row + t["layers.0.mlp.down_proj.weight"] @ (functional.silu(gate) * up)
+
+
+EAGLES = {"sglang": eagle_of_sglang(), "speculators": eagle_of_speculators()}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(tiny_llama(tmp_path_factory.mktemp("deep"), layers=5))
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("sglang", {}),
+        ("speculators", {"block_size": 4, "max_chunk_tokens": 8}),
+        ("sglang", {"backend": "reference", "block_size": 4}),
+    ],
+)
+def test_an_eagle_head_guesses_what_its_formula_says(
+    deep: Path, tmp_path: Path, form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where prompts are computed in chunks, and found in the prefix cache."""
+    config, tensors = EAGLES[form]
+    folder = write_heads(tmp_path / "heads", config, tensors)
+    by_hand = EagleByHand(deep, config, tensors)
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    with engine_of(deep, **options) as engine:
+        plain = engine.generate(PROMPTS, params)
+    right = compared = 0
+    with engine_of(deep, draft_model=str(folder), max_drafts=3, **options) as engine:
+        assert isinstance(engine.drafter, Drafter)
+        source = engine.drafter.model
+        assert isinstance(source, EagleDrafts)
+        propose = source.propose
+
+        def checked(seqs: Any, most: int) -> Any:
+            nonlocal compared, right
+            guesses = propose(seqs, most)
+            for seq, guess in zip(seqs, guesses, strict=True):
+                expected = by_hand.guess(seq.token_ids, len(guess.token_ids))
+                right += sum(map(operator.eq, guess.token_ids, expected))
+                compared += len(expected)
+            return guesses
+
+        monkeypatch.setattr(source, "propose", checked)
+        assert bits(engine.generate(PROMPTS, params)) == bits(plain)
+        assert bits(engine.generate(PROMPTS, params)) == bits(plain)  # on cached prefixes
+        assert drafts_of(engine, "eagle")[0] > 20
+    assert right == compared > 100
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case: str) -> None:
+    folder = write_heads(tmp_path / "heads", *eagle_of_sglang())
+    params = SamplingParams(**({"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]))
+    tight = {"kv_cache_memory": 2**18, "block_size": 4}
+    with engine_of(deep) as engine:
+        plain = engine.generate(PROMPTS, params, 3)
+    for cache_type in ("paged", "radix"):
+        with engine_of(deep, draft_model=str(folder), cache_type=cache_type, **tight) as engine:
+            assert bits(engine.generate(PROMPTS, params, 3)) == bits(plain)
+            assert drafts_of(engine, "eagle")[0] > 20
+            assert engine.stats().num_preemptions > 0 or case == "grammar"
+            engine.loop.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_size": 128}, "has target_hidden_size=128, and the policy 64"),
+        ({"vocab_size": 400}, "has vocab_size=400, and the policy 300"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
+        ({"draft_vocab_size": 70}, r"has shape \(80, 64\), expected \(70, 64\)"),
+        ({"num_key_value_heads": 4}, r"tensor 'layers.0.self_attn.k_proj.weight' has shape"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, r"reads layers \(1, 2, 5\)"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "one layer alone"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+    ],
+)
+def test_an_eagle_head_that_does_not_fit_is_refused(
+    deep: Path, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    config, tensors = eagle_of_sglang()
+    folder = write_heads(tmp_path / "heads", config | change, tensors)
+    with pytest.raises(ConfigError, match=reason):
+        engine_of(deep, draft_model=str(folder))
 
 
 def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:

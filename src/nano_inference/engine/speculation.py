@@ -7,11 +7,12 @@ from functools import partial
 from time import perf_counter
 
 from nano_inference.config import SELF, EngineConfig, SchedulerConfig
+from nano_inference.engine.eagle import EagleDrafts
 from nano_inference.engine.loop import Abort, EngineLoop
 from nano_inference.engine.medusa import MedusaDrafts
 from nano_inference.engine.model_drafts import ModelDrafts
 from nano_inference.engine.runner import ModelRunner
-from nano_inference.models.draft_heads import HeadWeights
+from nano_inference.models.draft_heads import HeadWeights, MedusaSpec
 from nano_inference.scheduling.decision import Drafts
 from nano_inference.scheduling.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.speculation.costs import ROWS, StepCosts
@@ -45,7 +46,7 @@ def make_drafter(
         loop.on_finish.append(partial(_keep, history))
     model = None
     if heads is not None:
-        model = MedusaDrafts(runner.models[POLICY], heads)
+        model = _head_drafts(heads, loop, runner)
         loop.watch = model.see
     elif config.draft_model is not None:
         model = _model_drafts(config, loop, runner)
@@ -61,6 +62,16 @@ def _model_drafts(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) -
         range(loop.cache.num_blocks, storage.num_blocks),
         has_own_cache=storage is not runner.storage,
     )
+
+
+def _head_drafts(
+    heads: HeadWeights, loop: EngineLoop, runner: ModelRunner
+) -> MedusaDrafts | EagleDrafts:
+    policy = runner.models[POLICY]
+    if isinstance(heads.spec, MedusaSpec):
+        return MedusaDrafts(policy, heads)
+    storage = runner.storages[DRAFT]
+    return EagleDrafts(policy, heads, storage, range(loop.cache.num_blocks, storage.num_blocks))
 
 
 def _keep(

@@ -19,6 +19,7 @@ from nano_inference.models.rope import rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec
+from nano_inference.models.taps import Taps
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.ops.moe import Experts, Shared
 from nano_inference.ops.state import ShortConvWeights
@@ -97,6 +98,8 @@ class Decoder:
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         # where the experts of every row are noted, if anybody wants to know
         self.routes: RouteRecord | None = None
+        # heads that guess read what some layers are given
+        self.taps: Taps | None = None
         # by whom it serves: a KV storage (`Ops.compile`), or captured graphs
         self.recorded: dict[object, Any] = {}
 
@@ -227,7 +230,7 @@ class Decoder:
         other = copy.copy(self)
         other.params = self.params if params is None else params
         other.ops = self.ops if ops is None else ops
-        other.routes, other.recorded = None, {}
+        other.routes, other.taps, other.recorded = None, None, {}
         other.layers = self.layers if layers is None else layers
         other.context = other._shared_context()
         return other
@@ -268,6 +271,9 @@ class Decoder:
             normed, residual = ops.rms_norm(
                 x, residual, self._norm(name + "attn_norm"), spec.residual_scale
             )
+            if self.taps is not None and layer in self.taps.layers:
+                note = partial(self.taps.note, layer)
+                residual = ops.call(batch, note, (residual,), spec.hidden_size, torch.float32)
             if spec.state is not None and spec.state.layers[layer]:
                 x = self._short_conv(ops, normed, name, layer, batch, view)
             else:
