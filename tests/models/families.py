@@ -16,7 +16,7 @@ class Case:
     """A tiny model, and what it is without each of its features."""
 
     class_name: str
-    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    config: dict[str, Any] = field(default_factory=dict[str, Any])  # `sizes`: see `strong_model`
     features: dict[str, Change] = field(default_factory=dict[str, Change])
 
 
@@ -272,6 +272,39 @@ CASES = {
         {
             "norms of queries and keys": spec_with(qk_norm=None),
             "weights of experts": routing_with(renormalized=True),
+        },
+    ),
+    "gpt-oss": Case(
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": 48,
+            "sliding_window": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+            # so that some gates and ups are beyond 7
+            "sizes": {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6, "bias": 1.0},
+        },
+        {
+            "sinks": spec_with(attention_sinks=False),
+            "windows": without_windows,
+            "yarn": with_ropes(kind="default", attention_factor=1.0),
+            "its band, not rounded": with_ropes(truncate=True),
+            "its factor": with_ropes(attention_factor=1.0),
+            "biases of q, k, v": spec_with(qkv_bias=False),
+            "bias of the output": spec_with(o_bias=False),
+            "biases of experts": moe_with(biases=False),
+            "weights of experts": routing_with(renormalized=False),
+            "activation": spec_with(activation="silu"),
         },
     ),
     "granite-moe": Case("GraniteMoeForCausalLM", GRANITE, GRANITE_FEATURES),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference.config import Backend
+from nano_inference.ops import reference
 from tests.models.families import CASES
 from tests.models.strong import (
     NOTICED,
@@ -45,3 +46,13 @@ def test_a_family_has_the_same_bits_in_other_schedules(tmp_path: Path, family: s
     common: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 2**24}
     for result in compare_rows(str(tmp_path), "bfloat16", prompts, 8, (ROWS[1], ROWS[4]), **common):
         assert result["equal"] == result["samples"], result
+
+
+@pytest.mark.parametrize("name", ["CLAMP", "SLOPE"])
+def test_the_gate_of_gpt_oss_left_out_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    case = CASES["gpt-oss"]
+    oracle = strong_model(tmp_path, case.class_name, **case.config)
+    monkeypatch.setattr(reference, name, {"CLAMP": 1e9, "SLOPE": 1.0}[name])
+    assert disagreement(tmp_path, oracle, backend="reference") > NOTICED

@@ -17,7 +17,7 @@ from nano_inference.models.expert_exchange import ExpertExchange
 from nano_inference.models.spec import spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
-from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Routing, Shared
+from nano_inference.ops.moe import Biases, Exchange, Experts, MoeSteps, Routing, Shared
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config
 from tests.ops.cpu_kernels import as_packed, available
@@ -63,6 +63,7 @@ def experts_of(
     router: Tensor | None = None,
     biased: bool = False,
     shared: str | None = None,
+    biases: bool = False,
     **routing: Any,
 ) -> Experts:
     """Random ones; `held` are here. The shared one may be `"plain"` or `"gated"`."""
@@ -81,6 +82,11 @@ def experts_of(
         *common,
     )
     weights = [backend.weight(each.to(dtype)) for each in parts]
+    added = [
+        torch.randn(size, generator=generator)
+        for size in ((count,), (count, 2 * inner), (count, HIDDEN))
+    ]
+    own = (each[held.start : held.stop].flatten().to(dtype) for each in added[1:])
     return Experts(
         weights[0],
         weights[1],
@@ -90,6 +96,7 @@ def experts_of(
         activation,
         bias,
         Shared(weights[3], weights[4], shared == "gated") if shared else None,
+        Biases(added[0], *own) if biases else None,
     )
 
 
@@ -102,17 +109,28 @@ def expected(x: Tensor, experts: Experts) -> Tensor:
     activations = {
         "silu": torch.nn.functional.silu,
         "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
+        "clamped_swiglu": lambda z: z.clamp(max=7) * (1.702 * z.clamp(max=7)).sigmoid(),
     }
+    clamped = experts.activation == "clamped_swiglu"
+    own = experts.biases or Biases(*(torch.zeros(1),) * 3)
+    up_biases, down_biases = (
+        each.double().view(-1, size) if len(each) > 1 else each.expand(experts.num_experts, 1)
+        for each, size in ((own.gate_up, len(gate_ups[0])), (own.down, len(downs[0])))
+    )
 
-    def through(row: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        gate, up = (gate_up @ row).chunk(2)
-        return down @ (activations[experts.activation](gate) * up)
+    def through(
+        row: Tensor, gate_up: Tensor, down: Tensor, up_bias: Any = 0.0, down_bias: Any = 0.0
+    ) -> Tensor:
+        gate, up = (gate_up @ row + up_bias).chunk(2)
+        up = up.clamp(-7, 7) + 1 if clamped else up
+        return down @ (activations[experts.activation](gate) * up) + down_bias
 
     out = torch.zeros((len(x), HIDDEN), dtype=torch.float64)
     for row, total in zip(x.double(), out, strict=True):
-        logits = router @ row
+        logits = router @ row + own.router.double()
         for expert, weight in weights_of(logits[: experts.num_experts], experts).items():
-            total += weight * through(row, gate_ups[expert], downs[expert])
+            weights = gate_ups[expert], downs[expert], up_biases[expert], down_biases[expert]
+            total += weight * through(row, *weights)
         if experts.shared is not None:
             weight = logits[-1].sigmoid() if experts.shared.gated else 1.0
             gate_up, down = (each.double() for each in experts.shared[:2])
@@ -152,6 +170,11 @@ ROUTINGS: dict[str, dict[str, Any]] = {
         "biased": True,
         "renormalized": True,
         "scale": 2.5,
+    },
+    "biases, bounded gate": {
+        "biases": True,
+        "activation": "clamped_swiglu",
+        "renormalized": True,
     },
     "a floor": {"scores": "sigmoid", "renormalized": True, "floor": 2.0},
 }
@@ -261,7 +284,8 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(("size", "shared"), list(itertools.product((2, 3, 4), (True, False))))
 def test_where_an_expert_is_changes_no_bit(name: str, size: int, shared: bool) -> None:
     """Ranks with the same rows, or with rows of their own, of which one has none."""
-    backend, routing = BACKENDS[name], ROUTINGS["shared with a gate"]
+    backend = BACKENDS[name]
+    routing: dict[str, Any] = {"shared": "plain", "biases": True}
     bounds = [6 * rank // size for rank in range(size + 1)]
     for count in (1, 3, 41):
         x = rows_of(count)

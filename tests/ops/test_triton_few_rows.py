@@ -87,7 +87,7 @@ def test_a_kernel_is_what_the_plain_operations_are(
     x = drawn(rows, shape[1], seed=3, dtype=dtype if norm is None else torch.float32)
     residual = drawn(rows, shape[0], seed=4)
     read = x if norm is None else plain.rms_norm(None, x, norm, 1.0)[0]
-    for each, activation in ((None, "silu"), (bias, "gelu_tanh")):
+    for each, activation in ((None, "silu"), (bias, "gelu_tanh"), (bias, "clamped_swiglu")):
         product = plain.linear(read, weight, each)
         close(few_rows.product(x, norm, weight, each), product.to(dtype), dtype)
         added = few_rows.product_added(x, norm, weight, each, residual, 0.3)

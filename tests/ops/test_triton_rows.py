@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CALM = settings(deadline=None, max_examples=at_depth(25))
 WIDTHS = st.sampled_from([1, 2, 64, 96, 127, 1000])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
-ACTIVATIONS = st.sampled_from(["silu", "gelu_tanh"])
+ACTIVATIONS = st.sampled_from(["silu", "gelu_tanh", "clamped_swiglu"])
 SEEDS = st.integers(0, 2**20)
 
 
@@ -103,7 +103,7 @@ def test_gate(num, inner, dtype, activation, seed):
 def test_gate_of_several_blocks_and_of_extremes():
     wide = randn(1, 2 * 2500, seed=3)
     wide[0, :6] = torch.tensor([0.0, 90.0, -90.0, 200.0, -200.0, -1e4])
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ("silu", "gelu_tanh", "clamped_swiglu"):
         torch.testing.assert_close(
             kernels.gate(wide, activation), reference.gate(wide, activation), rtol=1e-6, atol=1e-30
         )

@@ -10,7 +10,7 @@
 extern "C" {
 void nano_moe_route(const void*, int64_t, int64_t, const void*, int64_t, int64_t, int64_t, int64_t, int64_t*, float*, int64_t);
 int nano_moe_products(const void*, int64_t, const int64_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t, const void*,
-                      const void*, int64_t, int64_t, float*, int64_t);
+                      const void*, const void*, const void*, int64_t, int64_t, float*, int64_t);
 void nano_moe_combine(const float*, const float*, int64_t, int64_t, int64_t, float*, int64_t);
 }
 
@@ -43,18 +43,21 @@ template <class T>
 void round() {
   const int64_t hidden = 16 * (1 + random_bits() % 5), inner = 16 * (1 + random_bits() % 8), n = 1 + random_bits() % 90;
   const int64_t experts = 1 + random_bits() % 20, k = 1 + random_bits() % experts;
-  const bool renormalized = random_bits() % 2, gelu = random_bits() % 2;
+  const int64_t activation = 2 + random_bits() % 3;  // a Finish
   const auto x = rows_of<T>(n, hidden), router = packed<T>(experts, hidden);
   const auto gate_up = packed<T>(experts * 2 * inner, hidden), down = packed<T>(experts * hidden, inner);
+  const auto up_bias = rows_of<T>(1, experts * 2 * inner), down_bias = rows_of<T>(1, experts * hidden);
+  const auto logits = rows_of<float>(1, experts);
+  const Routing routing{experts, k, 0, random_bits() % 2, 1, 1, 1, 0, nullptr, logits.data(), 1.f, 0.f};
 
   auto run = [&](const std::vector<T>& some, int64_t count, int64_t threads) {
     std::vector<int64_t> ids(size_t(count * k)), of(ids.size());
     std::vector<float> weights(ids.size()), products(ids.size() * size_t(hidden)), out(size_t(count * hidden));
-    nano_moe_route(some.data(), count, hidden, router.data(), experts, sizeof(T) == 2, k, renormalized, ids.data(),
+    nano_moe_route(some.data(), count, hidden, router.data(), experts, sizeof(T) == 2, &routing, ids.data(),
                    weights.data(), threads);
     for (size_t i = 0; i < of.size(); i++) of[i] = int64_t(i) / k;
     if (nano_moe_products(some.data(), count, of.data(), ids.data(), count * k, experts, hidden, inner, gate_up.data(),
-                          down.data(), sizeof(T) == 2, gelu, products.data(), threads))
+                          up_bias.data(), down.data(), down_bias.data(), sizeof(T) == 2, activation, products.data(), threads))
       std::printf("experts: refused\n"), std::exit(1);
     nano_moe_combine(products.data(), weights.data(), count, k, hidden, out.data(), threads);
     return out;

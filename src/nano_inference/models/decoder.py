@@ -21,13 +21,15 @@ from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.taps import Taps
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
-from nano_inference.ops.moe import Experts, Shared
+from nano_inference.ops.moe import Biases, Experts, Shared
 from nano_inference.ops.state import ShortConvWeights
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
 
+# as `Biases` has them
+EXPERT_BIASES = ("router_logits_bias", "experts_gate_up_bias", "experts_down_bias")
 BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
 MASKED_TILE = 64  # rows whose logits are in memory at once where they are scored under masks
 
@@ -420,6 +422,7 @@ class Decoder:
             self.spec.activation,
             bias,
             shared,
+            Biases(*(self.params[name + part] for part in EXPERT_BIASES)) if moe.biases else None,
         )
 
     def _after(self, ops: Operations, x: Tensor, name: str) -> Tensor:

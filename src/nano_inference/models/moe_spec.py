@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.ops.moe import Routing
+from nano_inference.ops.moe import CLAMP, SLOPE, Routing
 
 Config = Mapping[str, Any]
 _MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
@@ -58,6 +58,8 @@ class MoeSpec:
         bias_shape: of that tensor.
         in_memory: other names of the same.
         stacked: the checkpoint holds all experts of a layer in one tensor: names of `in_memory`.
+        columns: such a tensor holds the experts' rows as columns, those of gate and up in turns.
+        biases: the router and every expert have them.
         shared: the expert that every token goes through; None: there is none.
     """
 
@@ -72,6 +74,8 @@ class MoeSpec:
     bias_shape: tuple[int, ...] = ()
     in_memory: ExpertNames = ExpertNames()
     stacked: bool = False
+    columns: bool = False
+    biases: bool = False
     shared: SharedExpertSpec | None = None
 
     @property
@@ -146,6 +150,27 @@ def granite_experts(config: Config, num_layers: int) -> MoeSpec | None:
             )
             if shared
             else None,
+        )
+    )
+
+
+def gpt_oss_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    for name, only in (("swiglu_limit", CLAMP), ("swiglu_alpha", SLOPE)):
+        if float(config.get(name, only)) != only:
+            raise ModelLoadError(
+                f"config.json has {name}={config[name]!r}; this decoder knows {only} alone."
+            )
+    inner, (count, per_token) = int(config["intermediate_size"]), _expert_counts(config)
+    return _with_experts(
+        MoeSpec(
+            count,
+            inner,
+            Routing(per_token, True),
+            (True,) * num_layers,
+            router="router.weight",
+            stacked=True,
+            columns=True,
+            biases=True,
         )
     )
 

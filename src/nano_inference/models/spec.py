@@ -9,6 +9,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.config_checks import check_end_ids, check_values
 from nano_inference.models.moe_spec import (
     MoeSpec,
+    gpt_oss_experts,
     granite_experts,
     mixtral_experts,
     olmoe_experts,
@@ -29,7 +30,7 @@ from nano_inference.models.rope_spec import (
 from nano_inference.models.state_spec import StateSpec, short_conv
 
 Config = Mapping[str, Any]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 NormPlacement = Literal["pre", "post", "both"]
 QkNorm = Literal["head", "full"]
 
@@ -61,7 +62,7 @@ class ModelSpec:
         norms: where a layer has its norms: before attention and MLP (`"pre"`), after them
             (`"post"`), or `"both"`.
         norm_offset: added to the weights of norms; such weights are kept in float32.
-        activation: of the MLP's gate, `"silu"` or `"gelu_tanh"`.
+        activation: of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`.
         attention_scale: multiplies queries times keys.
         attention_sinks: each query head has a score that belongs to no key, in the softmax's sum.
         embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
@@ -119,6 +120,11 @@ def _ernie_biases(config: Config) -> tuple[bool, bool]:
     if config.get("use_bias"):
         raise ModelLoadError("config.json has use_bias=True; this decoder's MLPs have no biases.")
     return False, False
+
+
+def _usual_biases(config: Config) -> tuple[bool, bool]:
+    every = bool(config.get("attention_bias", True))
+    return every, every
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +433,13 @@ _ARCHITECTURES: dict[str, _Family] = {
     ),
     "OlmoeForCausalLM": _Family(qk_norm="full", moe=olmoe_experts),
     "GraniteMoeForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
+    "GptOssForCausalLM": _Family(
+        biases=_usual_biases,
+        attention_sinks=True,
+        activations={"silu": "clamped_swiglu"},
+        windows=partial(_alternating_windows, usual=2),
+        moe=gpt_oss_experts,
+    ),
     "GraniteMoeSharedForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
     "Lfm2ForCausalLM": _Family(
         biases=lambda _: (False, False),

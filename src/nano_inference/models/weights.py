@@ -8,7 +8,8 @@ tied head's, and those under which transformers keeps all experts of a layer in 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,23 @@ class Source:
         return (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
 
 
+class Fused(NamedTuple):
+    """A tensor that holds all sources of a parameter.
+
+    Attributes:
+        name: of it.
+        shape: of it.
+        axes: as these sizes it is looked at; none: the sources' rows stand one below the other.
+        order: and in this order of them, the sources are its leading axes, in their order, and what
+            is left is one source.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter of the decoder, as one rank holds it.
@@ -55,8 +73,8 @@ class ParamSpec:
         sources: what is stacked along axis 0 to make it.
         keep_float32: held in float32 whatever dtype the model has.
         tied: checkpoint name of a head that must equal the only source; None: there is none.
-        fused: (name, shape) of each tensor that holds all sources, in order, in a trainer's memory
-            or in checkpoints.
+        fused: each tensor that holds all sources, in order, in a trainer's memory or in
+            checkpoints.
     """
 
     name: str
@@ -64,7 +82,7 @@ class ParamSpec:
     sources: tuple[Source, ...]
     keep_float32: bool = False
     tied: str | None = None
-    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    fused: tuple[Fused, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,23 +145,24 @@ class Slot(Source):
 
 @dataclass(frozen=True, slots=True)
 class FusedTensor:
-    """A tensor whose rows are those of several checkpoint tensors of one shape, one after the
-    other.
+    """A tensor that holds several checkpoint tensors of one shape.
 
     Attributes:
         shape: of the whole.
         parts: names in the checkpoint, in order.
+        axes, order: as `Fused` has them; the product of the leading axes is the number of parts.
     """
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
+    axes: tuple[int, ...]
+    order: tuple[int, ...]
 
     def split(self, whole: Tensor) -> list[tuple[str, Tensor]]:
         """Each part with its name; `whole` has `shape`. Views where it is contiguous."""
-        size = whole.numel() // len(self.parts) // self.shape[-1]
-        return list(
-            zip(self.parts, whole.reshape(len(self.parts), size, self.shape[-1]), strict=True)
-        )
+        parts = whole.reshape(self.axes).permute(self.order)
+        places = product(*(range(size) for size in parts.shape[: self._leading]))
+        return [(name, parts[place]) for name, place in zip(self.parts, places, strict=True)]
 
     def split_places(self, places: Tensor, values: Tensor) -> list[tuple[str, Tensor, Tensor]]:
         """Single numbers of the whole by the part that each is of: name, flat places in the part,
@@ -152,6 +171,7 @@ class FusedTensor:
         `places` are flat and row-major, int64 [n], inside of the whole.
         """
         size = torch.Size(self.shape).numel() // len(self.parts)
+        places = self._in_order(places)
         part = places // size
         order = part.argsort(stable=True)
         counts = part.bincount(minlength=len(self.parts)).tolist()
@@ -162,6 +182,23 @@ class FusedTensor:
             strict=True,
         )
         return [(name, inside, numbers) for name, inside, numbers in rows if len(inside)]
+
+    @property
+    def _leading(self) -> int:
+        """How many axes, in order, count the parts."""
+        left, leading = len(self.parts), 0
+        while left > 1:
+            left //= self.axes[self.order[leading]]
+            leading += 1
+        return leading
+
+    def _in_order(self, places: Tensor) -> Tensor:
+        """Flat places in the whole -> in the whole with its axes in order."""
+        along = torch.unravel_index(places, self.axes)
+        found = torch.zeros_like(places)
+        for axis in self.order:
+            found = found * self.axes[axis] + along[axis]
+        return found
 
 
 # What a weight may be stored as, or sent as. Integers, booleans and floats of eight bits are codes
@@ -321,8 +358,9 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
         source(expert, name, (inner, hidden)) for expert in range(count) for name in (gate, up)
     )
 
-    def fused(names: tuple[str, ...], *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return tuple((f"{layer}.{name}", shape) for name in names)
+    def fused(names: tuple[str, ...], *shape: int, axes: str = "") -> tuple[Fused, ...]:
+        how = _of_columns(count, hidden, inner)[axes] if axes and moe.columns else (shape, (), ())
+        return tuple(Fused(f"{layer}.{name}", *how) for name in names)
 
     router = Source(f"{hf}.{moe.router}", (count, hidden))
     gates: list[Source] = []  # of the shared expert: one more row of the router
@@ -340,14 +378,15 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
             f"{own}.experts_gate_up",
             (len(part.experts) * 2 * inner, hidden),
             gate_up,
-            fused=fused(names.gate_up, count, 2 * inner, hidden),
+            fused=fused(names.gate_up, count, 2 * inner, hidden, axes="gate_up"),
         ),
         ParamSpec(
             f"{own}.experts_down",
             (len(part.experts) * hidden, inner),
             tuple(source(expert, down, (hidden, inner)) for expert in range(count)),
-            fused=fused(names.down, count, hidden, inner),
+            fused=fused(names.down, count, hidden, inner, axes="down"),
         ),
+        *_expert_biases(part, moe, own, hf, layer),
         *_shared_expert(hidden, moe, own, layer),
     ]
 
@@ -356,8 +395,55 @@ def _router_bias(moe: MoeSpec, own: str, hf: str, layer: str) -> list[ParamSpec]
     if moe.bias is None:
         return []
     source = Source(f"{hf}.{moe.bias}", moe.bias_shape)
-    names = tuple((f"{layer}.{name}", moe.bias_shape) for name in moe.in_memory.bias)
+    names = tuple(Fused(f"{layer}.{name}", moe.bias_shape) for name in moe.in_memory.bias)
     return [ParamSpec(f"{own}.router_bias", source.shape, (source,), True, fused=names)]
+
+
+def _of_columns(
+    count: int, hidden: int, inner: int
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """How gpt-oss holds all experts of a layer: what others have as rows are columns, and those of
+    gate and up take turns. Shape, axes and order, see `Fused`.
+    """
+    return {
+        "gate_up": ((count, hidden, 2 * inner), (count, hidden, inner, 2), (0, 3, 2, 1)),
+        "down": ((count, inner, hidden), (count, inner, hidden), (0, 2, 1)),
+        "gate_up_bias": ((count, 2 * inner), (count, inner, 2), (0, 2, 1)),
+        "down_bias": ((count, hidden), (count, hidden), (0, 1)),
+    }
+
+
+def _expert_biases(
+    part: ModelShard, moe: MoeSpec, own: str, hf: str, layer: str
+) -> list[ParamSpec]:
+    """Of the router, and of every expert: gate and up, then down."""
+    if not moe.biases:
+        return []
+    hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
+    gate, up, down = moe.projections
+    router = Source(f"{hf}.router.bias", (count,))
+    table = [replace(_plain(f"{own}.router_logits_bias", router), keep_float32=True)]
+    for name, projections, size in (
+        ("gate_up", (gate, up), inner),
+        ("down", (down,), hidden),
+    ):
+        sources = tuple(
+            Source(
+                f"{hf}.experts.{expert}.{projection}.bias",
+                (size,),
+                0,
+                None if expert in part.experts else ((0, 0),),
+            )
+            for expert in range(count)
+            for projection in projections
+        )
+        whole = Fused(
+            f"{layer}.mlp.experts.{name}_proj_bias",
+            *_of_columns(count, hidden, inner)[f"{name}_bias"],
+        )
+        rows = len(part.experts) * len(projections) * size
+        table.append(ParamSpec(f"{own}.experts_{name}_bias", (rows,), sources, fused=(whole,)))
+    return table
 
 
 def _shared_expert(hidden: int, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
@@ -405,10 +491,21 @@ def named_slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
 def fused_tensors(table: tuple[ParamSpec, ...]) -> dict[str, FusedTensor]:
     """What transformers has in memory under other names than the checkpoint, or in one piece."""
     return {
-        name: FusedTensor(shape, tuple(each.name for each in param.sources))
+        each.name: _fused_tensor(each, tuple(source.name for source in param.sources))
         for param in table
-        for name, shape in param.fused
+        for each in param.fused
     }
+
+
+def _fused_tensor(fused: Fused, parts: tuple[str, ...]) -> FusedTensor:
+    axes, order = fused.axes, fused.order
+    if not axes:
+        rows = torch.Size(fused.shape[:-1]).numel()
+        axes = (len(parts), rows // len(parts), fused.shape[-1])
+        if len(fused.shape) == 1:
+            axes = (len(parts), fused.shape[0] // len(parts))
+        order = tuple(range(len(axes)))
+    return FusedTensor(fused.shape, parts, axes, order)
 
 
 def unfused(

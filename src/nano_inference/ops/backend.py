@@ -123,7 +123,8 @@ class Ops:
             projections b, c and x of a row, c * conv(b * x), where b * x of the rows before it in
             its sequence is read from the view. See `ops.reference_state`. None: the backend has no
             such layers.
-        gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner].
+        gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner]; with
+            `"clamped_swiglu"` both are bounded and up has 1 added: see `ops.reference.gate`.
         moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of
             experts; see `ops.moe.mixture`.
         logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L,

@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+# of the gate of gpt-oss's experts: what its sigmoid multiplies, and what bounds both of its sides
+SLOPE, CLAMP = 1.702, 7.0
+
 
 class Routing(NamedTuple):
     """How a row's experts are chosen and weighed, from the router's logits. Of experts that are as
@@ -49,6 +52,14 @@ class Shared(NamedTuple):
     gated: bool  # its weight is the sigmoid of the router's last row; else 1
 
 
+class Biases(NamedTuple):
+    """Of a layer of experts: a number for each row of the weights that they belong to."""
+
+    router: Tensor  # float32 [E]
+    gate_up: Tensor  # [held * 2 * I], in the weights' dtype
+    down: Tensor  # [held * H], likewise
+
+
 class Experts(NamedTuple):
     """The experts of a layer, or those of them that a rank holds. E experts in all, H wide, I
     inside of each.
@@ -61,7 +72,8 @@ class Experts(NamedTuple):
     routing: Routing
     activation: str
     bias: Tensor | None = None  # float32 [E], the correction
-    shared: Shared | None = None
+    shared: Shared | None = None  # without biases
+    biases: Biases | None = None
 
     @property
     def num_held(self) -> int:
@@ -154,7 +166,7 @@ def summed(
     if experts.shared is not None:
         gate_up, down, _ = experts.shared
         rows = torch.arange(len(x), device=x.device)
-        alone = experts._replace(gate_up=gate_up, down=down)
+        alone = experts._replace(gate_up=gate_up, down=down, biases=None)
         own = steps.products(x, rows, torch.zeros_like(rows), alone)
         products = torch.cat((products, own[:, None]), dim=1)
     return steps.combine(products, weights)

@@ -26,7 +26,7 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
-from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, Routing, mixture
+from nano_inference.ops.moe import CLAMP, SLOPE, Exchange, Experts, MoeSteps, Note, Routing, mixture
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,
@@ -200,17 +200,18 @@ def _normed_heads(heads: Tensor, norm: Norm) -> Tensor:
 
 
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up in float32, where both activations are x * sigmoid(y).
+    """activation(gate) * up in float32, where all activations are x * sigmoid(y).
 
     Written out, since a library's sigmoid rounds differently at the ends of an array.
     """
     first, second = gate_up.float().chunk(2, dim=-1)
-    # GELU with tanh (arXiv:1606.08415): x / 2 * (1 + tanh(z)) = x * sigmoid(2 z)
-    y = (
-        first
-        if activation == "silu"
-        else 2 * math.sqrt(2 / math.pi) * (first + 0.044715 * first * first * first)
-    )
+    y = first
+    if activation == "gelu_tanh":
+        # arXiv:1606.08415: x / 2 * (1 + tanh(z)) = x * sigmoid(2 z)
+        y = 2 * math.sqrt(2 / math.pi) * (first + 0.044715 * first * first * first)
+    elif activation == "clamped_swiglu":
+        first = first.clamp(max=CLAMP)
+        y, second = SLOPE * first, second.clamp(-CLAMP, CLAMP) + 1
     return (first / (1 + torch.exp(-y)) * second).to(gate_up.dtype)
 
 
@@ -291,7 +292,8 @@ def _whole_vectors(weight: Tensor) -> Tensor:
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """See `MoeSteps`."""
     routing, shared = experts.routing, experts.shared
-    logits = linear(x.float(), experts.router.float())
+    bias = None if experts.biases is None else experts.biases.router
+    logits = linear(x.float(), experts.router.float(), bias)
     logits, gates = logits[:, : experts.num_experts], logits[:, experts.num_experts :]
     if routing.scores == "softmax":
         sizes = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
@@ -335,10 +337,16 @@ def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
     """
     out = torch.empty((len(rows), x.shape[1]), dtype=x.dtype, device=x.device)
     gate_ups, downs = experts.gate_up.chunk(experts.num_held), experts.down.chunk(experts.num_held)
+    nothing = (None,) * experts.num_held
+    up_biases, down_biases = (nothing, nothing)
+    if experts.biases is not None:
+        up_biases = experts.biases.gate_up.chunk(experts.num_held)
+        down_biases = experts.biases.down.chunk(experts.num_held)
     for expert in held.unique().tolist():
         own = (held == expert).nonzero()[:, 0]
-        inner = gate(linear(x[rows[own]], gate_ups[expert]), experts.activation)
-        out[own] = linear(inner, downs[expert])
+        product = linear(x[rows[own]], gate_ups[expert], up_biases[expert])
+        inner = gate(product, experts.activation)
+        out[own] = linear(inner, downs[expert], down_biases[expert])
     return out
 
 

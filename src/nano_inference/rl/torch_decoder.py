@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nano_inference.models.decoder import EXPERT_BIASES
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.moe import CLAMP, SLOPE
 from nano_inference.ops.reference import rotate
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed
@@ -201,7 +203,8 @@ class TorchDecoder:
         """The engine's experts of each row [N, K], added up in the order of their ids."""
         moe = self.spec.moe
         assert moe is not None
-        logits = functional.linear(normed.float(), params[name + "router"].float())
+        router_bias, up_biases, down_biases = self._expert_biases(params, name)
+        logits = functional.linear(normed.float(), params[name + "router"].float(), router_bias)
         weights = self._weights_of(logits[:, : moe.num_experts], ids)
         gate_ups, downs = (
             params[name + part].chunk(moe.num_experts)
@@ -210,7 +213,8 @@ class TorchDecoder:
         total = torch.zeros(normed.shape, device=normed.device)
         for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
             rows, which = (ids == expert).nonzero(as_tuple=True)
-            product = functional.linear(self._gate(functional.linear(normed[rows], gate_up)), down)
+            gated = self._gate(functional.linear(normed[rows], gate_up, up_biases[expert]))
+            product = functional.linear(gated, down, down_biases[expert])
             total = total.index_add(0, rows, product.float() * weights[rows, which, None])
         if moe.shared is None:
             return total
@@ -218,6 +222,18 @@ class TorchDecoder:
         product = functional.linear(gated, params[name + "shared_down"]).float()
         gates = logits[:, moe.num_experts :].sigmoid() if moe.shared.gate is not None else 1.0
         return total + product * gates
+
+    def _expert_biases(
+        self, params: Mapping[str, Tensor], name: str
+    ) -> tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Of the router, and of each expert's gate and up, and down."""
+        moe = self.spec.moe
+        assert moe is not None
+        nothing = (None,) * moe.num_experts
+        if not moe.biases:
+            return None, nothing, nothing
+        router, gate_up, down = (params[name + part] for part in EXPERT_BIASES)
+        return router, gate_up.chunk(moe.num_experts), down.chunk(moe.num_experts)
 
     def _weights_of(self, logits: Tensor, ids: Tensor) -> Tensor:
         """The weights of the engine's choice of experts [N, K], from all their logits [N, E]."""
@@ -290,7 +306,10 @@ class TorchDecoder:
         first, second = gate_up.chunk(2, dim=-1)
         if self.spec.activation == "silu":
             return (functional.silu(first) * second).to(self.dtype)
-        return (functional.gelu(first, approximate="tanh") * second).to(self.dtype)
+        if self.spec.activation == "gelu_tanh":
+            return (functional.gelu(first, approximate="tanh") * second).to(self.dtype)
+        first, second = first.float().clamp(max=CLAMP), second.float().clamp(-CLAMP, CLAMP)
+        return ((second + 1) * first * torch.sigmoid(SLOPE * first)).to(self.dtype)
 
     def _head_gradients(
         self,

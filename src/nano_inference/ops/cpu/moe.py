@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.recorder import GATES
 from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
@@ -70,6 +71,9 @@ class CpuMoe:
             for each in (rows, held)
         ):
             raise ValueError("rows and experts must be contiguous int64 tensors of one size.")
+        _, gate_up_bias, down_bias = experts.biases or (None, None, None)
+        _require_bias(gate_up_bias, gate_up)
+        _require_bias(down_bias, down)
         out = torch.empty((len(rows), hidden))
         problem = self._c.nano_moe_products(
             x.data_ptr(),
@@ -81,9 +85,11 @@ class CpuMoe:
             hidden,
             inner,
             gate_up.data_ptr(),
+            None if gate_up_bias is None else gate_up_bias.data_ptr(),
             down.data_ptr(),
+            None if down_bias is None else down_bias.data_ptr(),
             x.dtype == torch.bfloat16,
-            experts.activation != "silu",
+            GATES[experts.activation],
             out.data_ptr(),
             self.num_threads,
         )
@@ -121,8 +127,12 @@ def _routing(experts: Experts) -> Any:
         raise ValueError(f"{routing.per_token} experts a row cannot be chosen of {count}.")
     if not 1 <= routing.group_best <= size:
         raise ValueError(f"the best {routing.group_best} cannot be found of {size} experts.")
-    if bias is not None and (bias.shape != (count,) or bias.dtype != torch.float32):
-        raise ValueError(f"the bias is {bias.dtype} {tuple(bias.shape)}, not float32 ({count},).")
+    logits = None if experts.biases is None else experts.biases.router
+    for each in (bias, logits):
+        if each is not None and (each.shape != (count,) or each.dtype != torch.float32):
+            raise ValueError(
+                f"the bias is {each.dtype} {tuple(each.shape)}, not float32 ({count},)."
+            )
     return ROUTING(
         num_experts=count,
         per_token=routing.per_token,
@@ -133,6 +143,7 @@ def _routing(experts: Experts) -> Any:
         group_best=routing.group_best,
         shared=0 if shared is None else 1 + shared.gated,
         bias=None if bias is None else bias.data_ptr(),
+        logits=None if logits is None else logits.data_ptr(),
         scale=routing.scale,
         floor=routing.floor,
     )
@@ -143,6 +154,14 @@ def require_sizes(hidden: int, inner: int) -> None:
     if hidden % LANES or inner % LANES:
         raise ValueError(
             f"experts of {hidden} x {inner} cannot be packed: both must be multiples of {LANES}."
+        )
+
+
+def _require_bias(bias: Tensor | None, weight: Any) -> None:
+    if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"biases are {bias.dtype} {tuple(bias.shape)}, expected {weight.dtype} "
+            f"({weight.rows},)."
         )
 
 

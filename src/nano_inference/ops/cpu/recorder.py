@@ -26,8 +26,8 @@ from nano_inference.parallel.bounds import check_segments
 
 EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of program.h
 CALL = -1  # of Python: what stands between two runs of C++
-STORE, ADD, SILU, GELU = range(4)  # Finish of linear.h
-GATES = {"silu": SILU, "gelu_tanh": GELU}
+STORE, ADD, SILU, GELU, CLAMPED = range(5)  # Finish of linear.h
+GATES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED}
 Op, Segments, NormWeight = struct("Op"), struct("Segments"), struct("NormWeight")
 PANELS = 32  # rows of a gate's weight come in pairs of panels
 
@@ -261,7 +261,7 @@ class Recorder:
     def gate(self, x: Buffer, activation: str = "silu") -> Buffer:
         """See `Ops.gate`."""
         out = self.new(x.columns // 2, self.dtype)
-        values = {"rows": out.columns, "wide": GATES[activation] == GELU}
+        values = {"rows": out.columns, "finish": GATES[activation]}
         self.operations.append(Operation(GATE, (x,), out, values=values))
         return out
 
@@ -310,10 +310,8 @@ class Recorder:
                     and before.bias is None
                     and before.weight.rows % PANELS == 0
                 ):
-                    finish = GELU if operation.values["wide"] else SILU
-                    done[-1] = replace(
-                        before, output=operation.output, values={**before.values, "finish": finish}
-                    )
+                    values = {**before.values, "finish": operation.values["finish"]}
+                    done[-1] = replace(before, output=operation.output, values=values)
                     continue
                 if operation.kind == NORM and operation.residual is not None:
                     added = {**before.values, "finish": ADD, "scale": operation.values["scale"]}

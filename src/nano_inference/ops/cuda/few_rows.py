@@ -53,7 +53,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import FEW_ROWS, KvcacheView, Norm, Operations
 from nano_inference.ops.cuda.matmul import shared_memory
-from nano_inference.ops.cuda.rows import aligned, gated
+from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
 from nano_inference.ops.moe import Exchange, Experts
 
 
@@ -204,7 +204,7 @@ def product_gated(
 ) -> Tensor:
     """What `gate` makes of `product`, [N, M / 2]."""
     out = torch.empty((len(x), len(weight) // 2), dtype=weight.dtype, device=weight.device)
-    _launch(x, norm, weight, bias, out, _GATE.value, silu=activation == "silu")
+    _launch(x, norm, weight, bias, out, _GATE.value, activation=ACTIVATIONS[activation])
     return out
 
 
@@ -218,7 +218,7 @@ def _launch(
     *,
     residual: Tensor | None = None,
     scale: float = 1.0,
-    silu: bool = True,
+    activation: int = 0,
 ) -> None:
     """One kernel. `x` is what is read: without a norm in the weight's dtype, else the float32
     residual stream.
@@ -232,7 +232,7 @@ def _launch(
         width = min(triton.next_power_of_2(depth), VECTOR_TILE // (columns * weight.element_size()))
         _vector_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, weight, bias, residual, out, eps, offset, scale,
-            num_columns, weight.stride(0), depth, rows, finish, silu, columns, width // 8,
+            num_columns, weight.stride(0), depth, rows, finish, activation, columns, width // 8,
             triton.next_power_of_2(depth), num_warps=4 if width >= depth else 8,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -241,7 +241,7 @@ def _launch(
         width = min(max(triton.next_power_of_2(depth), 16), 512 // weight.element_size())
         _tensor_kernel[(triton.cdiv(num_columns, columns),)](
             aligned(x), norm_weight, weight, bias, residual, out, rows, eps, offset, scale,
-            num_columns, weight.stride(0), depth, finish, silu, columns, width,
+            num_columns, weight.stride(0), depth, finish, activation, columns, width,
             "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
             num_warps=columns // 8, num_stages=_num_stages(width, columns, x, weight),
             enable_fp_fusion=False,
@@ -294,7 +294,7 @@ def _normed(x, factor, weight, offset, inside, DTYPE: tl.constexpr):
 @triton.jit
 def _finish(
     sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,
-    FINISH: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr, HEIGHT: tl.constexpr,
+    FINISH: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Bias and the one rounding of sums [HEIGHT, COLUMNS], then what follows; every column is this
@@ -308,7 +308,7 @@ def _finish(
         places = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
         target = rows[:, None].to(tl.int64) * (num_columns // 2) + places[None, :]
         mask = row_mask[:, None] & (places < num_columns // 2)[None, :]
-        tl.store(out + target, gated(first, second, SILU).to(DTYPE), mask=mask)
+        tl.store(out + target, gated(first, second, ACTIVATION).to(DTYPE), mask=mask)
     else:
         target = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
         mask = row_mask[:, None] & column_mask[None, :]
@@ -331,7 +331,7 @@ def _factor(x, eps, K: tl.constexpr, BLOCK: tl.constexpr):
 def _vector_kernel(
     x, norm_weight, weight, bias, residual, out, eps, offset, scale,
     num_columns, weight_stride, K: tl.constexpr, ROWS: tl.constexpr, FINISH: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weight's rows,). A tile of the weight is [COLUMNS, GROUPS, 8]: a thread
@@ -379,20 +379,20 @@ def _vector_kernel(
     sums = tl.sum(first, axis=1)[None, :]
     _finish(
         sums, row, row == 0, columns, column_mask, bias, residual, out, scale, num_columns,
-        FINISH, SILU, DTYPE, 1, COLUMNS,
+        FINISH, ACTIVATION, DTYPE, 1, COLUMNS,
     )  # fmt: skip
     if ROWS == 2:
         sums = tl.sum(second, axis=1)[None, :]
         _finish(
             sums, row + 1, row == 0, columns, column_mask, bias, residual, out, scale, num_columns,
-            FINISH, SILU, DTYPE, 1, COLUMNS,
+            FINISH, ACTIVATION, DTYPE, 1, COLUMNS,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _tensor_kernel(
     x, norm_weight, weight, bias, residual, out, num_rows, eps, offset, scale,
-    num_columns, weight_stride, K: tl.constexpr, FINISH: tl.constexpr, SILU: tl.constexpr,
+    num_columns, weight_stride, K: tl.constexpr, FINISH: tl.constexpr, ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the weight's rows,)."""
@@ -432,5 +432,5 @@ def _tensor_kernel(
         sums = tl.dot(part, tile, sums, input_precision=PRECISION)
     _finish(
         sums, rows, row_mask, columns, column_mask, bias, residual, out, scale, num_columns,
-        FINISH, SILU, DTYPE, _PADDED, COLUMNS,
+        FINISH, ACTIVATION, DTYPE, _PADDED, COLUMNS,
     )  # fmt: skip

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.ops.cuda.matmul import invariant_product
-from nano_inference.ops.cuda.rows import aligned, gated
+from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 
 ROWS = 16  # of a tile: few, since in a decode step an expert gets about one
@@ -47,7 +47,8 @@ def moe(
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """See `MoeSteps`."""
-    logits = invariant_product(x, experts.router, None, torch.float32)
+    bias = None if experts.biases is None else experts.biases.router
+    logits = invariant_product(x, experts.router, bias, torch.float32)
     routing, shared = experts.routing, experts.shared
     ids = torch.empty((len(x), routing.per_token), dtype=torch.int64, device=x.device)
     weights = torch.empty((len(x), experts.num_weights), device=x.device)
@@ -86,21 +87,23 @@ def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
     tiles = _tiles(held, experts.num_held)
     between = torch.empty((len(rows), inner), dtype=x.dtype, device=x.device)
     depth = 32 if x.dtype == torch.float32 else 64
-    for source, weight, result, columns, silu in (
-        (x, experts.gate_up, between, inner, experts.activation == "silu"),
-        (between, experts.down, out, hidden, None),
+    _, gate_up_bias, down_bias = experts.biases or (None, None, None)
+    for source, weight, bias, result, columns, activation in (
+        (x, experts.gate_up, gate_up_bias, between, inner, ACTIVATIONS[experts.activation]),
+        (between, experts.down, down_bias, out, hidden, None),
     ):
         _products_kernel[(len(tiles.experts), triton.cdiv(columns, COLUMNS))](
             source,
             weight,
+            bias,
             result,
             rows,
             *tiles,
             experts.num_held,
             columns,
             source.shape[1],
-            silu is not None,
-            silu is True,
+            activation is not None,
+            activation or 0,
             ROWS,
             COLUMNS,
             depth,
@@ -243,6 +246,7 @@ def _products_kernel(
     x_ptr,  # [M, K], or where not GATE sorted [P, K]
     # [experts * rows, K]; of each expert COLUMNS_IN_ALL rows, with GATE as many up rows behind them
     weight_ptr,
+    bias_ptr,  # a number for each row of the weight, or None
     out_ptr,  # GATE: sorted [P, columns]; else [P, columns]
     rows_ptr,  # row of x
     order_ptr,
@@ -253,7 +257,7 @@ def _products_kernel(
     COLUMNS_IN_ALL: tl.constexpr,
     K: tl.constexpr,
     GATE: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -286,8 +290,14 @@ def _products_kernel(
         if GATE:
             weight = tl.load(weight_ptrs + COLUMNS_IN_ALL * K + k, mask=weight_mask, other=0.0)
             others = tl.dot(x, weight, others, input_precision=PRECISION)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + first_row + columns
+        sums += tl.load(bias_ptrs, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        if GATE:
+            bias = tl.load(bias_ptrs + COLUMNS_IN_ALL, mask=column_mask, other=0.0)
+            others += bias.to(tl.float32)[None, :]
     if GATE:
-        sums = gated(sums, others, SILU)
+        sums = gated(sums, others, ACTIVATION)
         targets = places
     else:
         targets = who

@@ -22,10 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.ops.backend import KvcacheView, Norm, embed_part
+from nano_inference.ops.moe import CLAMP, SLOPE
 
 _GATE_BLOCK = 1024  # columns of one program: 8 for each of 128 threads
 _ITEM_BLOCK = 256  # items of one program where an item is a number
 _GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # as `gated` knows them
+_SLOPE, _CLAMP = tl.constexpr(SLOPE), tl.constexpr(CLAMP)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
 
@@ -89,7 +92,7 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
             aligned(gate_up),
             out,
             inner,
-            activation == "silu",
+            ACTIVATIONS[activation],
             _GATE_BLOCK,
             num_warps=4,
             enable_fp_fusion=False,
@@ -176,19 +179,25 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def gated(first, second, SILU: tl.constexpr):
-    """Activation(first) * second, float32: SiLU, or GELU with tanh, which is x * sigmoid(y) too
-    (arXiv:1606.08415).
+def gated(first, second, ACTIVATION: tl.constexpr):
+    """Activation(first) * second, float32, where all activations are x * sigmoid(y): SiLU, GELU
+    with tanh (arXiv:1606.08415), and that of gpt-oss, of which both sides are bounded.
     """
+    if ACTIVATION == 2:
+        first = tl.minimum(first, _CLAMP, propagate_nan=tl.PropagateNan.ALL)
+        second = tl.minimum(second, _CLAMP, propagate_nan=tl.PropagateNan.ALL)
+        second = tl.maximum(second, -_CLAMP, propagate_nan=tl.PropagateNan.ALL) + 1.0
     y = first
-    if not SILU:
+    if ACTIVATION == 2:
+        y = _SLOPE * first
+    if ACTIVATION == 1:
         y = _GELU * (first + 0.044715 * first * first * first)
     small = tl.exp(-tl.abs(y))  # of what is not above 0: nothing overflows
     return first * (tl.where(y >= 0, 1.0, small) / (1 + small)) * second
 
 
 @triton.jit
-def _gate_kernel(gate_up, out, INNER: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up, out, INNER: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
@@ -198,7 +207,7 @@ def _gate_kernel(gate_up, out, INNER: tl.constexpr, SILU: tl.constexpr, BLOCK: t
     )
     tl.store(
         out + row * INNER + columns,
-        gated(first, second, SILU).to(out.dtype.element_ty),
+        gated(first, second, ACTIVATION).to(out.dtype.element_ty),
         mask=inside,
     )
 

@@ -26,16 +26,16 @@ struct Segments {
   int64_t count, bounds[MOST + 1];
 };
 
-// What becomes of the sums. SILU and GELU: the weight holds gate rows, then as many up rows; activation(gate) * up is
+// What becomes of the sums. From SILU on: the weight holds gate rows, then as many up rows; activation(gate) * up is
 // stored as T. Nothing is rounded before.
-enum class Finish : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3 };
+enum class Finish : int32_t { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4 };
 
 template <class T>
 struct Linear {
   const T* x;  // rows, ldx apart
   int64_t ldx;
   Matrix<T> w;
-  const T* bias;  // [w.rows], or null; not with a gate
+  const T* bias;  // [w.rows], or null
   Finish finish;
   float scale;  // ADD: out += scale * sums
   void* out;    // float rows, T rows for a gate; ldo apart
@@ -43,7 +43,7 @@ struct Linear {
   bool padded;  // out has room for whole panels
   Segments segments;
 
-  bool gated() const { return finish == Finish::SILU || finish == Finish::GELU; }
+  bool gated() const { return finish >= Finish::SILU; }
   int64_t num_panels() const { return gated() ? w.rows / 2 / LANES : w.num_panels(); }  // of the output
 };
 
@@ -86,7 +86,7 @@ void products(const T* x, int64_t ldx, int64_t num_rows, Matrix<T> w, int64_t fi
 }
 
 // activation(gate) * up
-Vec gated(Vec gate, Vec up, bool gelu);
+Vec gated(Vec gate, Vec up, Finish activation);
 
 // Rows [start, start + count) of a weight [*, columns] take the values of `source` [count, columns], bf16 or float.
 template <class T, class S>

@@ -106,8 +106,14 @@ inline void finish_tile(const Linear<T>& job, int64_t row, int height, int64_t p
     for (int i = 0; i < height; i++)
       for (int j = 0; j < half; j++) {
         const float* s = sums + (i * width + j) * LANES;
-        Vec v = gated(vload(s), vload(s + half * LANES), job.finish == Finish::GELU);
-        T* out = static_cast<T*>(job.out) + (row + i) * job.ldo + (panel + j) * LANES;
+        const int64_t column = (panel + j) * LANES;
+        Vec first = vload(s), second = vload(s + half * LANES);
+        if (job.bias) {
+          first = vadd(first, load_as_float(job.bias + column, LANES));
+          second = vadd(second, load_as_float(job.bias + job.w.rows / 2 + column, LANES));
+        }
+        Vec v = gated(first, second, job.finish);
+        T* out = static_cast<T*>(job.out) + (row + i) * job.ldo + column;
         if constexpr (sizeof(T) == 2)
           vnarrow(out, v);
         else

@@ -23,7 +23,8 @@ int64_t up_to_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 struct Routing {
   int64_t num_experts, per_token, sigmoid, renormalized, groups, groups_kept, group_best;
   int64_t shared;     // 1: a last weight of 1, 2: of the sigmoid of the last logit; 0: none
-  const float* bias;  // [num_experts], or null
+  const float* bias;    // [num_experts], or null
+  const float* logits;  // [num_experts], added to the logits, or null
   float scale, floor;
 };
 
@@ -113,6 +114,9 @@ void route(const T* x, int64_t num_rows, Matrix<T> router, const Routing& routin
     logits.resize(size_t(count * width));
     products<T>(x + from * router.columns, router.columns, count, router, 0, router.num_panels(), logits.data(), width,
                 nullptr);
+    if (routing.logits)
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t e = 0; e < routing.num_experts; e++) logits[size_t(i * width + e)] += routing.logits[e];
     for (int64_t i = 0; i < count; i++)
       choose(logits.data() + i * width, routing, choice, ids + (from + i) * per_token, weights + (from + i) * num_weights);
   }
@@ -158,22 +162,29 @@ void sort(const Chosen& chosen, int64_t num_experts, Scratch<T>& s) {
 }
 
 template <class T>
-void product(const Item& item, const T* x, Matrix<T> all, Finish finish, void* out) {
+void product(const Item& item, const T* x, Matrix<T> all, const T* biases, Finish finish, void* out) {
   const Matrix<T> own{all.panel(item.expert * all.num_panels()), all.rows, all.columns};
   const int64_t width = finish == Finish::STORE ? all.rows : all.rows / 2;
-  linear({x, all.columns, own, nullptr, finish, 1.f, out, width, false}, item.row, item.end_row, item.panel,
+  const T* bias = biases ? biases + item.expert * all.rows : nullptr;
+  linear({x, all.columns, own, bias, finish, 1.f, out, width, false}, item.row, item.end_row, item.panel,
          item.end_panel, {nullptr, nullptr, 0});
 }
 
-// out[i] = down(gate(gate_up(x[row of i]))), by the expert of i. The weights are those of the first expert; the others
-// follow.
+// Weights, and biases or null, of the first expert; the others follow.
 template <class T>
-void run_experts(const T* x, const Chosen& chosen, int64_t num_experts, Matrix<T> gate_up, Matrix<T> down, Finish gate,
+struct Stack {
+  Matrix<T> weight;
+  const T* bias;
+};
+
+// out[i] = down(gate(gate_up(x[row of i]))), by the expert of i.
+template <class T>
+void run_experts(const T* x, const Chosen& chosen, int64_t num_experts, Stack<T> gate_up, Stack<T> down, Finish gate,
                  float* out, int num_threads) {
   static thread_local Scratch<T> of_this_thread;
   Scratch<T>& s = of_this_thread;  // which others work on too
   sort(chosen, num_experts, s);
-  const int64_t count = chosen.count, hidden = down.rows, inner = down.columns;
+  const int64_t count = chosen.count, hidden = down.weight.rows, inner = down.weight.columns;
   s.inputs.resize(size_t(count * hidden));
   s.gated.resize(size_t(count * inner));
   s.sums.resize(size_t(count * hidden));
@@ -185,10 +196,10 @@ void run_experts(const T* x, const Chosen& chosen, int64_t num_experts, Matrix<T
       std::copy_n(x + chosen.rows[s.order[size_t(i)]] * hidden, hidden, s.inputs.data() + i * hidden);
     team.wait();
     for (int64_t i; (i = up.fetch_add(1, std::memory_order_relaxed)) < int64_t(s.ups.size());)
-      product(s.ups[size_t(i)], s.inputs.data(), gate_up, gate, s.gated.data());
+      product(s.ups[size_t(i)], s.inputs.data(), gate_up.weight, gate_up.bias, gate, s.gated.data());
     team.wait();
     for (int64_t i; (i = low.fetch_add(1, std::memory_order_relaxed)) < int64_t(s.downs.size());)
-      product(s.downs[size_t(i)], s.gated.data(), down, Finish::STORE, s.sums.data());
+      product(s.downs[size_t(i)], s.gated.data(), down.weight, down.bias, Finish::STORE, s.sums.data());
     team.wait();
     for (int64_t i = team.begin(count); i < team.end(count); i++)
       std::copy_n(s.sums.data() + i * hidden, hidden, out + s.order[size_t(i)] * hidden);
@@ -218,23 +229,27 @@ void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void*
 }
 
 // See run_experts. gate_up and down are packed, all experts one below the other; hidden and inner are multiples of 16.
+// Biases are of the same kind of numbers, or null. `activation`: a Finish.
 int nano_moe_products(const void* x, int64_t num_rows, const int64_t* rows, const int64_t* experts, int64_t count,
-                      int64_t num_experts, int64_t hidden, int64_t inner, const void* gate_up, const void* down,
-                      int64_t is_bf16, int64_t gelu, float* out, int64_t num_threads) {
+                      int64_t num_experts, int64_t hidden, int64_t inner, const void* gate_up, const void* gate_up_bias,
+                      const void* down, const void* down_bias, int64_t is_bf16, int64_t activation, float* out,
+                      int64_t num_threads) {
   for (int64_t i = 0; i < count; i++) {
     if (rows[i] < 0 || rows[i] >= num_rows) return BAD_ROW;
     if (experts[i] < 0 || experts[i] >= num_experts) return BAD_EXPERT;
   }
   const Chosen chosen{rows, experts, count};
-  const Finish gate = gelu ? Finish::GELU : Finish::SILU;
+  const Finish gate = Finish(activation);
   if (is_bf16)
     run_experts<bf16>(static_cast<const bf16*>(x), chosen, num_experts,
-                      {static_cast<const bf16*>(gate_up), 2 * inner, hidden},
-                      {static_cast<const bf16*>(down), hidden, inner}, gate, out, int(num_threads));
+                      {{static_cast<const bf16*>(gate_up), 2 * inner, hidden}, static_cast<const bf16*>(gate_up_bias)},
+                      {{static_cast<const bf16*>(down), hidden, inner}, static_cast<const bf16*>(down_bias)}, gate, out,
+                      int(num_threads));
   else
     run_experts<float>(static_cast<const float*>(x), chosen, num_experts,
-                       {static_cast<const float*>(gate_up), 2 * inner, hidden},
-                       {static_cast<const float*>(down), hidden, inner}, gate, out, int(num_threads));
+                       {{static_cast<const float*>(gate_up), 2 * inner, hidden}, static_cast<const float*>(gate_up_bias)},
+                       {{static_cast<const float*>(down), hidden, inner}, static_cast<const float*>(down_bias)}, gate, out,
+                       int(num_threads));
   return NONE;
 }
 

@@ -170,7 +170,7 @@ class Program {
 
   template <class T>
   Linear<T> linear_of(const Op& op) const {
-    const bool gates = op.finish == Finish::SILU || op.finish == Finish::GELU;
+    const bool gates = op.finish >= Finish::SILU;
     const int64_t ldo = gates ? stride<T>(op.output) : stride<float>(op.output);
     return {at<const T>(op.input, 0) + op.first_column, stride<T>(op.input), {static_cast<const T*>(op.weight), op.rows, op.columns},
             static_cast<const T*>(op.bias), op.finish, op.scale, at<void>(op.output, 0), ldo, false, op.segments};
@@ -237,7 +237,7 @@ class Program {
           else rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<T>(op.output, i));
           break;
         case Kind::ROPE_AND_STORE: rope_and_store<T>(op, i); break;
-        case Kind::GATE: gate<T>(in, op.rows, op.wide, at<T>(op.output, i)); break;
+        case Kind::GATE: gate<T>(in, op.rows, op.finish, at<T>(op.output, i)); break;
         default: break;
       }
     }

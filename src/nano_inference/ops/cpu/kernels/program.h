@@ -14,11 +14,11 @@ enum class Kind : int32_t { EMBED = 0, LINEAR = 1, NORM = 2, ROPE_AND_STORE = 3,
 // One operation.
 struct Op {
   Kind kind;
-  Finish finish;        // LINEAR
+  Finish finish;        // LINEAR, GATE
   int32_t input, output;  // buffers, -1 for none
   int32_t residual;     // buffer: NORM
   int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION
-  int32_t wide;         // NORM: out is float32. GATE: it is GELU
+  int32_t wide;         // NORM: out is float32
   float scale;          // EMBED; NORM and ADD: of what is added
   int32_t read_once;    // NORM: nothing but the product that follows reads its output
   int64_t first_column;  // LINEAR: where in a row of `in` what it reads begins

@@ -45,12 +45,17 @@ inline float inverse_rms(const float* x, int64_t size, float eps) {
 
 }  // namespace
 
-Vec gated(Vec gate, Vec up, bool gelu) {
-  // Both activations are x * sigmoid(y); GELU with tanh (arXiv:1606.08415) has y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+Vec gated(Vec gate, Vec up, Finish activation) {
+  // All activations are x * sigmoid(y); GELU with tanh (arXiv:1606.08415) has y = 2 sqrt(2 / pi) (x + 0.044715 x^3),
+  // that of gpt-oss y = 1.702 x, with both sides bounded. A minimum of NaN, as the second, is NaN.
   Vec y = gate;
-  if (gelu) {
+  if (activation == Finish::GELU) {
     Vec cubic = vfma(vmul(vmul(gate, gate), vset(0.044715f)), gate, gate);
     y = vmul(cubic, vset(1.5957691216f));
+  } else if (activation == Finish::CLAMPED) {
+    gate = vmin(vset(7.f), gate);
+    up = vadd(vmax(vset(-7.f), vmin(vset(7.f), up)), vset(1.f));
+    y = vmul(gate, vset(1.702f));
   }
   Vec e = vexp(vmax(vset(-100.f), vmin(vset(88.f), vsub(vset(0.f), y))));
   return vmul(vdiv(gate, vadd(vset(1.f), e)), up);
@@ -122,10 +127,10 @@ void rope(const float* x, const float* cos, const float* sin, const Turn& turn, 
 }
 
 template <class T>
-void gate(const float* x, int64_t size, bool gelu, T* out) {
+void gate(const float* x, int64_t size, Finish activation, T* out) {
   for (int64_t i = 0; i < size; i += LANES) {
     const int n = left(size, i);
-    store_as(out + i, gated(vload_n(x + i, n), vload_n(x + size + i, n), gelu), n);
+    store_as(out + i, gated(vload_n(x + i, n), vload_n(x + size + i, n), activation), n);
   }
 }
 
@@ -138,7 +143,7 @@ void round_row(const float* x, int64_t size, T* out) {
   template void embed(Matrix<T>, int64_t, float, float*);                                     \
   template void norm_heads<T>(float*, int64_t, const NormWeight&);                            \
   template void rope(const float*, const float*, const float*, const Turn&, float, T*);       \
-  template void gate(const float*, int64_t, bool, T*);                                        \
+  template void gate(const float*, int64_t, Finish, T*);                                      \
   template void rms_norm<T, T>(const float*, float, float*, const NormWeight&, int64_t, T*);
 NANO_ROWS(bf16)
 NANO_ROWS(float)

@@ -40,7 +40,7 @@ void rope(const float* x, const float* cos, const float* sin, const Turn& turn, 
 
 // out = activation(x[i]) * x[size + i]
 template <class T>
-void gate(const float* x, int64_t size, bool gelu, T* out);
+void gate(const float* x, int64_t size, Finish activation, T* out);
 
 // out = x, rounded to T
 template <class T>
