@@ -4,125 +4,102 @@ converted.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.gguf import convert_gguf, write_tokenizer
+from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.gguf_families import FAMILIES
+from nano_inference.models.gguf_tokenizer import write_tokenizer
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from tests.models.tiny_gguf import (
-    FFN,
-    HEAD_DIM,
-    HEADS,
-    HIDDEN,
-    KV_HEADS,
-    VOCAB,
-    gguf,
-    permute_rows,
-    write_gguf,
-)
+from tests.models.hf_to_gguf import PLUS_ONE, TOKEN_IDS, hf_to_gguf
+from tests.models.strong import TOLERANCE, disagreement, strong_model
+from tests.models.tiny_gguf import HEAD_DIM, gguf, write_gguf
 
 LAYERS = 7  # one more than Gemma's period
-KEYS: Mapping[str, Any] = {
-    "block_count": LAYERS,
-    "context_length": 128,
-    "embedding_length": HIDDEN,
-    "feed_forward_length": FFN,
-    "attention.head_count": HEADS,
-    "attention.head_count_kv": KV_HEADS,
-    "attention.key_length": HEAD_DIM,
-    "attention.value_length": HEAD_DIM,
-    "attention.layer_norm_rms_epsilon": 2.0**-20,
-    "rope.freq_base": 5000.0,
+COMMON: Mapping[str, Any] = {"rms_norm_eps": 2.0**-20, "num_hidden_layers": 3}
+ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+LLAMA3: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
-FAMILY_KEYS: Mapping[str, Mapping[str, Any]] = {"gemma3": {"attention.sliding_window": 24}}
-COMMON: Mapping[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 2.0**-20,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-# What a repository of such a model says in its config.json, beyond COMMON.
-HF_CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"rope_theta": 5000.0},
-    "qwen2": {"rope_theta": 5000.0},
-    "qwen3": {"rope_theta": 5000.0},
-    "gemma3": {
-        "rope_theta": 5000.0,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window": 24,
-        "query_pre_attn_scalar": HEAD_DIM,
-        "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
-    },
+YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
 }
 
 
-def metadata(architecture: str, **changes: Any) -> dict[str, Any]:
-    keys = {**KEYS, **FAMILY_KEYS.get(architecture, {}), **changes}
-    token_ids = {
-        f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))
-    }
-    return {
-        **{f"{architecture}.{key}": value for key, value in keys.items() if value is not None},
-        **token_ids,
-    }
+@dataclass(frozen=True)
+class Case:
+    """A family: GGUF's name, transformers' class, and what its config says beside `COMMON`."""
+
+    architecture: str
+    class_name: str
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def hf_model(architecture: str, tied: bool) -> Any:
-    """transformers' model of a family with random weights that survive + 1 - 1."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CASES: Mapping[str, Case] = {
+    "llama": Case("llama", "LlamaForCausalLM"),
+    "llama with biases": Case("llama", "LlamaForCausalLM", {"attention_bias": True}),
+    "llama 3": Case("llama", "LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+    "llama with yarn": Case("llama", "LlamaForCausalLM", {"rope_parameters": YARN}),
+    "mixtral": Case(
+        "llama",
+        "MixtralForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen2": Case("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Case("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Case("qwen3moe", "Qwen3MoeForCausalLM", {**EXPERTS, "norm_topk_prob": True}),
+    "gemma3": Case(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": LAYERS,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "rope_parameters": {
+                "full_attention": ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite": Case(
+        "granite",
+        "GraniteForCausalLM",
+        {
+            "attention_multiplier": 0.375,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.75,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "olmo2": Case("olmo2", "Olmo2ForCausalLM"),
+    "phi3": Case("phi3", "Phi3ForCausalLM", {"sliding_window": 24}),
+    "phi3 without a window": Case("phi3", "Phi3ForCausalLM"),
+}
 
-    config = AutoConfig.for_model(
-        FAMILIES[architecture].model_type,
-        **COMMON,
-        **HF_CONFIGS[architecture],
-        tie_word_embeddings=tied,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data = torch.randint(-64, 64, parameter.shape, generator=generator) / 64
-    return model
 
-
-def hf_weights(model: Any, tied: bool) -> dict[str, np.ndarray]:
-    """The weights as a checkpoint stores them."""
-    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    if tied:
-        del weights["lm_head.weight"]
-    return weights
-
-
-def stored(architecture: str, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """GGUF's names, by the package's own table, and GGUF's values, by what llama.cpp's converters
-    do.
-    """
-    (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(code, LAYERS)
-    tensors: dict[str, np.ndarray] = {}
-    for name, values in weights.items():
-        if architecture == "llama" and "q_proj" in name:
-            values = permute_rows(values, HEADS)
-        if architecture == "llama" and "k_proj" in name:
-            values = permute_rows(values, KV_HEADS)
-        if architecture == "gemma3" and "norm" in name:
-            values = values + 1
-        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
-    return tensors
+def strong(folder: Path, name: str, tied: bool = False) -> Any:
+    """A model of transformers with strong random weights, saved into a folder."""
+    case = CASES[name]
+    config = {"rope_parameters": ROPE, **COMMON, **case.config, "tie_word_embeddings": tied}
+    return strong_model(folder, case.class_name, **config)
 
 
 def convert(path: Path, root: Path) -> Path:
@@ -130,23 +107,20 @@ def convert(path: Path, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_weights_and_configuration_there_and_back(
-    tmp_path: Path, architecture: str, tied: bool
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tied: bool) -> None:
     from transformers import AutoConfig
 
-    model = hf_model(architecture, tied)
-    weights = hf_weights(model, tied)
-    tensors = stored(architecture, weights)
-    folder = convert(
-        write_gguf(tmp_path / "m.gguf", tensors, metadata(architecture), architecture),
-        tmp_path / "cache",
-    )
+    model = strong(tmp_path / "hf", name, tied)
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", CASES[name].architecture)
+    folder = convert(path, tmp_path / "cache")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
     converted = load_file(folder / "model.safetensors")
     assert converted.keys() == weights.keys()
-    for name, values in weights.items():
-        np.testing.assert_array_equal(converted[name], values, err_msg=name)
+    for tensor, values in weights.items():
+        # 1 + w - 1 has the rounding of 1 + w
+        rounding = 1.2e-7 if CASES[name].architecture in PLUS_ONE else 0
+        np.testing.assert_allclose(converted[tensor], values, rtol=0, atol=rounding, err_msg=tensor)
 
     config = AutoConfig.from_pretrained(folder)
     assert type(config) is type(model.config)
@@ -157,22 +131,43 @@ def test_weights_and_configuration_there_and_back(
         "nano_inference_converted_from",
         "_name_or_path",
         "transformers_version",
+        # what GGUF says of a rope by factors is another kind for transformers
+        *(("rope_parameters",) if name == "llama 3" else ()),
     }
     ours, theirs = config.to_dict(), model.config.to_dict()
     for key in ours.keys() | theirs.keys():
         assert key in added or ours.get(key) == theirs.get(key), key
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_agrees_with_transformers_at_every_position(tmp_path: Path, name: str) -> None:
+    oracle = strong(tmp_path / "hf", name)
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", CASES[name].architecture)
+    assert disagreement(convert(path, tmp_path / "cache"), oracle) < TOLERANCE
+
+
+@pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["llama 3", "mixtral"])
+def test_a_quantised_file_agrees_with_its_dequantised_weights(
+    tmp_path: Path, name: str, quantisation: str
+) -> None:
+    oracle = strong(tmp_path / "hf", name)
+    kind = gguf.GGMLQuantizationType[quantisation]
+    for parameter in oracle.parameters():
+        if parameter.dim() > 1:
+            coded = gguf.quantize(parameter.detach().numpy(), kind)
+            parameter.data = torch.from_numpy(gguf.dequantize(coded, kind)).bfloat16().float()
+    architecture = CASES[name].architecture
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", architecture, matrices=kind)
+    folder = convert(path, tmp_path / "cache")
+    assert disagreement(folder, oracle) < TOLERANCE
+
+
 def gemma3_config(
     tmp_path: Path, extra: Mapping[str, Any] | None = None, **changes: Any
 ) -> dict[str, Any]:
-    tensors = stored("gemma3", hf_weights(hf_model("gemma3", tied=True), tied=True))
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        tensors,
-        {**metadata("gemma3", **changes), **(extra or {})},
-        architecture="gemma3",
-    )
+    strong(tmp_path / "hf", "gemma3", tied=True)
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "gemma3", extra=extra, **changes)
     folder = convert(path, tmp_path / "cache")
     generation = json.loads((folder / "generation_config.json").read_text())
     config = json.loads((folder / "config.json").read_text())
@@ -192,11 +187,9 @@ def test_gemma3_takes_what_its_file_may_say(tmp_path: Path) -> None:
     optional = {
         "rope.freq_base_swa": 300.0,
         "attention.sliding_window_pattern": 3,
-        "final_logit_softcapping": 30.0,
     }
     config = gemma3_config(tmp_path, **optional)
     assert config["rope_local_base_freq"] == 300.0
-    assert config["final_logit_softcapping"] == 30.0
     full = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
     assert full == [2, 5]
 
@@ -205,7 +198,7 @@ def test_gemma3_scales_one_rope(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     gemma3_config(tmp_path, **{"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
-    (folder,) = (tmp_path / "cache").iterdir()
+    (folder,) = (each.parent for each in (tmp_path / "cache").glob("*/config.json"))
     rope = AutoConfig.from_pretrained(folder).rope_parameters
     assert rope["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0}
     assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
@@ -236,9 +229,17 @@ def test_gemma3_has_no_default_for_what_llama_cpp_would_guess(tmp_path: Path, ke
         gemma3_config(tmp_path, **{key: None})
 
 
-def test_a_pattern_for_each_layer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"sliding_window_pattern is \[1, 1, 0\]"):
-        gemma3_config(tmp_path, **{"attention.sliding_window_pattern": [1, 1, 0]})
+def test_a_pattern_may_name_each_layer(tmp_path: Path) -> None:
+    config = gemma3_config(
+        tmp_path, **{"attention.sliding_window_pattern": [True, False, *[True] * 5]}
+    )
+    full = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    assert full == [1]
+
+
+def test_a_pattern_of_other_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"layer_types .* 7 entries are needed"):
+        gemma3_config(tmp_path, **{"attention.sliding_window_pattern": [True, True, False]})
 
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -256,7 +257,7 @@ def tokenizer_of(
         "tokenizer.ggml.scores": [-float(i) for i in range(len(vocabulary))],
         **{f"tokenizer.ggml.{key}": value for key, value in extra.items()},
     }
-    path = write_gguf(tmp_path / "m.gguf", {}, {**metadata(architecture), **tokens}, architecture)
+    path = write_gguf(tmp_path / "m.gguf", {}, {**TOKEN_IDS, **tokens}, architecture)
     (tmp_path / "tokenizer").mkdir()
     write_tokenizer(path, tmp_path / "tokenizer")
     return load_tokenizer(tmp_path / "tokenizer")

@@ -66,8 +66,11 @@ def write_gguf(
     metadata: Mapping[str, Any] = METADATA,
     architecture: str = "llama",
     types: Mapping[str, Any] | None = None,
+    raw: Mapping[str, tuple[np.ndarray, Any]] | None = None,
 ) -> Path:
-    """Write a GGUF file. `types`: quantisation of the tensors that are not stored as they are."""
+    """Write a GGUF file. `types`: quantisation of the tensors that are not stored as they are;
+    `raw`: instead of or beside `tensors`, bytes of blocks and their type.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     add: dict[type, Callable[[str, Any], None]] = {
         int: writer.add_uint32,
@@ -78,7 +81,11 @@ def write_gguf(
     }
     for key, value in metadata.items():
         add[type(value)](key, value)
+    for name, (blocks, kind) in (raw or {}).items():
+        writer.add_tensor(name, blocks, raw_dtype=kind)
     for name, tensor in tensors.items():
+        if raw and name in raw:
+            continue
         if types and name in types:
             writer.add_tensor(name, gguf.quantize(tensor, types[name]), raw_dtype=types[name])
         else:

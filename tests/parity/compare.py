@@ -173,7 +173,9 @@ def oracle_of(model: str) -> Any:
 
 
 def smollm2_oracle() -> Any:
-    """SmolLM2 in float32 by transformers' own GGUF loader."""
+    """SmolLM2 in float32 by transformers' own GGUF loader, with what was quantised rounded to
+    bfloat16 as ours.
+    """
     from transformers import AutoModelForCausalLM
 
     from nano_inference.models.embedded import find_embedded
@@ -182,6 +184,9 @@ def smollm2_oracle() -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.bfloat16().float()
     return model.eval()
 
 

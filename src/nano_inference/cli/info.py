@@ -80,6 +80,7 @@ def info(
 def _plans(config: EngineConfig) -> "list[EnginePlan]":
     """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
     from nano_inference.engine.assembly import Rank, plan_engine
+    from nano_inference.models.folders import describe_model
     from nano_inference.models.shard_checks import mesh_of
     from nano_inference.parallel.mesh import Place
 
@@ -96,7 +97,10 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
         for engine in range(engines)
         for rank in range(mesh.world_size)
     ]
-    return [plan_engine(config, rank=Rank(place, here, engines=engine)) for place, engine in places]
+    return [
+        plan_engine(config, rank=Rank(place, here, engines=engine), resolve=describe_model)
+        for place, engine in places
+    ]
 
 
 def _part(plan: "EnginePlan") -> "ModelShard":
@@ -162,12 +166,12 @@ def _policy(plan: "EnginePlan") -> "tuple[Path, ModelSpec]":
 
 
 def _tokenizer(plan: "EnginePlan") -> "Tokenizer | None":
-    from nano_inference.models.loading import resolve_model
+    from nano_inference.models.folders import describe_model
     from nano_inference.text.tokenizer import load_tokenizer
 
     other = plan.config.tokenizer_path
     if other is not None:
-        return load_tokenizer(resolve_model(other))
+        return load_tokenizer(describe_model(other))
     folder, _ = _policy(plan)
     return load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 

@@ -144,6 +144,7 @@ def plan_engine(
     *,
     try_kernels: bool = False,
     rank: Rank | None = None,
+    resolve: Callable[[str], Path] = resolve_model,
 ) -> EnginePlan:
     """Read the configurations of a config's models and decide all that follows from them.
 
@@ -154,20 +155,21 @@ def plan_engine(
         memory: of the card; None: as CUDA tells, or none on a CPU.
         try_kernels: run those of a GPU once, and plan with the reference if they fail.
         rank: whose plan it is; None: rank 0's.
+        resolve: finds the folder of a model's name.
 
     Raises `ConfigError` or `ModelLoadError`.
     """
     rank = rank or Rank(Place(mesh_of(config)))
     device = choose_device(config.device)
-    folder = resolve_model(config.model_path)
+    folder = resolve(config.model_path)
     folders = {POLICY: folder}
     if config.ref_model_path is not None:
         same = config.ref_model_path == config.model_path
-        folders[REFERENCE] = folder if same else resolve_model(config.ref_model_path)
+        folders[REFERENCE] = folder if same else resolve(config.ref_model_path)
     specs = {name: load_spec(each) for name, each in folders.items()}
     heads = None
     if config.draft_model not in (None, SELF):
-        drafting = resolve_model(config.draft_model)
+        drafting = resolve(config.draft_model)
         found = read_heads(drafting, specs[POLICY])
         if found is None:
             folders[DRAFT], specs[DRAFT] = drafting, load_spec(drafting)

@@ -1,11 +1,12 @@
 """Where a model lies, and what its config.json says. Nothing here imports torch."""
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
-from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.gguf import convert_gguf, describe_gguf, gguf_in
 from nano_inference.models.quantisation import refuse_quantised, refuse_side_files
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.regular_files import read_json
@@ -15,16 +16,31 @@ def resolve_model(model_path: str) -> Path:
     """The folder of a model named by folder, embedded name, `.gguf` file or hub id. Raises
     `ModelLoadError`.
     """
+    return _resolve(model_path, convert_gguf, [*_DESCRIPTION, "*.safetensors"])
+
+
+def describe_model(model_path: str) -> Path:
+    """As `resolve_model`, without weights: of a `.gguf` file its header is read, and of a hub id
+    only what is small is downloaded.
+    """
+    return _resolve(model_path, describe_gguf, _DESCRIPTION)
+
+
+_DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id
+
+
+def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[str]) -> Path:
     path = Path(model_path).expanduser()
     if path.is_dir():
-        return path
+        inside = gguf_in(path)
+        return path if inside is None else of_gguf(inside)
     if model_path in EMBEDDED_MODELS:
-        return convert_gguf(find_embedded(model_path))
+        return of_gguf(find_embedded(model_path))
     if path.suffix == ".gguf":
-        return convert_gguf(path)
+        return of_gguf(path)
     if path.exists():
         raise ModelLoadError(f"{model_path} is neither a folder nor a .gguf file.")
-    return _download(model_path)
+    return _download(model_path, patterns)
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -69,7 +85,7 @@ def config_folder(model_path: str) -> Path | None:
     """
     try:
         if Path(model_path).expanduser().exists() or model_path in EMBEDDED_MODELS:
-            return resolve_model(model_path)
+            return describe_model(model_path)
         from huggingface_hub import hf_hub_download  # only here: it is slow to import
 
         return Path(hf_hub_download(model_path, "config.json")).parent
@@ -77,12 +93,11 @@ def config_folder(model_path: str) -> Path | None:
         return None
 
 
-def _download(model_path: str) -> Path:
+def _download(model_path: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # only here: it is slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja"]
         return Path(snapshot_download(model_path, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
         near = difflib.get_close_matches(model_path.lower(), EMBEDDED_MODELS, n=1)

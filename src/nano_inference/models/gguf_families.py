@@ -3,52 +3,51 @@ metadata.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from nano_inference.errors import ModelLoadError
-
 Config = dict[str, Any]
-Transform = Callable[[np.ndarray, Config], np.ndarray]
+RowOrder = Callable[[Config], np.ndarray]
+
+# What stretches the rotary frequencies, by tensors.
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+# A period, or a list with an entry a layer.
+WINDOW_PATTERN = "attention.sliding_window_pattern"
 
 
-def _unpermute_rows(weight: np.ndarray, config: Config, heads_key: str) -> np.ndarray:
-    """Query or key rows in Hugging Face's order. `weight` [num_heads * head_dim, hidden_size] in
-    GGUF's order.
-    """
+def _neighbours_apart(config: Config, heads_key: str) -> np.ndarray:
+    """For each query or key row in Hugging Face's order, which one it is in GGUF's."""
     # GGUF rotates neighbours (0, 1), (2, 3) ...; Hugging Face rotates (0, head_dim / 2), (1,
     # head_dim / 2 + 1) ...
     num_heads, head_dim = config[heads_key], config["head_dim"]
-    if weight.shape[0] != num_heads * head_dim:
-        raise ModelLoadError(
-            f"a weight has {weight.shape[0]} rows; {heads_key} * head_dim is {num_heads * head_dim}"
-        )
-    pairs = weight.reshape(num_heads, head_dim // 2, 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
+    pairs = np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
 
 
-def _minus_one(weight: np.ndarray, config: Config) -> np.ndarray:
-    """A norm's weight where Hugging Face multiplies by 1 + weight and GGUF stores that sum."""
-    return weight - np.float32(1)
+def _every_nth_full(config: Config, period: int) -> list[str]:
+    """Layers with a window, but for each n-th."""
+    return [
+        "sliding_attention" if i % period else "full_attention"
+        for i in range(1, config["num_hidden_layers"] + 1)
+    ]
 
 
 def _gemma3_defaults(config: Config) -> Config:
     """What every Gemma 3 has and its GGUF file leaves to the reader, as llama.cpp fills it in."""
-    num_layers, period = config["num_hidden_layers"], config.get("sliding_window_pattern", 6)
     # The 27B model alone scales queries by something else than head_dim. Only its depth tells it
     # from the others.
     split_evenly = config["hidden_size"] // config["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": 10000.0,
-        "layer_types": [
-            "sliding_attention" if i % period else "full_attention"
-            for i in range(1, num_layers + 1)
-        ],
-        "query_pre_attn_scalar": split_evenly if num_layers == 62 else config["head_dim"],
+        "layer_types": _every_nth_full(config, config.get("sliding_window_pattern", 6)),
+        "query_pre_attn_scalar": split_evenly
+        if config["num_hidden_layers"] == 62
+        else config["head_dim"],
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "attention_bias": False,
@@ -59,23 +58,50 @@ def _gemma3_defaults(config: Config) -> Config:
 class Family:
     """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor
     names.
+
+    Attributes:
+        architecture: Hugging Face's class name.
+        model_type: its name in config.json.
+        layer_names: what follows `blk.N.` in GGUF -> what follows `model.layers.N.`; with
+            `{expert}` in it the tensor holds all experts, one after the other.
+        config_keys: a metadata key without its `llama.`, which a file must have -> configuration
+            key.
+        optional_keys: the same of keys that a file may lack.
+        optional_names: keys of `layer_names` that a file may lack.
+        switches: the key of a tensor -> configuration key that is true where layer 0 has it.
+        row_orders: the key of a tensor -> which stored row each row of Hugging Face's is.
+        plus_one: keys of norms where Hugging Face multiplies by 1 + weight and GGUF stores that
+            sum.
+        rope_factors: tensors that stretch the rotary frequencies, which a file may hold.
+        partial_rotary: heads may be rotated in part.
+        chat_eos_ids: also end a sample where the file carries a chat template.
+        experts_key: configuration key of how many experts a layer has.
+        variant: what it is instead where a metadata key is there, and not 0.
+        defaults: what holds where no metadata says it.
     """
 
-    architecture: str  # Hugging Face's class name
+    architecture: str
     model_type: str
-    # what follows "blk.N." in GGUF -> what follows "model.layers.N."
     layer_names: Mapping[str, str]
-    # GGUF name without "blk.N." -> stored values to Hugging Face's
-    transforms: Mapping[str, Transform]
-    # required metadata key without its "llama." -> configuration key
     config_keys: Mapping[str, str]
-    # the same of keys that a file may lack
     optional_keys: Mapping[str, str] = field(default_factory=dict)
-    defaults: Callable[[Config], Config] = lambda config: {}  # what holds where no metadata says it
-    # a file may hold `rope_freqs.weight`, which divides the rotary frequencies
-    has_rope_freqs: bool = False
-    # ids that also end a sample where the file carries a chat template
+    optional_names: frozenset[str] = frozenset()
+    switches: Mapping[str, str] = field(default_factory=dict)
+    row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    plus_one: frozenset[str] = frozenset()
+    rope_factors: frozenset[str] = frozenset()
+    partial_rotary: bool = False
     chat_eos_ids: tuple[int, ...] = ()
+    experts_key: str = "num_experts"
+    variant: "tuple[str, Family] | None" = None
+    defaults: Callable[[Config], Config] = lambda config: {}
+
+    def of(self, metadata: Mapping[str, Any]) -> "Family":
+        """The family of a file: this one or its variant."""
+        if self.variant is None:
+            return self
+        key, other = self.variant
+        return other if metadata.get(f"{metadata['general.architecture']}.{key}") else self
 
 
 GLOBAL_NAMES: Mapping[str, str] = {
@@ -85,33 +111,56 @@ GLOBAL_NAMES: Mapping[str, str] = {
 }
 OPTIONAL_NAMES = frozenset({"output.weight"})
 
-_LLAMA_NAMES: Mapping[str, str] = {
-    "attn_norm.weight": "input_layernorm.weight",
+_ATTENTION: Mapping[str, str] = {
     "attn_q.weight": "self_attn.q_proj.weight",
     "attn_k.weight": "self_attn.k_proj.weight",
     "attn_v.weight": "self_attn.v_proj.weight",
     "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+_MLP: Mapping[str, str] = {
     "ffn_gate.weight": "mlp.gate_proj.weight",
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
+}
+_TWO_NORMS: Mapping[str, str] = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+_NORMS_AFTER: Mapping[str, str] = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
+# Gemma norms what goes into attention and MLP and what comes out of each.
+_FOUR_NORMS: Mapping[str, str] = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    **_NORMS_AFTER,
 }
 _QKV_BIASES: Mapping[str, str] = {
     "attn_q.bias": "self_attn.q_proj.bias",
     "attn_k.bias": "self_attn.k_proj.bias",
     "attn_v.bias": "self_attn.v_proj.bias",
 }
+_BIASES: Mapping[str, str] = {**_QKV_BIASES, "attn_output.bias": "self_attn.o_proj.bias"}
 _QK_NORMS: Mapping[str, str] = {
     "attn_q_norm.weight": "self_attn.q_norm.weight",
     "attn_k_norm.weight": "self_attn.k_norm.weight",
 }
-# Gemma 3 norms what goes into attention and MLP and what comes out of each.
-_FOUR_NORMS: Mapping[str, str] = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "post_attention_norm.weight": "post_attention_layernorm.weight",
-    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
-    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
-}
+_LLAMA_NAMES: Mapping[str, str] = {**_TWO_NORMS, **_ATTENTION, **_MLP}
+
+
+def _experts(module: str, gate: str, up: str, down: str) -> Mapping[str, str]:
+    """A router, and all experts of a layer in one tensor for each of their three matrices."""
+    return {
+        "ffn_gate_inp.weight": f"{module}.gate.weight",
+        "ffn_gate_exps.weight": f"{module}.experts.{{expert}}.{gate}.weight",
+        "ffn_up_exps.weight": f"{module}.experts.{{expert}}.{up}.weight",
+        "ffn_down_exps.weight": f"{module}.experts.{{expert}}.{down}.weight",
+    }
+
+
+_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+
 _LLAMA_KEYS: Mapping[str, str] = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -121,49 +170,119 @@ _LLAMA_KEYS: Mapping[str, str] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 _ROPE_BASE: Mapping[str, str] = {"rope.freq_base": "rope_theta"}
+_EXPERT_KEYS: Mapping[str, str] = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_WINDOW = "attention.sliding_window"
+
+# What llama.cpp rotates by neighbours.
+_PAIRED_ROWS: Mapping[str, RowOrder] = {
+    f"attn_{part}.{kind}": partial(_neighbours_apart, heads_key=heads)
+    for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
+    for kind in ("weight", "bias")
+}
+
+_LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    layer_names={**_LLAMA_NAMES, **_BIASES},
+    optional_names=frozenset(_BIASES),
+    switches={"attn_q.bias": "attention_bias"},
+    row_orders=_PAIRED_ROWS,
+    config_keys=_LLAMA_KEYS,
+    optional_keys=_ROPE_BASE,
+    rope_factors=frozenset({ROPE_FREQS}),
+)
+_MIXTRAL = replace(
+    _LLAMA,
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    layer_names={**_TWO_NORMS, **_ATTENTION, **_experts("block_sparse_moe", "w1", "w3", "w2")},
+    optional_names=frozenset(),
+    switches={},
+    config_keys={
+        **_LLAMA_KEYS,
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+    experts_key="num_local_experts",
+)
+_QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    layer_names={**_LLAMA_NAMES, **_QKV_BIASES},
+    config_keys=_LLAMA_KEYS,
+    optional_keys=_ROPE_BASE,
+)
+_QWEN3 = replace(
+    _QWEN2,
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    layer_names={**_LLAMA_NAMES, **_QK_NORMS},
+)
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        layer_names=_LLAMA_NAMES,
-        transforms={
-            "attn_q.weight": partial(_unpermute_rows, heads_key="num_attention_heads"),
-            "attn_k.weight": partial(_unpermute_rows, heads_key="num_key_value_heads"),
-        },
-        config_keys=_LLAMA_KEYS,
-        optional_keys=_ROPE_BASE,
-        has_rope_freqs=True,
-    ),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        model_type="qwen2",
-        layer_names={**_LLAMA_NAMES, **_QKV_BIASES},
-        transforms={},
-        config_keys=_LLAMA_KEYS,
-        optional_keys=_ROPE_BASE,
-    ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
-        layer_names={**_LLAMA_NAMES, **_QK_NORMS},
-        transforms={},
-        config_keys=_LLAMA_KEYS,
-        optional_keys=_ROPE_BASE,
+    "llama": replace(_LLAMA, variant=("expert_count", _MIXTRAL)),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "qwen3moe": replace(
+        _QWEN3,
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        layer_names={**_TWO_NORMS, **_ATTENTION, **_QK_NORMS, **_QWEN_EXPERTS},
+        config_keys={**_LLAMA_KEYS, **_EXPERT_KEYS},
+        # as llama.cpp: experts in all layers, and their weights add up to 1
+        defaults=lambda config: {"norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
     "gemma3": Family(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
-        layer_names={**_LLAMA_NAMES, **_FOUR_NORMS, **_QK_NORMS},
-        transforms=dict.fromkeys((*_FOUR_NORMS, *_QK_NORMS, "output_norm.weight"), _minus_one),
+        layer_names={**_ATTENTION, **_MLP, **_FOUR_NORMS, **_QK_NORMS},
+        plus_one=frozenset((*_FOUR_NORMS, *_QK_NORMS, "output_norm.weight")),
         # Required, unlike Llama's: llama.cpp's own defaults for the last two are not Gemma's.
-        config_keys={**_LLAMA_KEYS, **_ROPE_BASE, "attention.sliding_window": "sliding_window"},
+        config_keys={**_LLAMA_KEYS, **_ROPE_BASE, _WINDOW: "sliding_window"},
         optional_keys={
-            "attention.sliding_window_pattern": "sliding_window_pattern",
+            WINDOW_PATTERN: "sliding_window_pattern",
             "rope.freq_base_swa": "rope_local_base_freq",
             "final_logit_softcapping": "final_logit_softcapping",
         },
         defaults=_gemma3_defaults,
         chat_eos_ids=(1, 106),  # <eos>, <end_of_turn>
+    ),
+    "granite": replace(
+        _LLAMA,
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        optional_keys={
+            **_ROPE_BASE,
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        layer_names={**_ATTENTION, **_MLP, **_NORMS_AFTER, **_QK_NORMS},
+        config_keys=_LLAMA_KEYS,
+        optional_keys=_ROPE_BASE,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        layer_names={
+            **_TWO_NORMS,
+            "attn_qkv.weight": "self_attn.qkv_proj.weight",
+            "attn_output.weight": "self_attn.o_proj.weight",
+            "ffn_up.weight": "mlp.gate_up_proj.weight",
+            "ffn_down.weight": "mlp.down_proj.weight",
+        },
+        config_keys=_LLAMA_KEYS,
+        optional_keys={**_ROPE_BASE, _WINDOW: "sliding_window"},
+        rope_factors=frozenset({ROPE_LONG, ROPE_SHORT}),
+        partial_rotary=True,
     ),
 }

@@ -1,0 +1,183 @@
+"""What llama.cpp's `convert_hf_to_gguf.py` does, as far as tiny models need it: names by the gguf
+package's own table, metadata and changed tensors as its converters write them.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.models.tiny_gguf import gguf, permute_rows, write_gguf
+
+Arrays = dict[str, np.ndarray]
+Config = Mapping[str, Any]
+
+# Converters that derive from `LlamaModel` reorder query and key rows; Gemma's write norms as 1 + w.
+PERMUTED = frozenset({"llama", "granite"})
+PLUS_ONE = frozenset({"gemma3"})
+TOKEN_IDS = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
+
+
+def hf_to_gguf(
+    folder: Path,
+    path: Path,
+    architecture: str,
+    matrices: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write the model of a Hugging Face folder as a GGUF file.
+
+    Args:
+        folder: of config.json and safetensors.
+        path: of the file.
+        architecture: GGUF's name of it.
+        matrices: quantisation of all but vectors; None: none.
+        extra: metadata that is not the architecture's.
+        changes: metadata keys without the architecture; None: without that key.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    keys = {**metadata_of(architecture, config), **changes}
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items() if value is not None}
+    tensors = tensors_of(architecture, config, load_file(folder / "model.safetensors"))
+    types = {
+        name: matrices
+        for name, tensor in tensors.items()
+        if matrices is not None and tensor.ndim > 1
+    }
+    return write_gguf(
+        path, tensors, {**metadata, **TOKEN_IDS, **(extra or {})}, architecture, types
+    )
+
+
+def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
+    """A checkpoint's tensors by GGUF's names, with GGUF's values."""
+    (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(code, config["num_hidden_layers"])
+    found: Arrays = {}
+    for name, values in stacked_experts(weights).items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        if architecture in PERMUTED and "q_proj" in name:
+            values = permute_rows(values, config["num_attention_heads"])
+        if architecture in PERMUTED and "k_proj" in name:
+            values = permute_rows(values, config["num_key_value_heads"])
+        if architecture in PLUS_ONE and name.endswith("norm.weight"):
+            values = values + 1
+        found[own] = values
+    rope = _rope(config)
+    if rope.get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = llama3_factors(rope, config["head_dim"])
+    return found
+
+
+def stacked_experts(weights: Arrays) -> Arrays:
+    """All experts of a layer in one tensor for each of their matrices."""
+    found: Arrays = {}
+    experts: dict[str, Arrays] = {}
+    for name, values in weights.items():
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
+        if expert is None:
+            found[name] = values
+            continue
+        merged = f"{expert[1]}.{expert[3]}"
+        # as `LlamaModel` names Mixtral's
+        merged = re.sub(r"^model\.(.*)\.block_sparse_moe\.", r"\1.feed_forward.", merged)
+        experts.setdefault(merged, {})[expert[2]] = values
+    for merged, each in experts.items():
+        found[merged] = np.stack([each[number] for number in sorted(each, key=int)])
+    return found
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    return rope.get("full_attention", rope)
+
+
+def llama3_factors(rope: Config, head_dim: int) -> np.ndarray:
+    """What divides each frequency (`LlamaModel.generate_extra_tensors`)."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    context, factor = rope["original_max_position_embeddings"], rope["factor"]
+    factors: list[float] = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        if wavelength < context / high:
+            factors.append(1.0)
+        elif wavelength > context / low:
+            factors.append(factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def metadata_of(architecture: str, config: Config) -> dict[str, Any]:
+    """As `TextModel.set_gguf_parameters` and what its subclasses add."""
+    rope = _rope(config)
+    keys = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
+        "rope.freq_base": rope["rope_theta"],
+        "expert_count": config.get("num_local_experts", config.get("num_experts")),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "file_type": None,
+    }
+    if rope.get("rope_type") in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") == "yarn":
+        keys |= {
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_attn_factor": rope.get("attention_factor"),
+            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+            "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
+        }
+    return keys | _EXTRA.get(architecture, lambda config: {})(config)
+
+
+def _llama(config: Config) -> dict[str, Any]:
+    return {"vocab_size": config["vocab_size"], "rope.dimension_count": _head_dim(config)}
+
+
+def _head_dim(config: Config) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _granite(config: Config) -> dict[str, Any]:
+    return _llama(config) | {
+        "attention.key_length": None,
+        "attention.value_length": None,
+        "attention.scale": config["attention_multiplier"],
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"],
+    }
+
+
+def _phi3(config: Config) -> dict[str, Any]:
+    return {
+        "attention.key_length": None,
+        "attention.value_length": None,
+        "rope.dimension_count": _head_dim(config),
+        "rope.scaling.original_context_length": config["original_max_position_embeddings"],
+        "attention.sliding_window": config.get("sliding_window") or 0,
+    }
+
+
+def _gemma3(config: Config) -> dict[str, Any]:
+    return {"attention.sliding_window": config["sliding_window"]}
+
+
+_EXTRA = {"llama": _llama, "granite": _granite, "phi3": _phi3, "gemma3": _gemma3}
