@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from nano_inference.cli import generate as command
+from nano_inference.errors import ConfigError
 from nano_inference.models.generation_defaults import generation_defaults
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
@@ -21,6 +22,7 @@ from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
 from nano_inference.serving.protocols.requests import ApiProtocol
+from nano_inference.serving.server import log_ready
 from nano_inference.types import SamplingParams
 from tests.cli.running import run
 from tests.serving.scripted import ScriptedClient
@@ -69,6 +71,47 @@ def test_what_a_request_leaves_out_is_as_recommended(
         "temperature": 0
     }
     assert params_of(protocol, body, served(generation_config="none")) == NEUTRAL
+
+
+@pytest.mark.parametrize(("protocol", "body"), USUAL)
+def test_a_folder_recommends_instead_of_the_model(
+    protocol: ApiProtocol, body: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    to = served(generation_config=str(tmp_path))
+    assert params_of(protocol, body, to) == NEUTRAL | {"top_k": 7}
+    assert params_of(protocol, body, served(rl=True, generation_config=str(tmp_path)))["top_k"] == 7
+
+
+def test_a_server_shows_what_it_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nano_inference"), "propagate", True)
+    caplog.set_level("INFO")
+
+    def told(**config: Any) -> str:
+        caplog.clear()
+        to = served(**config)
+        log_ready(to.config, to)
+        return caplog.text
+
+    assert "as generation_config.json recommends: temperature=0.6, top_p=0.95, top_k=20" in told()
+    assert "recommends" not in told(generation_config="none")
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    folder = str(tmp_path)
+    assert f"generation_config.json of {folder} recommends: top_k=7;" in told(
+        generation_config=folder
+    )
+
+
+@pytest.mark.parametrize("use", ["", "automatic", "/nowhere", 5])
+def test_a_folder_without_the_file_is_refused(use: Any, folders: dict[str, str]) -> None:
+    told = "must be 'auto', 'none' or a folder that holds generation_config.json"
+    with pytest.raises(ConfigError, match=f"generation_config={use!r} {told}"):
+        ServerConfig(generation_config=use)
+    result = run("generate", folders["chat"], "-p", "[1]", "--generation-config", str(use))
+    assert result.exit_code == 2
+    assert told in " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(("protocol", "body"), USUAL)
@@ -165,3 +208,9 @@ def test_the_command_line_takes_it_where_nothing_is_given(
     params, told = sampled("--generation-config", "none")
     assert (params.temperature, params.top_k) == (1.0, 0)
     assert "recommends" not in told
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.5}')
+    params, told = sampled("--generation-config", str(other))
+    assert (params.temperature, params.top_k, params.top_p) == (1.0, 0, 0.5)
+    assert "other recommends: top_p=0.5" in " ".join(told.split())

@@ -12,7 +12,13 @@ import typer
 
 from nano_inference.cli.terminal import errors, set_up_logging
 from nano_inference.errors import ConfigError
-from nano_inference.models.generation_defaults import GenerationConfig, as_text, generation_defaults
+from nano_inference.models.generation_defaults import (
+    AUTO,
+    NONE,
+    as_text,
+    check_generation_config,
+    generation_defaults,
+)
 from nano_inference.options import is_optional
 from nano_inference.types import SAMPLING, SamplingParams
 
@@ -174,6 +180,14 @@ def _note_verbose(verbose: bool) -> bool:
     return verbose
 
 
+def _checked_defaults(use: str) -> str:
+    try:
+        check_generation_config(use)
+    except ConfigError as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    return use
+
+
 def _embedded_names() -> list[str]:
     from nano_inference.models.embedded import EMBEDDED_MODELS
 
@@ -206,11 +220,14 @@ ApiKeyFile = Annotated[
     Path | None, typer.Option("--api-key-file", help="The server's key is in this file.")
 ]
 GenerationDefaults = Annotated[
-    GenerationConfig,
+    str,
     typer.Option(
         "--generation-config",
+        metavar="auto|none|FOLDER",
         rich_help_panel=SAMPLING,
-        help="auto: what is not given here is as the model's generation_config.json recommends.",
+        callback=_checked_defaults,
+        help="auto: what is not given here is as the model's generation_config.json recommends; "
+        "none: it is neutral; FOLDER: as that of this folder does.",
     ),
 ]
 Verbose = Annotated[
@@ -235,13 +252,16 @@ Debug = Annotated[
 
 
 def with_recommended(
-    ctx: typer.Context, params: SamplingParams, folder: Path, use: GenerationConfig
+    ctx: typer.Context, params: SamplingParams, folder: Path, use: str
 ) -> SamplingParams:
-    """Parameters, of which those that the command line left out are as the model recommends."""
-    found = generation_defaults(folder) if use == "auto" else {}
+    """Parameters, of which those that the command line left out are as the model recommends, or
+    the folder that `use` names.
+    """
+    found = {} if use == NONE else generation_defaults(folder if use == AUTO else Path(use))
     left_out = {name: value for name, value in found.items() if not is_given(ctx, name)}
     if left_out:
-        errors.print(f"sampling as the model recommends: {as_text(left_out)}", style="dim")
+        source = "the model" if use == AUTO else use
+        errors.print(f"sampling as {source} recommends: {as_text(left_out)}", style="dim")
     return replace(params, **left_out)
 
 

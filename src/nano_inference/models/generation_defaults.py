@@ -8,16 +8,17 @@ the routes by which trainers sample take only what a request says.
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from nano_inference.errors import ConfigError
 from nano_inference.models.config_checks import is_finite
 from nano_inference.options import is_whole
 from nano_inference.regular_files import read_json
 
 logger = logging.getLogger(__name__)
 
-# Whether they are taken: the model's, or none.
-GenerationConfig = Literal["auto", "none"]
+AUTO, NONE = "auto", "none"  # whether they are taken; any other word names a folder
+FILE = "generation_config.json"
 
 
 # Parameters that are read -> what the engine takes of them. `top_k` is an integer; 0 and -1 keep
@@ -31,6 +32,18 @@ _TAKEN: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
+def check_generation_config(use: Any) -> None:
+    """Raise `ConfigError` for what is neither auto, none nor a folder with a
+    generation_config.json.
+    """
+    if use in (AUTO, NONE):
+        return
+    if not isinstance(use, str) or not (Path(use) / FILE).is_file():
+        raise ConfigError(
+            f"generation_config={use!r} must be {AUTO!r}, {NONE!r} or a folder that holds {FILE}."
+        )
+
+
 def generation_defaults(folder: Path) -> dict[str, float]:
     """What generation_config.json of a model's folder recommends, as fields of `SamplingParams`;
     empty: nothing.
@@ -38,7 +51,7 @@ def generation_defaults(folder: Path) -> dict[str, float]:
     A value that the engine does not take is left out, with a warning. Raises `ModelLoadError` for a
     file that cannot be read.
     """
-    path = folder / "generation_config.json"
+    path = folder / FILE
     told = read_json(path) if path.exists() else {}
     found: dict[str, float] = {}
     for name, is_taken in _TAKEN.items():

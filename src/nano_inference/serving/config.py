@@ -4,11 +4,11 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from nano_inference.errors import ConfigError
-from nano_inference.models.generation_defaults import GenerationConfig
+from nano_inference.models.generation_defaults import check_generation_config
 from nano_inference.options import check_least, is_number, is_whole, option, strict_options
 from nano_inference.serving.log_lines import LogFormat
 
@@ -86,8 +86,8 @@ class ServerConfig:
         tool_format: name of the format of tool calls; None: found out from the chat template.
         reasoning_format: name of the format of reasoning; None: found out.
         generation_config: `"auto"`: what a request to OpenAI's and Anthropic's routes leaves out is
-            as the model's generation_config.json recommends; `"none"`: it is neutral. None: auto,
-            and none with `rl`.
+            as the model's generation_config.json recommends; `"none"`: it is neutral; else a
+            folder, of which that file is read instead. None: auto, and none with `rl`.
         log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
         log_format: `"text"`, or `"json"`: one object a line.
         log_prompts: also log prompts and completions.
@@ -228,11 +228,12 @@ class ServerConfig:
     reasoning_format: str | None = option(
         None, SERVER, "How it writes reasoning. Default: by its template."
     )
-    generation_config: GenerationConfig | None = option(
+    generation_config: str | None = option(
         None,
         LIMITS,
-        "auto: what requests leave out is as the model's generation_config.json recommends. "
-        "Default: auto; none with --rl.",
+        "auto: what requests leave out is as the model's generation_config.json recommends; none: "
+        "it is neutral; FOLDER: as that of this folder does. Default: auto; none with --rl.",
+        metavar="auto|none|FOLDER",
         unset=("auto", "none"),  # a trainer's logprobs are of what it asked for
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
@@ -267,10 +268,7 @@ class ServerConfig:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
-        if self.generation_config not in get_args(GenerationConfig):
-            raise ConfigError(
-                f"generation_config={self.generation_config!r} must be 'auto' or 'none'."
-            )
+        check_generation_config(self.generation_config)
         self._check_names()
         check_least(self, ConfigError)
         if self.max_pending_bytes < self.max_body_bytes:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from nano_inference.models.generation_defaults import as_text
+from nano_inference.models.generation_defaults import AUTO, as_text
 from nano_inference.serving import paths
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
@@ -236,9 +236,10 @@ def log_ready(config: ServerConfig, served: Served) -> None:
     )
     if served.sampling_defaults:
         log.info(
-            "what requests leave out is as generation_config.json recommends: %s; "
+            "what requests leave out is as generation_config.json%s recommends: %s; "
             "--generation-config none turns that "
             "off.",
+            "" if config.generation_config == AUTO else f" of {config.generation_config}",
             as_text(served.sampling_defaults),
         )
 

@@ -8,10 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from nano_inference.budget import Demand, Names, demand_of, require_affordable
 from nano_inference.errors import RequestTooLarge, VersionGone
+from nano_inference.models.generation_defaults import AUTO, NONE, generation_defaults
 from nano_inference.serving.choices import PLAIN, Choice, ChoiceDelta, TextStyle, new_choice
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.config import ServerConfig
@@ -113,7 +115,10 @@ class Served:
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
         """What holds where a request of the usual protocols leaves a sampling parameter out."""
-        return self.engine.sampling_defaults if self.config.generation_config == "auto" else {}
+        use = self.config.generation_config or AUTO
+        if use == AUTO:
+            return self.engine.sampling_defaults
+        return {} if use == NONE else generation_defaults(Path(use))
 
     @cached_property
     def longest_token(self) -> int | None:
