@@ -87,7 +87,7 @@ def test_a_server_shows_what_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nano_inference"), "propagate", True)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="nano_inference.serving")
 
     def told(**config: Any) -> str:
         caplog.clear()

@@ -18,8 +18,8 @@ Arrays = dict[str, np.ndarray]
 Config = Mapping[str, Any]
 
 # Converters that derive from `LlamaModel` reorder query and key rows; Gemma's write norms as 1 + w.
-PERMUTED = frozenset({"llama", "granite"})
-PLUS_ONE = frozenset({"gemma3"})
+PERMUTED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
+PLUS_ONE = frozenset({"gemma", "gemma3"})
 TOKEN_IDS = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
 
 
@@ -60,7 +60,7 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
     (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(code, config["num_hidden_layers"])
     found: Arrays = {}
-    for name, values in stacked_experts(weights).items():
+    for name, values in stacked_experts(_apart(architecture, weights)).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         if architecture in PERMUTED and "q_proj" in name:
@@ -69,10 +69,31 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
             values = permute_rows(values, config["num_key_value_heads"])
         if architecture in PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
-        found[own] = values
+        # files of llama.cpp before 2025 have a vector here
+        found[own] = values[0] if "shared_expert_gate" in name else values
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_factors(rope, config["head_dim"])
+    return found
+
+
+def _apart(architecture: str, weights: Arrays) -> Arrays:
+    """Gate and up by themselves, as `GraniteMoeModel` writes them."""
+    if architecture != "granitemoe":
+        return weights
+    found: Arrays = {}
+    for name, values in weights.items():
+        if not name.endswith("input_linear.weight"):
+            found[name] = values
+            continue
+        gate, up = np.split(values, 2, axis=-2)
+        layer = name.split(".")[2]
+        if "shared" in name:
+            prefix = f"model.layers.{layer}.mlp.shared_expert"
+            found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+        else:
+            prefix = f"model.layers.{layer}.mlp.experts"
+            found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
     return found
 
 
@@ -166,6 +187,31 @@ def _granite(config: Config) -> dict[str, Any]:
     }
 
 
+def _granitemoe(config: Config) -> dict[str, Any]:
+    return _granite(config) | {
+        "expert_shared_feed_forward_length": config.get("shared_intermediate_size")
+    }
+
+
+def _qwen2moe(config: Config) -> dict[str, Any]:
+    return {"expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}
+
+
+def _gemma(config: Config) -> dict[str, Any]:
+    return {"rope.freq_base": None}
+
+
+def _windows(config: Config) -> dict[str, Any]:
+    """As `Olmo2Model` and `Exaone4Model` write them."""
+    if config.get("sliding_window") is None:
+        return {}
+    kinds = config["layer_types"]
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+    }
+
+
 def _phi3(config: Config) -> dict[str, Any]:
     return {
         "attention.key_length": None,
@@ -180,4 +226,15 @@ def _gemma3(config: Config) -> dict[str, Any]:
     return {"attention.sliding_window": config["sliding_window"]}
 
 
-_EXTRA = {"llama": _llama, "granite": _granite, "phi3": _phi3, "gemma3": _gemma3}
+_EXTRA = {
+    "llama": _llama,
+    "smollm3": _llama,
+    "granite": _granite,
+    "granitemoe": _granitemoe,
+    "qwen2moe": _qwen2moe,
+    "phi3": _phi3,
+    "gemma": _gemma,
+    "gemma3": _gemma3,
+    "olmo2": _windows,
+    "exaone4": _windows,
+}

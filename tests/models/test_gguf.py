@@ -248,7 +248,7 @@ def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
         ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
         (
             {"llama.attention.head_count_kv": 4},
-            r"shape \(32, 64\) for the tensor .*k_proj.* asks for \(64, 64\)",
+            r"attn_k\.weight has 32 rows, and its metadata asks for 64",
         ),
     ],
 )
@@ -270,7 +270,7 @@ def test_missing_metadata_is_named(tmp_path: Path) -> None:
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), architecture="mamba")
     with pytest.raises(
-        ModelLoadError, match=r"architecture 'mamba'; known are .*gemma3, .*llama, .*qwen2, qwen3"
+        ModelLoadError, match=r"architecture 'mamba'; known are .*gemma3, .*llama, .*qwen2, "
     ):
         convert(path, tmp_path / "cache")
 

@@ -54,6 +54,8 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
     }
     values = {key: value for key, value in values.items() if value or key not in _NONE_AT_ZERO}
     known = family.config_keys.keys() | family.optional_keys.keys() | _COMMON_KEYS
+    if isinstance(values.get(WINDOW_PATTERN), list):
+        known |= {WINDOW_PATTERN}
     if unknown := sorted(values.keys() - known):
         raise ModelLoadError(
             f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration"
@@ -91,7 +93,16 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         # the loader chooses a dtype by it: the one above is only how this is stored
         "nano_inference_converted_from": "gguf",
     }
+    if family.unscaled_in_windows:
+        config |= _ropes_by_window(config)
     return {**family.defaults(config), **config}
+
+
+def _ropes_by_window(config: Config) -> Config:
+    """As transformers writes it where the scaling is that of layers without a window."""
+    own = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    full = {**own, **config.pop("rope_scaling", {})}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": own}}
 
 
 _DTYPES = {"F32": "float32", "F16": "float16"}

@@ -54,6 +54,14 @@ def _gemma3_defaults(config: Config) -> Config:
     }
 
 
+def _exaone4_defaults(config: Config) -> Config:
+    """Windows in three layers of four, or in none."""
+    if "sliding_window" in config:
+        return {"layer_types": _every_nth_full(config, 4)}
+    full = ["full_attention"] * config["num_hidden_layers"]
+    return {"sliding_window": None, "layer_types": full}
+
+
 @dataclass(frozen=True)
 class Family:
     """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor
@@ -63,7 +71,8 @@ class Family:
         architecture: Hugging Face's class name.
         model_type: its name in config.json.
         layer_names: what follows `blk.N.` in GGUF -> what follows `model.layers.N.`; with
-            `{expert}` in it the tensor holds all experts, one after the other.
+            `{expert}` in it the tensor is cut into those of all experts, and where two have one
+            name their rows follow each other, expert by expert.
         config_keys: a metadata key without its `llama.`, which a file must have -> configuration
             key.
         optional_keys: the same of keys that a file may lack.
@@ -73,9 +82,10 @@ class Family:
         plus_one: keys of norms where Hugging Face multiplies by 1 + weight and GGUF stores that
             sum.
         rope_factors: tensors that stretch the rotary frequencies, which a file may hold.
+        unscaled_in_windows: layers with a window turn as the rope base says, whatever stretches
+            the others.
         partial_rotary: heads may be rotated in part.
         chat_eos_ids: also end a sample where the file carries a chat template.
-        experts_key: configuration key of how many experts a layer has.
         variant: what it is instead where a metadata key is there, and not 0.
         defaults: what holds where no metadata says it.
     """
@@ -90,9 +100,9 @@ class Family:
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     plus_one: frozenset[str] = frozenset()
     rope_factors: frozenset[str] = frozenset()
+    unscaled_in_windows: bool = False
     partial_rotary: bool = False
     chat_eos_ids: tuple[int, ...] = ()
-    experts_key: str = "num_experts"
     variant: "tuple[str, Family] | None" = None
     defaults: Callable[[Config], Config] = lambda config: {}
 
@@ -173,7 +183,6 @@ _ROPE_BASE: Mapping[str, str] = {"rope.freq_base": "rope_theta"}
 _EXPERT_KEYS: Mapping[str, str] = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _WINDOW = "attention.sliding_window"
 
@@ -207,7 +216,6 @@ _MIXTRAL = replace(
         "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
     },
-    experts_key="num_local_experts",
 )
 _QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
@@ -223,6 +231,67 @@ _QWEN3 = replace(
     layer_names={**_LLAMA_NAMES, **_QK_NORMS},
 )
 
+_GRANITE = replace(
+    _LLAMA,
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    optional_keys={
+        **_ROPE_BASE,
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+)
+_GRANITE_MOE = replace(
+    _GRANITE,
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    layer_names={
+        **_TWO_NORMS,
+        **_ATTENTION,
+        "ffn_gate_inp.weight": "block_sparse_moe.router.layer.weight",
+        "ffn_gate_exps.weight": "block_sparse_moe.input_linear.weight",
+        "ffn_up_exps.weight": "block_sparse_moe.input_linear.weight",
+        "ffn_down_exps.weight": "block_sparse_moe.output_linear.weight",
+    },
+    optional_names=frozenset(),
+    switches={},
+    config_keys={
+        **_LLAMA_KEYS,
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+)
+_SHARED_SIZE = "expert_shared_feed_forward_length"
+_GRANITE_MOE_SHARED = replace(
+    _GRANITE_MOE,
+    architecture="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
+    layer_names={
+        **_GRANITE_MOE.layer_names,
+        "ffn_gate_shexp.weight": "shared_mlp.input_linear.weight",
+        "ffn_up_shexp.weight": "shared_mlp.input_linear.weight",
+        "ffn_down_shexp.weight": "shared_mlp.output_linear.weight",
+    },
+    config_keys={**_GRANITE_MOE.config_keys, _SHARED_SIZE: "shared_intermediate_size"},
+)
+_OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    layer_names={**_ATTENTION, **_MLP, **_NORMS_AFTER, **_QK_NORMS},
+    config_keys=_LLAMA_KEYS,
+    optional_keys=_ROPE_BASE,
+)
+_OLMO3 = replace(
+    _OLMO2,
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    config_keys={**_LLAMA_KEYS, _WINDOW: "sliding_window"},
+    unscaled_in_windows=True,
+    defaults=lambda config: {"layer_types": _every_nth_full(config, 4)},
+)
+
 FAMILIES: Mapping[str, Family] = {
     "llama": replace(_LLAMA, variant=("expert_count", _MIXTRAL)),
     "qwen2": _QWEN2,
@@ -232,9 +301,46 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         layer_names={**_TWO_NORMS, **_ATTENTION, **_QK_NORMS, **_QWEN_EXPERTS},
-        config_keys={**_LLAMA_KEYS, **_EXPERT_KEYS},
+        config_keys={
+            **_LLAMA_KEYS,
+            **_EXPERT_KEYS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
         # as llama.cpp: experts in all layers, and their weights add up to 1
         defaults=lambda config: {"norm_topk_prob": True, "decoder_sparse_step": 1},
+    ),
+    "qwen2moe": replace(
+        _QWEN2,
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        layer_names={
+            **_TWO_NORMS,
+            **_ATTENTION,
+            **_QKV_BIASES,
+            **_QWEN_EXPERTS,
+            "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
+            "ffn_gate_shexp.weight": "mlp.shared_expert.gate_proj.weight",
+            "ffn_up_shexp.weight": "mlp.shared_expert.up_proj.weight",
+            "ffn_down_shexp.weight": "mlp.shared_expert.down_proj.weight",
+        },
+        config_keys={
+            **_LLAMA_KEYS,
+            **_EXPERT_KEYS,
+            "expert_feed_forward_length": "moe_intermediate_size",
+            _SHARED_SIZE: "shared_expert_intermediate_size",
+        },
+        # as llama.cpp: experts in all layers, and weights as the softmax over all gives them
+        defaults=lambda config: {"norm_topk_prob": False, "decoder_sparse_step": 1},
+    ),
+    "gemma": Family(
+        architecture="GemmaForCausalLM",
+        model_type="gemma",
+        layer_names={**_TWO_NORMS, **_ATTENTION, **_MLP},
+        plus_one=frozenset((*_TWO_NORMS, "output_norm.weight")),
+        config_keys=_LLAMA_KEYS,
+        optional_keys=_ROPE_BASE,
+        defaults=lambda config: {"hidden_act": "gelu_pytorch_tanh"},
+        chat_eos_ids=(1, 107),  # <eos>, <end_of_turn>
     ),
     "gemma3": Family(
         architecture="Gemma3ForCausalLM",
@@ -251,24 +357,47 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_gemma3_defaults,
         chat_eos_ids=(1, 106),  # <eos>, <end_of_turn>
     ),
-    "granite": replace(
-        _LLAMA,
-        architecture="GraniteForCausalLM",
-        model_type="granite",
-        optional_keys={
-            **_ROPE_BASE,
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+    "granite": _GRANITE,
+    "granitemoe": replace(_GRANITE_MOE, variant=(_SHARED_SIZE, _GRANITE_MOE_SHARED)),
+    "olmo2": replace(_OLMO2, variant=(_WINDOW, _OLMO3)),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        layer_names={**_TWO_NORMS, **_ATTENTION, **_QK_NORMS, **_QWEN_EXPERTS},
+        config_keys={**_LLAMA_KEYS, **_EXPERT_KEYS},
+        optional_keys=_ROPE_BASE,
+        defaults=lambda config: {"norm_topk_prob": False},  # as llama.cpp
     ),
-    "olmo2": Family(
-        architecture="Olmo2ForCausalLM",
-        model_type="olmo2",
+    "exaone4": Family(
+        architecture="Exaone4ForCausalLM",
+        model_type="exaone4",
         layer_names={**_ATTENTION, **_MLP, **_NORMS_AFTER, **_QK_NORMS},
         config_keys=_LLAMA_KEYS,
+        optional_keys={**_ROPE_BASE, _WINDOW: "sliding_window"},
+        rope_factors=frozenset({ROPE_FREQS}),
+        defaults=_exaone4_defaults,
+    ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        layer_names={
+            "attn_norm.weight": "input_layernorm.weight",
+            "post_attention_norm.weight": "post_attention_layernorm.weight",
+            **_ATTENTION,
+            **_MLP,
+            **_BIASES,
+        },
+        optional_names=frozenset(_BIASES),
+        switches={"attn_q.bias": "attention_bias", "attn_output.bias": "attention_out_bias"},
+        config_keys=_LLAMA_KEYS,
         optional_keys=_ROPE_BASE,
+    ),
+    "smollm3": replace(
+        _LLAMA,
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        # as llama.cpp: each fourth layer is not rotated, and none has a window
+        defaults=lambda config: {"no_rope_layer_interval": 4, "use_sliding_window": False},
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",

@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from nano_inference.models.gguf_families import GLOBAL_NAMES, OPTIONAL_NAMES, Co
 from nano_inference.models.gguf_header import StoredTensor
 from nano_inference.models.spec import spec_from_config
 
+if TYPE_CHECKING:
+    from nano_inference.models.weights import FusedTensor
+
 Stored = Mapping[str, StoredTensor]
 
 CHUNK = 2**22  # numbers that are dequantised at a time
@@ -25,26 +29,25 @@ CHUNK = 2**22  # numbers that are dequantised at a time
 _KEPT = {"F32": 4, "F16": 2, "BF16": 2}
 
 
-def _names(family: Family, config: Config) -> dict[str, tuple[str, ...]]:
-    """GGUF name -> Hugging Face's of every tensor that a file of this configuration may hold.
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor of Hugging Face's, and what it is made of.
 
-    Where it has several, it is cut along its first dimension.
+    Attributes:
+        name: its name.
+        shape: its shape.
+        dtype: safetensors' name of what it is written in.
+        pieces: rows of stored tensors, in Hugging Face's order, one after the other.
     """
-    names: dict[str, tuple[str, ...]] = {key: (hf_name,) for key, hf_name in GLOBAL_NAMES.items()}
-    for layer in range(config["num_hidden_layers"]):
-        for key, hf_name in family.layer_names.items():
-            full = f"model.layers.{layer}.{hf_name}"
-            names[f"blk.{layer}.{key}"] = (
-                tuple(full.format(expert=i) for i in range(config[family.experts_key]))
-                if "{expert}" in full
-                else (full,)
-            )
-    return names
 
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[tuple[StoredTensor, range], ...]
 
-def _kind_of(name: str) -> str:
-    """A tensor's name without its layer: `blk.7.attn_q.weight` -> `attn_q.weight`."""
-    return re.sub(r"^blk\.\d+\.", "", name)
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _KEPT[self.dtype]
 
 
 def require_names(family: Family, config: Config, stored: Stored) -> None:
@@ -70,65 +73,136 @@ def write_safetensors(path: Path, family: Family, config: Config, stored: Stored
     Raises `ModelLoadError` where shapes contradict the config, or the disk has no room, before
     anything is written.
     """
-    names = _names(family, config)
-    weights = {name: tensor for name, tensor in stored.items() if name in names}
+    targets = _targets(family, config, stored)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in weights.items():
-        dtype, width = _stored_as(tensor, family)
-        for hf_name, shape in _hf_shapes(tensor, names[name]).items():
-            begin, end = end, end + width * prod(shape)
-            header[hf_name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    _require_shapes(config, header)
+    for each in targets:
+        begin, end = end, end + each.num_bytes
+        header[each.name] = {
+            "dtype": each.dtype,
+            "shape": each.shape,
+            "data_offsets": [begin, end],
+        }
     _require_room(path, end)
     encoded = json.dumps(header).encode("utf-8")
     encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in weights.values():
-            for chunk in _chunks(tensor, family, config):
-                file.write(chunk.data)
+        for each in targets:
+            for tensor, rows in each.pieces:
+                for chunk in _chunks(tensor, rows, each.dtype, family, config):
+                    file.write(chunk.data)
         file.flush()
         # the rename that publishes the folder must not reach the disk before its contents
         os.fsync(file.fileno())
 
 
-def _stored_as(tensor: StoredTensor, family: Family) -> tuple[str, int]:
-    """safetensors' dtype of what is written of a tensor, and its bytes."""
-    if _kind_of(tensor.name) in family.plus_one:
-        return "F32", 4  # 1 + w - 1 in 16 bits would lose the digits of a small w
-    name = tensor.kind.name if tensor.kind.name in _KEPT else "BF16"
-    return name, _KEPT[name]
+def _names(family: Family, config: Config) -> dict[str, str]:
+    """GGUF name -> Hugging Face's of every tensor that a file of this configuration may hold."""
+    names = dict(GLOBAL_NAMES)
+    for layer in range(config["num_hidden_layers"]):
+        for key, hf_name in family.layer_names.items():
+            names[f"blk.{layer}.{key}"] = f"model.layers.{layer}.{hf_name}"
+    return names
 
 
-def _hf_shapes(tensor: StoredTensor, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name -> shape, of what one tensor is cut into."""
-    if len(names) == 1:
-        return {names[0]: tensor.shape}
-    if tensor.shape[0] != len(names):
-        raise ModelLoadError(
-            f"the GGUF tensor {tensor.name} holds {tensor.shape[0]} experts, and expert_count is "
-            f"{len(names)}"
-        )
-    return dict.fromkeys(names, tensor.shape[1:])
+def _kind_of(name: str) -> str:
+    """A tensor's name without its layer: `blk.7.attn_q.weight` -> `attn_q.weight`."""
+    return re.sub(r"^blk\.\d+\.", "", name)
 
 
-def _require_shapes(config: Config, header: Mapping[str, Any]) -> None:
-    from nano_inference.models.weights import named_slots, param_table  # brings in torch
+def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
+    """All that is to be written, checked against what the decoder wants."""
+    sources: dict[str, list[StoredTensor]] = {}
+    for name, hf_name in _names(family, config).items():
+        if name in stored:
+            _require_order(stored[name], family, config)
+            sources.setdefault(hf_name, []).append(stored[name])
+    targets: list[_Target] = []
+    for hf_name, tensors in sources.items():
+        experts = tensors[0].shape[0] if len(tensors[0].shape) == 3 else 1
+        dtypes = {_stored_as(tensor, family) for tensor in tensors}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+        each = [tuple(_expert(tensor, i) for tensor in tensors) for i in range(experts)]
+        whole = sum(tensor.num_rows for tensor in tensors), tensors[0].shape[-1]
+        if "{expert}" in hf_name:
+            targets += [
+                _Target(hf_name.format(expert=i), (whole[0] // experts, whole[1]), dtype, pieces)
+                for i, pieces in enumerate(each)
+            ]
+            continue
+        shape = tensors[0].shape
+        if len(tensors) > 1:
+            shape = (*shape[:-2], whole[0] // experts, whole[1])
+        targets.append(_Target(hf_name, shape, dtype, tuple(part for all in each for part in all)))
+    return _checked_all(targets, config)
 
-    slots = named_slots(param_table(spec_from_config(config)))
+
+def _expert(tensor: StoredTensor, number: int) -> tuple[StoredTensor, range]:
+    """The rows of one expert, or of all where there are no experts."""
+    size = tensor.shape[-2] if len(tensor.shape) == 3 else _num_rows(tensor)
+    return tensor, range(number * size, (number + 1) * size)
+
+
+def _num_rows(tensor: StoredTensor) -> int:
+    """Vectors are rows of one number, so that they can be reordered as matrices are."""
+    is_vector = len(tensor.shape) == 1 and tensor.kind.name in _KEPT
+    return tensor.shape[0] if is_vector else tensor.num_rows
+
+
+def _checked_all(targets: list[_Target], config: Config) -> list[_Target]:
+    """Raise `ModelLoadError` unless they are what the decoder reads, one by one or fused."""
+    from nano_inference.models.weights import (  # brings in torch
+        fused_tensors,
+        named_slots,
+        param_table,
+    )
+
+    table = param_table(spec_from_config(config))
+    slots, fused = named_slots(table), fused_tensors(table)
+    shapes = {name: each.shape for name, each in (*slots.items(), *fused.items())}
+    checked = [_checked(target, shapes) for target in targets]
+    there = {part for each in checked for part in _parts(each.name, fused)}
     for name, slot in slots.items():
-        if name not in header and slot.tied_to is None:
+        if name not in there and slot.tied_to is None:
             raise ModelLoadError(f"the GGUF file has nothing for the tensor {name}")
-    for name in header.keys() - {"__metadata__"}:
-        if name not in slots:
-            raise ModelLoadError(f"the GGUF file holds {name}, which its metadata has no place for")
-        shape = tuple(header[name]["shape"])
-        if shape != slots[name].shape:
-            raise ModelLoadError(
-                f"the GGUF file has shape {shape} for the tensor {name}; its metadata asks for "
-                f"{slots[name].shape}"
-            )
+    return checked
+
+
+def _parts(name: str, fused: "Mapping[str, FusedTensor]") -> tuple[str, ...]:
+    return fused[name].parts if name in fused else (name,)
+
+
+def _checked(target: _Target, shapes: Mapping[str, tuple[int, ...]]) -> _Target:
+    """With the shape that is wanted, which may have dimensions of 1 more."""
+    origin = " and ".join(tensor.name for tensor, _ in target.pieces[:2])
+    wanted = shapes.get(target.name)
+    if wanted is None:
+        raise ModelLoadError(
+            f"the GGUF file holds {origin}, and its metadata has no place for {target.name}"
+        )
+    if [size for size in wanted if size > 1] != [size for size in target.shape if size > 1]:
+        raise ModelLoadError(
+            f"the GGUF file has shape {target.shape} for {target.name} ({origin}); its metadata "
+            f"asks for {wanted}"
+        )
+    return _Target(target.name, wanted, target.dtype, target.pieces)
+
+
+def _require_order(tensor: StoredTensor, family: Family, config: Config) -> None:
+    order = family.row_orders.get(_kind_of(tensor.name))
+    if order is not None and len(order(config)) != tensor.shape[0]:
+        raise ModelLoadError(
+            f"the GGUF tensor {tensor.name} has {tensor.shape[0]} rows, and its metadata asks for "
+            f"{len(order(config))}"
+        )
+
+
+def _stored_as(tensor: StoredTensor, family: Family) -> str:
+    """safetensors' dtype of what is written of a tensor."""
+    if _kind_of(tensor.name) in family.plus_one:
+        return "F32"  # 1 + w - 1 in 16 bits would lose the digits of a small w
+    return tensor.kind.name if tensor.kind.name in _KEPT else "BF16"
 
 
 def _require_room(path: Path, num_bytes: int) -> None:
@@ -140,30 +214,29 @@ def _require_room(path: Path, num_bytes: int) -> None:
         )
 
 
-def _chunks(tensor: StoredTensor, family: Family, config: Config) -> Iterator[np.ndarray]:
-    """A tensor in Hugging Face's order of rows, piece by piece, as it is written."""
+def _chunks(
+    tensor: StoredTensor, wanted: range, dtype: str, family: Family, config: Config
+) -> Iterator[np.ndarray]:
+    """Rows of a tensor in Hugging Face's order, piece by piece, as they are written."""
     kind = _kind_of(tensor.name)
-    rows, order = tensor.rows(), None
-    if kind in family.row_orders:
-        order = family.row_orders[kind](config)
-        if len(order) != tensor.shape[0]:
-            raise ModelLoadError(
-                f"the GGUF tensor {tensor.name} has {tensor.shape[0]} rows, and its metadata asks "
-                f"for {len(order)}"
-            )
-        rows = rows.reshape(len(order), -1)
-    step = max(1, CHUNK * len(rows) // prod(tensor.shape))
-    for start in range(0, len(rows), step):
-        some = slice(start, start + step)
-        yield _written(rows[some] if order is None else rows[order[some]], tensor, family)
+    rows = tensor.rows().reshape(_num_rows(tensor), -1)
+    order = family.row_orders[kind](config) if kind in family.row_orders else None
+    step = max(1, CHUNK * _num_rows(tensor) // prod(tensor.shape))
+    for start in range(wanted.start, wanted.stop, step):
+        some = slice(start, min(start + step, wanted.stop))
+        stored = rows[some] if order is None else rows[order[some]]
+        yield _written(stored, tensor, dtype, minus_one=kind in family.plus_one)
 
 
-def _written(rows: np.ndarray, tensor: StoredTensor, family: Family) -> np.ndarray:
+def _written(rows: np.ndarray, tensor: StoredTensor, dtype: str, minus_one: bool) -> np.ndarray:
     """Stored rows as they are written, contiguous."""
-    if _kind_of(tensor.name) in family.plus_one:
-        return np.ascontiguousarray(tensor.numbers(rows) - np.float32(1))
-    if tensor.kind.name in _KEPT:
+    if tensor.kind.name == dtype and not minus_one:
         return np.ascontiguousarray(rows)
+    numbers = tensor.numbers(rows)
+    if minus_one:
+        numbers = numbers - np.float32(1)
+    if dtype == "F32":
+        return np.ascontiguousarray(numbers)
     from torch import bfloat16, from_numpy, int16  # rounds to the nearest, ties to even
 
-    return from_numpy(tensor.numbers(rows)).to(bfloat16).view(int16).numpy()
+    return from_numpy(numbers).to(bfloat16).view(int16).numpy()
