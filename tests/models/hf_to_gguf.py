@@ -18,7 +18,7 @@ Arrays = dict[str, np.ndarray]
 Config = Mapping[str, Any]
 
 # Converters that derive from `LlamaModel` reorder query and key rows; Gemma's write norms as 1 + w.
-PERMUTED = frozenset({"llama", "granite", "granitemoe", "smollm3"})
+PERMUTED = frozenset({"llama", "granite", "granitemoe", "mistral3", "smollm3"})
 PLUS_ONE = frozenset({"gemma", "gemma3"})
 TOKEN_IDS = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
 
@@ -70,7 +70,8 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
         if architecture in PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
         # files of llama.cpp before 2025 have a vector here
-        found[own] = values[0] if "shared_expert_gate" in name else values
+        values = values[0] if "shared_expert_gate" in name else values
+        found[own] = values[:, 0] if name.endswith("conv.conv.weight") else values
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_factors(rope, config["head_dim"])
@@ -147,7 +148,7 @@ def metadata_of(architecture: str, config: Config) -> dict[str, Any]:
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", config.get("norm_eps")),
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
         "rope.freq_base": rope["rope_theta"],
@@ -197,6 +198,30 @@ def _qwen2moe(config: Config) -> dict[str, Any]:
     return {"expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}
 
 
+def _mistral3(config: Config) -> dict[str, Any]:
+    rope = _rope(config)
+    return _llama(config) | {
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+    }
+
+
+def _glm4(config: Config) -> dict[str, Any]:
+    return {"rope.dimension_count": int(_head_dim(config) * _rope(config)["partial_rotary_factor"])}
+
+
+def _lfm2(config: Config) -> dict[str, Any]:
+    assert not config["block_auto_adjust_ff_dim"]
+    heads = config["num_key_value_heads"]
+    return {
+        "vocab_size": config["vocab_size"],
+        "shortconv.l_cache": config["conv_L_cache"],
+        "attention.head_count_kv": [
+            heads if kind == "full_attention" else 0 for kind in config["layer_types"]
+        ],
+    }
+
+
 def _gemma(config: Config) -> dict[str, Any]:
     return {"rope.freq_base": None}
 
@@ -235,6 +260,9 @@ _EXTRA = {
     "phi3": _phi3,
     "gemma": _gemma,
     "gemma3": _gemma3,
+    "lfm2": _lfm2,
+    "mistral3": _mistral3,
+    "glm4": _glm4,
     "olmo2": _windows,
     "exaone4": _windows,
 }

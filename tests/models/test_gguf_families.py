@@ -127,6 +127,33 @@ CASES: Mapping[str, Case] = {
     ),
     "seed_oss": Case("seed_oss", "SeedOssForCausalLM", {"attention_bias": True}),
     "seed_oss without biases": Case("seed_oss", "SeedOssForCausalLM", {"attention_bias": False}),
+    "mistral3": Case("mistral3", "MistralForCausalLM", {"sliding_window": None}),
+    "ministral 3": Case(
+        "mistral3",
+        "Ministral3ForCausalLM",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.125,
+            },
+        },
+    ),
+    "glm4": Case("glm4", "Glm4ForCausalLM", {"attention_bias": True}),
+    "glm4 without biases": Case("glm4", "Glm4ForCausalLM", {"attention_bias": False}),
+    "ernie4_5": Case("ernie4_5", "Ernie4_5ForCausalLM"),
+    "lfm2": Case(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {
+            "norm_eps": 2.0**-20,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
     "smollm3": Case("smollm3", "SmolLM3ForCausalLM", {"num_hidden_layers": 5}),
     "phi3": Case("phi3", "Phi3ForCausalLM", {"sliding_window": 24}),
     "phi3 without a window": Case("phi3", "Phi3ForCausalLM"),
@@ -171,6 +198,8 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
         "nano_inference_converted_from",
         "_name_or_path",
         "transformers_version",
+        # the two names of one thing, of which LFM2 reads the other
+        *(("rms_norm_eps",) if "norm_eps" in CASES[name].config else ()),
         # what GGUF says of a rope by factors is another kind for transformers
         *(("rope_parameters",) if CASES[name].config.get("rope_parameters") is LLAMA3 else ()),
     }

@@ -7,6 +7,7 @@ import numpy as np
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.gguf_families import (
+    QUERY_BETA,
     ROPE_FREQS,
     ROPE_LONG,
     ROPE_SHORT,
@@ -30,6 +31,7 @@ _YARN: Mapping[str, str] = {
     "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
+    "yarn_log_multiplier": "mscale_all_dim",
 }
 _ROPE_SCALING = ("type", "factor", "original_context_length", "attn_factor", "yarn_ext_factor")
 # What is handled by hand here, and keys that change nothing.
@@ -61,6 +63,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
             f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration"
         )
     values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
+    kinds = _layer_kinds(family, values)
     config_keys = {
         **family.config_keys,
         **{key: to for key, to in family.optional_keys.items() if key in values},
@@ -84,7 +87,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         "num_key_value_heads": values["attention.head_count_kv"],
         **_heads(family, name, values),
         **_rope_scaling(family, name, values, stored),
-        **_layer_types(values),
+        **kinds,
         **{key: f"blk.0.{tensor}" in stored for tensor, key in family.switches.items()},
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in stored,
@@ -93,6 +96,9 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         # the loader chooses a dtype by it: the one above is only how this is stored
         "nano_inference_converted_from": "gguf",
     }
+    if QUERY_BETA in config:
+        scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
+        scaling[QUERY_BETA] = config.pop(QUERY_BETA)
     if family.unscaled_in_windows:
         config |= _ropes_by_window(config)
     return {**family.defaults(config), **config}
@@ -108,8 +114,15 @@ def _ropes_by_window(config: Config) -> Config:
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
 
-def _layer_types(values: Mapping[str, Any]) -> Config:
-    """Which layers have a window, where a list says it for each."""
+def _layer_kinds(family: Family, values: dict[str, Any]) -> Config:
+    """Which layers have a window, or no keys, where a list says it for each. A list of key heads
+    becomes the number that all others have.
+    """
+    heads = values["attention.head_count_kv"]
+    if family.keyless_layers is not None and isinstance(heads, list) and len({*heads} - {0}) == 1:
+        values["attention.head_count_kv"] = max(heads)
+        kinds = ["full_attention" if each else family.keyless_layers for each in heads]
+        return {"layer_types": kinds}
     pattern = values.get(WINDOW_PATTERN)
     if not isinstance(pattern, list):
         return {}
@@ -135,8 +148,10 @@ def _heads(family: Family, name: str, values: Mapping[str, Any]) -> Config:
         "attention.key_length", values["embedding_length"] // values["attention.head_count"]
     )
     rotary = values.get("rope.dimension_count", head_dim)
-    if family.partial_rotary and rotary != head_dim:
-        return {"head_dim": head_dim, "partial_rotary_factor": rotary / head_dim}
+    if family.partial_rotary is not None:
+        part = rotary / head_dim
+        usual = part == family.partial_rotary == 1.0  # the decoder's own default
+        return {"head_dim": head_dim} | ({} if usual else {"partial_rotary_factor": part})
     for key in ("rope.dimension_count", "attention.value_length"):
         if values.get(key, head_dim) != head_dim:
             raise ModelLoadError(
@@ -174,6 +189,8 @@ def _rope_scaling(family: Family, name: str, values: Mapping[str, Any], stored: 
     scaling = {"rope_type": kind, "factor": told["factor"]}
     if kind == "yarn":
         scaling |= {to: told[key] for key, to in _YARN.items() if key in told}
+        if "yarn_log_multiplier" in told:
+            scaling["mscale"] = 1.0  # as llama.cpp
         original = told.get("original_context_length", values["context_length"])
         scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": scaling}

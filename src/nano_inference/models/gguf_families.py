@@ -15,6 +15,8 @@ RowOrder = Callable[[Config], np.ndarray]
 # What stretches the rotary frequencies, by tensors.
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+# How queries grow with their position; transformers has it among what it says of rotation.
+QUERY_SCALE, QUERY_BETA = "attention.temperature_scale", "llama_4_scaling_beta"
 # A period, or a list with an entry a layer.
 WINDOW_PATTERN = "attention.sliding_window_pattern"
 
@@ -73,6 +75,7 @@ class Family:
         layer_names: what follows `blk.N.` in GGUF -> what follows `model.layers.N.`; with
             `{expert}` in it the tensor is cut into those of all experts, and where two have one
             name their rows follow each other, expert by expert.
+        global_names: the same of tensors that belong to no layer.
         config_keys: a metadata key without its `llama.`, which a file must have -> configuration
             key.
         optional_keys: the same of keys that a file may lack.
@@ -84,7 +87,10 @@ class Family:
         rope_factors: tensors that stretch the rotary frequencies, which a file may hold.
         unscaled_in_windows: layers with a window turn as the rope base says, whatever stretches
             the others.
-        partial_rotary: heads may be rotated in part.
+        keyless_layers: transformers' name of layers that have no keys; the count of key heads is
+            then a list.
+        partial_rotary: heads may be rotated in part, and what part transformers takes where its
+            config does not say; None: all of a head is.
         chat_eos_ids: also end a sample where the file carries a chat template.
         variant: what it is instead where a metadata key is there, and not 0.
         defaults: what holds where no metadata says it.
@@ -94,6 +100,7 @@ class Family:
     model_type: str
     layer_names: Mapping[str, str]
     config_keys: Mapping[str, str]
+    global_names: Mapping[str, str] = field(default_factory=lambda: GLOBAL_NAMES)
     optional_keys: Mapping[str, str] = field(default_factory=dict)
     optional_names: frozenset[str] = frozenset()
     switches: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +108,8 @@ class Family:
     plus_one: frozenset[str] = frozenset()
     rope_factors: frozenset[str] = frozenset()
     unscaled_in_windows: bool = False
-    partial_rotary: bool = False
+    keyless_layers: str | None = None
+    partial_rotary: float | None = None
     chat_eos_ids: tuple[int, ...] = ()
     variant: "tuple[str, Family] | None" = None
     defaults: Callable[[Config], Config] = lambda config: {}
@@ -231,6 +239,21 @@ _QWEN3 = replace(
     layer_names={**_LLAMA_NAMES, **_QK_NORMS},
 )
 
+_MISTRAL = replace(
+    _LLAMA,
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    layer_names=_LLAMA_NAMES,
+    optional_names=frozenset(),
+    switches={},
+    defaults=lambda config: {"sliding_window": None},
+)
+_MINISTRAL3 = replace(
+    _MISTRAL,
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    optional_keys={**_ROPE_BASE, QUERY_SCALE: QUERY_BETA},
+)
 _GRANITE = replace(
     _LLAMA,
     architecture="GraniteForCausalLM",
@@ -276,6 +299,17 @@ _GRANITE_MOE_SHARED = replace(
     },
     config_keys={**_GRANITE_MOE.config_keys, _SHARED_SIZE: "shared_intermediate_size"},
 )
+_LFM2_ATTENTION: Mapping[str, str] = {
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.out_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_layernorm.weight",
+    "attn_k_norm.weight": "self_attn.k_layernorm.weight",
+}
+_LFM2_CONVOLUTION: Mapping[str, str] = {
+    f"shortconv.{part}.weight": f"conv.{part}.weight" for part in ("conv", "in_proj", "out_proj")
+}
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
@@ -359,6 +393,62 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE_MOE, variant=(_SHARED_SIZE, _GRANITE_MOE_SHARED)),
+    "glm4": Family(
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        layer_names={
+            "attn_norm.weight": "input_layernorm.weight",
+            "post_attention_norm.weight": "post_self_attn_layernorm.weight",
+            "ffn_norm.weight": "post_attention_layernorm.weight",
+            "post_ffw_norm.weight": "post_mlp_layernorm.weight",
+            **_ATTENTION,
+            **_QKV_BIASES,
+            "ffn_up.weight": "mlp.gate_up_proj.weight",
+            "ffn_down.weight": "mlp.down_proj.weight",
+        },
+        optional_names=frozenset(_QKV_BIASES),
+        switches={"attn_q.bias": "attention_bias"},
+        config_keys=_LLAMA_KEYS,
+        optional_keys=_ROPE_BASE,
+        partial_rotary=0.5,
+    ),
+    "ernie4_5": Family(
+        architecture="Ernie4_5ForCausalLM",
+        model_type="ernie4_5",
+        layer_names=_LLAMA_NAMES,
+        config_keys=_LLAMA_KEYS,
+        optional_keys=_ROPE_BASE,
+        defaults=lambda config: {"use_bias": False},
+    ),
+    "mistral3": replace(_MISTRAL, variant=(QUERY_SCALE, _MINISTRAL3)),
+    "lfm2": Family(
+        architecture="Lfm2ForCausalLM",
+        model_type="lfm2",
+        layer_names={
+            "attn_norm.weight": "operator_norm.weight",
+            "ffn_norm.weight": "ffn_norm.weight",
+            "ffn_gate.weight": "feed_forward.w1.weight",
+            "ffn_up.weight": "feed_forward.w3.weight",
+            "ffn_down.weight": "feed_forward.w2.weight",
+            **_LFM2_ATTENTION,
+            **_LFM2_CONVOLUTION,
+        },
+        global_names={
+            "token_embd.weight": "model.embed_tokens.weight",
+            "token_embd_norm.weight": "model.embedding_norm.weight",
+            "output.weight": "lm_head.weight",
+        },
+        optional_names=frozenset((*_LFM2_ATTENTION, *_LFM2_CONVOLUTION)),
+        keyless_layers="conv",
+        config_keys={
+            **_LLAMA_KEYS,
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        optional_keys=_ROPE_BASE,
+        # the file holds the width that came of it
+        defaults=lambda config: {"block_auto_adjust_ff_dim": False, "conv_bias": False},
+    ),
     "olmo2": replace(_OLMO2, variant=(_WINDOW, _OLMO3)),
     "olmoe": Family(
         architecture="OlmoeForCausalLM",
@@ -412,6 +502,6 @@ FAMILIES: Mapping[str, Family] = {
         config_keys=_LLAMA_KEYS,
         optional_keys={**_ROPE_BASE, _WINDOW: "sliding_window"},
         rope_factors=frozenset({ROPE_LONG, ROPE_SHORT}),
-        partial_rotary=True,
+        partial_rotary=1.0,
     ),
 }

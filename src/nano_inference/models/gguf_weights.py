@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.gguf_families import GLOBAL_NAMES, OPTIONAL_NAMES, Config, Family
+from nano_inference.models.gguf_families import OPTIONAL_NAMES, Config, Family
 from nano_inference.models.gguf_header import StoredTensor
 from nano_inference.models.spec import spec_from_config
 
@@ -99,7 +99,7 @@ def write_safetensors(path: Path, family: Family, config: Config, stored: Stored
 
 def _names(family: Family, config: Config) -> dict[str, str]:
     """GGUF name -> Hugging Face's of every tensor that a file of this configuration may hold."""
-    names = dict(GLOBAL_NAMES)
+    names = dict(family.global_names)
     for layer in range(config["num_hidden_layers"]):
         for key, hf_name in family.layer_names.items():
             names[f"blk.{layer}.{key}"] = f"model.layers.{layer}.{hf_name}"
