@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nano_inference.config import Backend
 from nano_inference.models.spec import ModelSpec
 
 Change = Callable[[ModelSpec], ModelSpec]
@@ -18,6 +19,7 @@ class Case:
     class_name: str
     config: dict[str, Any] = field(default_factory=dict[str, Any])  # `sizes`: see `strong_model`
     features: dict[str, Change] = field(default_factory=dict[str, Change])
+    backend: Backend = "cpu"  # or the only one that has it, "reference"
 
 
 def spec_with(**fields: Any) -> Change:
@@ -86,6 +88,40 @@ GRANITE_FEATURES: dict[str, Change] = {
     "residual_multiplier": spec_with(residual_scale=1.0),
     "logits_scaling": spec_with(logits_divisor=1.0),
     "weights of experts": routing_with(renormalized=False),
+}
+
+
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "head_dim": 16,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.8,
+        "mscale_all_dim": 1.2,
+    },
+}
+LATENT_FEATURES: dict[str, Change] = {
+    "yarn": with_ropes(kind="default", attention_factor=1.0),
+    "pairs of neighbours": with_ropes(interleaved=False),
+    "yarn's scale": spec_with(attention_scale=40**-0.5),
+    "shared experts": moe_with(shared=None),
+    "scale of experts": routing_with(scale=1.0),
+    "groups": routing_with(groups=1, groups_kept=1),
 }
 
 
@@ -312,5 +348,61 @@ CASES = {
         "GraniteMoeSharedForCausalLM",
         GRANITE | {"shared_intermediate_size": 48},
         GRANITE_FEATURES | {"shared expert": moe_with(shared=None)},
+    ),
+    "deepseek-v2": Case(
+        "DeepseekV2ForCausalLM",
+        LATENTS | {"topk_method": "group_limited_greedy"},
+        LATENT_FEATURES | {"weights of experts": routing_with(renormalized=True)},
+        backend="reference",
+    ),
+    "deepseek-v2-lite": Case(
+        "DeepseekV2ForCausalLM",
+        LATENTS | {"topk_method": "greedy", "q_lora_rank": None},
+        {},
+        backend="reference",
+    ),
+    "deepseek-v3": Case(
+        "DeepseekV3ForCausalLM",
+        LATENTS,
+        LATENT_FEATURES
+        | {
+            "weights of experts": routing_with(renormalized=False),
+            "scores": routing_with(scores="softmax"),
+            "correction bias": moe_with(bias=None),
+            "best two of a group": routing_with(group_best=1),
+        },
+        backend="reference",
+    ),
+    "ernie4.5-moe": Case(
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 2,
+        },
+        {
+            "neighbours": with_ropes(interleaved=False),
+            "correction bias": moe_with(bias=None),
+            "shared experts": moe_with(shared=None),
+            "weights of experts": routing_with(renormalized=False),
+        },
+    ),
+    "dots1": Case(
+        "Dots1ForCausalLM",
+        EXPERTS
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 2, "sliding_window": 20}
+        | {"max_window_layers": 1, "num_experts_per_tok": 2},
+        {
+            "windows": without_windows,
+            "norms of queries and keys": spec_with(qk_norm=None),
+            "scores": routing_with(scores="softmax"),
+            "correction bias": moe_with(bias=None),
+            "groups": routing_with(groups=1, groups_kept=1),
+            "scale of experts": routing_with(scale=1.0),
+            "shared experts": moe_with(shared=None),
+        },
     ),
 }

@@ -72,6 +72,7 @@ def choose_ops(
     """
     _require_sinks(config.attention, specs)
     _require_states(config.attention, specs)
+    _require_latents(config.attention, specs)
     if config.attention == "flex":
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
@@ -125,6 +126,15 @@ def _require_states(attention: str, specs: Specs) -> None:
             raise ConfigError(
                 f"attention={attention!r} is not possible for {spec.architecture}, which has "
                 "layers with a state; use attention='auto'."
+            )
+
+
+def _require_latents(attention: str, specs: Specs) -> None:
+    for spec in specs.values():
+        if spec.latent is not None and attention in ("flashinfer", "flex"):
+            raise ConfigError(
+                f"attention={attention!r} is not over latents, which {spec.architecture} has; use "
+                "attention='auto'."
             )
 
 
@@ -294,6 +304,9 @@ def _no_kernels_for(
     backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why a backend's kernels cannot run these models, or None."""
+    for spec in specs.values():
+        if spec.latent is not None:
+            return f"the attention over latents of {spec.architecture} has no {backend} kernels."
     head_dims = [spec.head_dim for spec in specs.values()]
     if backend == "cuda":
         if (
@@ -302,11 +315,15 @@ def _no_kernels_for(
         ):
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         return _states_of(specs) or availability.problem_with(device, dtype, head_dims)
+    return _no_cpu_kernels_for(specs, dtype, device)
+
+
+def _no_cpu_kernels_for(specs: Specs, dtype: torch.dtype, device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
         return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
-    for head_dim in head_dims:
+    for head_dim in (spec.head_dim for spec in specs.values()):
         if head_dim % 16 or head_dim > 256:
             return f"head_dim={head_dim} has no CPU kernels; multiples of 16 up to 256 have."
     for spec in specs.values():

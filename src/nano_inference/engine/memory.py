@@ -263,10 +263,11 @@ def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, dtype: t
             layers_of_a_unit(spec, layout),
             spec.num_kv_heads,
             spec.head_dim,
+            spec.kv_tensors,
         )
         for name, spec in specs.items()
     }
-    return sum(2 * math.prod(shape) * dtype.itemsize for shape in shapes.values())
+    return sum(math.prod(shape) * dtype.itemsize for shape in shapes.values())
 
 
 def _bytes_of_states(

@@ -19,7 +19,7 @@ NO_PLACE = (-1, -1)  # of a layer without keys
 
 def kv_shape(spec: ModelSpec) -> tuple[object, ...]:
     """What models that can share KV tensors agree in."""
-    return spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.state
+    return spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.kv_tensors, spec.state
 
 
 def storage_key(
@@ -166,10 +166,12 @@ class KVStorage:
         # Not initialised: no slot is read before it is written (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.values = (
+            torch.empty(shape, dtype=dtype, device=device) if spec.kv_tensors == 2 else self.keys
+        )
         if device.type == "cpu":
-            advise_huge_pages(self.keys)
-            advise_huge_pages(self.values)
+            for cache in self._caches:
+                advise_huge_pages(cache)
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target), all layers; no target may be a source."""
@@ -180,19 +182,24 @@ class KVStorage:
         if self.unit_map is not None:
             units = self.unit_map.units()
             sources, targets = units[:, sources].flatten(), units[:, targets].flatten()
-        for cache in (self.keys, self.values):
+        for cache in self._caches:
             cache[:, :, targets] = cache[:, :, sources]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of it."""
         states = () if self.states is None else self.states.tensors.values()
-        return [self.keys, self.values, *states]
+        return [*self._caches, *states]
+
+    @property
+    def _caches(self) -> list[Tensor]:
+        """Keys and values; of latents, which are both, one."""
+        return [self.keys] if self.values is self.keys else [self.keys, self.values]
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of one block in `read_blocks`: [2, layers, kv heads, block_size, head_dim], keys first;
-        with states all of its numbers in a row.
+        """Of one block in `read_blocks`: [tensors, layers, kv heads, block_size, head_dim], keys
+        first; with states all of its numbers in a row.
         """
         if self.states is not None:
             return (math.prod(self._kv_shape) + self.states.block_bytes // self.keys.itemsize,)
@@ -201,7 +208,7 @@ class KVStorage:
     @property
     def _kv_shape(self) -> tuple[int, ...]:
         layers = len(self._attention_layers)
-        return 2, layers, self.keys.shape[1], self.block_size, self.keys.shape[-1]
+        return len(self._caches), layers, self.keys.shape[1], self.block_size, self.keys.shape[-1]
 
     @property
     def _attention_layers(self) -> list[int]:
@@ -213,8 +220,8 @@ class KVStorage:
         parts: list[Tensor] = []
         for layer in self._attention_layers:
             place, where = self._find_blocks(layer, blocks)
-            parts.append(torch.stack([self.keys[place][:, where], self.values[place][:, where]]))
-        # [layers, 2, kv heads, blocks, block_size, head_dim]
+            parts.append(torch.stack([cache[place][:, where] for cache in self._caches]))
+        # [layers, tensors, kv heads, blocks, block_size, head_dim]
         whole = torch.stack(parts).permute(3, 1, 0, 2, 4, 5).to("cpu").contiguous()
         keys = whole.view(len(block_ids), -1).view(torch.uint8)
         if self.states is None:
@@ -238,8 +245,8 @@ class KVStorage:
         )
         for nth, layer in enumerate(self._attention_layers):
             place, where = self._find_blocks(layer, blocks)
-            self.keys[place][:, where] = values[:, 0, nth].transpose(0, 1)
-            self.values[place][:, where] = values[:, 1, nth].transpose(0, 1)
+            for which, cache in enumerate(self._caches):
+                cache[place][:, where] = values[:, which, nth].transpose(0, 1)
 
     def _find_blocks(self, layer: int, blocks: Tensor) -> tuple[int, Tensor]:
         """Where a layer of these blocks lies: the place in its units, and the units."""
@@ -258,7 +265,8 @@ class KVStorage:
         """Store keys and values [N, kv heads, head_dim] at slots [N]."""
         place, slots = self._find(layer, slots)
         self._keys[place].index_copy_(1, slots, keys.transpose(0, 1).to(self._keys.dtype))
-        self._values[place].index_copy_(1, slots, values.transpose(0, 1).to(self._values.dtype))
+        if self.values is not self.keys:
+            self._values[place].index_copy_(1, slots, values.transpose(0, 1).to(self._values.dtype))
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots [...], as float32: two of [kv heads, ..., head_dim]."""

@@ -307,7 +307,7 @@ class Decoder:
         spec, params = self.spec, self.params
         rope = self.ropes[layer]
         q = ops.rope_and_store(
-            ops.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias")),
+            self._qkv(ops, normed, name),
             rope.cos,
             rope.sin,
             batch.positions,
@@ -328,8 +328,10 @@ class Decoder:
                 view, layer, spec.windows[layer], spec.attention_scale, *sinks
             )
             attended = ops.call(batch, attend, (q,), spec.num_heads * spec.head_dim, self.dtype)
+        if spec.latent is not None:
+            attended = ops.latent.values(attended, params[name + "kv_b"], spec.latent.sizes)
         start, stop = self.part.own_columns
-        if stop - start < spec.num_heads * spec.head_dim:
+        if stop - start < spec.num_heads * spec.value_dim:
             attended = ops.columns(attended, start, stop)
         return self._row_parallel(ops, batch, attended, name + "o", self.part.head_segments)
 
@@ -347,6 +349,23 @@ class Decoder:
         projected = ops.linear(normed, params[name + "conv_in"], params.get(name + "conv_in_bias"))
         mixed = ops.short_conv(projected, weights, batch, view.states, layer)
         return ops.linear(mixed, params[name + "conv_out"], params.get(name + "conv_out_bias"))
+
+    def _qkv(self, ops: Operations, normed: Tensor, name: str) -> Tensor:
+        """Queries, keys and values side by side, as attention has them: of latents, one KV head."""
+        params, latent = self.params, self.spec.latent
+        if latent is None:
+            return ops.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
+        q = normed
+        if latent.query_rank is not None:
+            norm = self._norm(name + "q_a_norm")._replace(eps=latent.eps)
+            q = ops.rms_norm(None, ops.linear(q, params[name + "q_a"]), norm)[0]
+        return ops.latent.meet(
+            ops.linear(q, params[name + "q_b"]),
+            ops.linear(normed, params[name + "kv_a"]),
+            params[name + "kv_b"],
+            self._norm(name + "kv_a_norm")._replace(eps=latent.eps),
+            latent.sizes,
+        )
 
     def _enter(self, ops: Operations, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer that is here."""
@@ -412,7 +431,7 @@ class Decoder:
             self.params[name + "shared_down"],
             moe.shared.gate is not None,
         )
-        bias = self.params[name + "router_bias"] if moe.bias else None
+        bias = self.params[name + "router_bias"].flatten() if moe.bias else None
         return Experts(
             router,
             gate_up,

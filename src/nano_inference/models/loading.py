@@ -73,6 +73,8 @@ def load_params(
     missing = {name for name, slot in places.items() if slot.tied_to is None}
     count = len(missing)
     for name, file, stored, shape, kind in _parts_of(folder, device, fused_tensors(whole)):
+        if name.startswith(spec.unused):
+            continue
         if name not in known:
             raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
         slot = places.get(name)

@@ -175,6 +175,95 @@ def gpt_oss_experts(config: Config, num_layers: int) -> MoeSpec | None:
     )
 
 
+def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """Scores of a softmax, not divided by their sum; groups, if any, are as good as their best."""
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelLoadError(
+            f"config.json has topk_method={method!r}; it must be 'greedy' or "
+            "'group_limited_greedy'."
+        )
+    limited = method == "group_limited_greedy"
+    routing = Routing(
+        int(config["num_experts_per_tok"]),
+        False,
+        scale=_scaling(config),
+        groups=int(config["n_group"]) if limited else 1,
+        groups_kept=int(config["topk_group"]) if limited else 1,
+    )
+    return _deepseek(config, num_layers, routing)
+
+
+def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """Sigmoids, chosen with a bias; a group is as good as its best two."""
+    routing = Routing(
+        int(config["num_experts_per_tok"]),
+        bool(config.get("norm_topk_prob", True)),
+        scores="sigmoid",
+        scale=_scaling(config),
+        floor=1e-20,
+        groups=int(config.get("n_group") or 1),
+        groups_kept=int(config.get("topk_group") or 1),
+        group_best=2,
+    )
+    found = _deepseek(config, num_layers, routing)
+    name = "gate.e_score_correction_bias"
+    return found and replace(found, bias=name, bias_shape=(found.num_experts,))
+
+
+def _scaling(config: Config) -> float:
+    return float(config.get("routed_scaling_factor", 1.0))
+
+
+def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | None:
+    """Every layer but for the first ones, with shared experts, which are one."""
+    dense, inner = (
+        int(config.get("first_k_dense_replace") or 0),
+        int(config["moe_intermediate_size"]),
+    )
+    if int(config.get("moe_layer_freq") or 1) != 1:
+        raise ModelLoadError(f"config.json has moe_layer_freq={config['moe_layer_freq']!r}, not 1.")
+    shared = int(config.get("n_shared_experts") or 0)
+    return _with_experts(
+        MoeSpec(
+            int(config["n_routed_experts"]),
+            inner,
+            routing,
+            tuple(layer >= dense for layer in range(num_layers)),
+            shared=SharedExpertSpec(shared * inner, "mlp.shared_experts") if shared else None,
+        )
+    )
+
+
+def ernie_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """Every `moe_layer_interval`-th layer from one to another; scores of a softmax, chosen with a
+    bias.
+    """
+    count, inner = int(config["moe_num_experts"]), int(config["moe_intermediate_size"])
+    shared = inner * int(config.get("moe_num_shared_experts") or 0)
+    every = int(config.get("moe_layer_interval") or 1)
+    first, last = (
+        int(config.get("moe_layer_start_index", 1)),
+        int(config.get("moe_layer_end_index", -1)),
+    )
+    floor = float(config.get("moe_norm_min", 1e-12))
+    return _with_experts(
+        MoeSpec(
+            count,
+            inner,
+            Routing(int(config["moe_k"]), True, floor=floor),
+            tuple(
+                (layer + 1) % every == 0 and first <= layer <= last % num_layers
+                for layer in range(num_layers)
+            ),
+            bias="moe_statics.e_score_correction_bias",
+            bias_shape=(1, count),
+            in_memory=ExpertNames(bias=("mlp.gate.moe_statics.e_score_correction_bias",)),
+            shared=SharedExpertSpec(shared, "mlp.shared_experts") if shared else None,
+        )
+    )
+
+
 def _expert_counts(config: Config) -> tuple[int, int]:
     """How many there are, which transformers has written under two names, and how many a token goes
     through.
@@ -190,9 +279,24 @@ def _with_experts(found: MoeSpec) -> MoeSpec | None:
         raise ModelLoadError(
             f"{found.experts_per_token} experts a token cannot be chosen of {found.num_experts}."
         )
+    _check_groups(found.num_experts, found.routing)
     if found.num_experts * len(found.layers) > _MOST_EXPERTS:
         raise ModelLoadError(
             f"{found.num_experts} experts in {len(found.layers)} layers are more than "
             f"{_MOST_EXPERTS:,} together."
         )
     return found
+
+
+def _check_groups(num_experts: int, routing: Routing) -> None:
+    groups, kept = routing.groups, routing.groups_kept
+    size, rest = divmod(num_experts, groups)
+    if rest or kept > groups or routing.group_best > size:
+        raise ModelLoadError(
+            f"{num_experts} experts cannot be {groups} groups, of which {kept} are chosen by the "
+            f"best {routing.group_best} of each."
+        )
+    if routing.per_token > kept * size:
+        raise ModelLoadError(
+            f"{routing.per_token} experts a token cannot be chosen of {kept} groups of {size}."
+        )

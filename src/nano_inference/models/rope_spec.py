@@ -50,7 +50,7 @@ class RopeSpec:
 
     def turning(self, head_dim: int) -> int:
         """How many numbers of a head turn."""
-        return int(head_dim * self.share)
+        return int(head_dim * self.share + 1e-6)  # a share may be a quotient
 
 
 # (config, max_position, windows) -> of each layer

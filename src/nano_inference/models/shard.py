@@ -68,7 +68,7 @@ class ModelShard:
         """Where, in the attention output of the heads that it computes, its own ones stand: [start,
         stop).
         """
-        group, size = self.whole.num_heads // self.whole.num_kv_heads, self.whole.head_dim
+        group, size = self.whole.num_heads // self.whole.num_kv_heads, self.whole.value_dim
         first = self.kv_heads.start * group
         return (self.heads.start - first) * size, (self.heads.stop - first) * size
 
@@ -121,7 +121,7 @@ def shard_of(
         first, last = SEGMENTS // ranks * index, SEGMENTS // ranks * (index + 1)
         own_heads, own_inner = range(heads[first], heads[last]), range(inner[first], inner[last])
         head_segments = tuple(
-            (bound - heads[first]) * spec.head_dim for bound in heads[first : last + 1]
+            (bound - heads[first]) * spec.value_dim for bound in heads[first : last + 1]
         )
         inner_segments = tuple(bound - inner[first] for bound in inner[first : last + 1])
     else:
@@ -234,6 +234,12 @@ def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
         raise ConfigError(
             f"{spec.architecture} has layers with a state, which ranks do not share yet; use "
             "replicas instead of tensor_parallel, pipeline_parallel or context_parallel."
+        )
+    if spec.latent is not None and mesh.tensor * mesh.context > 1:
+        shared = "tensor" if mesh.tensor > 1 else "context"
+        raise ConfigError(
+            f"{shared}_parallel={getattr(mesh, shared)} is not possible for {spec.architecture}: "
+            "its attention is over latents; use pipeline_parallel or replicas."
         )
     if mesh.tensor > 1 and spec.qk_norm == "full":
         raise ConfigError(

@@ -7,8 +7,17 @@ from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.config_checks import check_end_ids, check_values
+from nano_inference.models.latent_spec import (
+    LatentSpec,
+    latent_ropes,
+    latent_scale,
+    read_latent,
+)
 from nano_inference.models.moe_spec import (
     MoeSpec,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    ernie_experts,
     gpt_oss_experts,
     granite_experts,
     mixtral_experts,
@@ -71,6 +80,9 @@ class ModelSpec:
         moe: its layers of experts; None: it has none.
         state: its layers that carry a state instead of attending to keys; None: it has none.
         renamed: parts of names in the checkpoint: ours, and what stands there instead.
+        latent: its attention is over latents, and `num_kv_heads` and `head_dim` are those of these;
+            None: over keys and values.
+        unused: what names of checkpoint tensors begin with that are not used.
     """
 
     architecture: str
@@ -105,6 +117,18 @@ class ModelSpec:
     moe: MoeSpec | None = None
     state: StateSpec | None = None
     renamed: tuple[tuple[str, str], ...] = ()
+    latent: LatentSpec | None = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.sizes.value
+
+    @property
+    def kv_tensors(self) -> int:
+        """Keys and values; of latents, which are both, one."""
+        return 2 if self.latent is None else 1
 
 
 def _every_bias(config: Config) -> tuple[bool, bool]:
@@ -151,6 +175,7 @@ class _Family:
     state: Callable[[Config, int], StateSpec | None] = lambda _, __: None  # (config, layers)
     renamed: tuple[tuple[str, str], ...] = ()
     read: Callable[[Config], Config] = lambda config: config  # its keys by the names of others
+    latent: Callable[[Config], LatentSpec | None] = lambda _: None
 
 
 def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
@@ -163,6 +188,9 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
     check_end_ids(generation_config or {})
     architectures = config.get("architectures") or []
     known = [name for name in architectures if name in _ARCHITECTURES]
+    for name in architectures:
+        if name in _REFUSED:
+            raise ModelLoadError(f"{name} is not supported: {_REFUSED[name]}.")
     if not known:
         raise ModelLoadError(
             f"architecture {', '.join(architectures) or 'missing'} is not supported; the decoder "
@@ -192,12 +220,14 @@ def _read(
     if missing := [name for name in _REQUIRED if config.get(name) is None]:
         raise KeyError(missing[0])
     num_heads, num_layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    latent = family.latent(config)
+    num_kv_heads = 1 if latent else int(config.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
         raise ModelLoadError(
             f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly."
         )
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+    head_dim = latent.sizes.key if latent else head_dim
     if head_dim < 2 or head_dim % 2:
         raise ModelLoadError(
             f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even."
@@ -252,6 +282,8 @@ def _read(
         moe=family.moe(config, num_layers),
         state=family.state(config, num_layers),
         renamed=family.renamed,
+        latent=latent,
+        unused=_unused(config, num_layers),
         **scales,
     )
 
@@ -372,6 +404,10 @@ _ARCHITECTURES: dict[str, _Family] = {
     "Ernie4_5ForCausalLM": _Family(
         biases=_ernie_biases, tied_by_default=True, ropes=interleaved_ropes
     ),
+    "Ernie4_5_MoeForCausalLM": _Family(
+        biases=_ernie_biases, tied_by_default=True, ropes=interleaved_ropes, moe=ernie_experts
+    ),
+    "Dots1ForCausalLM": _Family(qk_norm="head", windows=_uniform_window, moe=deepseek_v3_experts),
     "GlmForCausalLM": _Family(
         biases=_input_biases, fused_gate_up=True, ropes=interleaved_ropes, partial_rotary=True
     ),
@@ -432,6 +468,20 @@ _ARCHITECTURES: dict[str, _Family] = {
         moe=qwen2_experts,
     ),
     "OlmoeForCausalLM": _Family(qk_norm="full", moe=olmoe_experts),
+    "DeepseekV2ForCausalLM": _Family(
+        latent=read_latent,
+        ropes=latent_ropes,
+        partial_rotary=True,
+        scales=latent_scale,
+        moe=deepseek_v2_experts,
+    ),
+    "DeepseekV3ForCausalLM": _Family(
+        latent=read_latent,
+        ropes=latent_ropes,
+        partial_rotary=True,
+        scales=latent_scale,
+        moe=deepseek_v3_experts,
+    ),
     "GraniteMoeForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
     "GptOssForCausalLM": _Family(
         biases=_usual_biases,
@@ -464,6 +514,13 @@ _REQUIRED = (
     *("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps"),
 )
+_INDEXER = "its attention chooses keys by a sparse indexer, which the decoder lacks"
+_REFUSED = {
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "DeepseekV4ForCausalLM": _INDEXER,
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "Glm5NextForCausalLM": _INDEXER,
+}
 _UNSUPPORTED = (
     "mlp_bias",
     "clip_qkv",
@@ -481,6 +538,13 @@ def _activation(config: Config, family: _Family) -> Activation:
             f"config.json has {key}={name!r}; this decoder knows {', '.join(known)}."
         )
     return known[name]
+
+
+def _unused(config: Config, num_layers: int) -> tuple[str, ...]:
+    """What predicts further tokens: layers behind the last one, or Ernie's."""
+    count = int(config.get("num_nextn_predict_layers") or 0)
+    behind = tuple(f"model.layers.{num_layers + layer}." for layer in range(count))
+    return (*behind, "model.mtp_") if count else ()
 
 
 def _eos_ids(config: Config, generation_config: Config) -> tuple[int, ...]:

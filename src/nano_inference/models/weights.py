@@ -244,7 +244,8 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         if spec.state is not None and spec.state.layers[i]:
             table += _short_conv(spec, spec.state, f"layers.{place}", f"model.layers.{i}.conv")
         else:
-            table += _attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
+            attention = _attention if spec.latent is None else _latent_attention
+            table += attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
         if spec.moe is not None and spec.moe.layers[i]:
             table += _experts(part, spec.moe, f"layers.{place}", f"model.layers.{i}")
         else:
@@ -322,6 +323,36 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
             for which, width in zip("qk", widths, strict=True)
         ]
     return params
+
+
+def _latent_attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
+    spec = part.whole
+    latent = spec.latent
+    assert latent is not None
+    sizes, heads, hidden = latent.sizes, spec.num_heads, spec.hidden_size
+    matrices = {
+        "kv_a": ("kv_a_proj_with_mqa", sizes.rank + sizes.rotary, hidden),
+        "kv_b": ("kv_b_proj", heads * (sizes.plain + sizes.value), sizes.rank),
+        "o": ("o_proj", hidden, heads * sizes.value),
+    }
+    norms = {"kv_a_norm": ("kv_a_layernorm", sizes.rank)}
+    q_rows = heads * (sizes.plain + sizes.rotary)
+    if latent.query_rank is None:
+        matrices["q_b"] = ("q_proj", q_rows, hidden)
+    else:
+        matrices["q_a"] = ("q_a_proj", latent.query_rank, hidden)
+        matrices["q_b"] = ("q_b_proj", q_rows, latent.query_rank)
+        norms["q_a_norm"] = ("q_a_layernorm", latent.query_rank)
+    return [
+        *(
+            _plain(f"{own}.{name}", Source(f"{hf}.{source}.weight", (rows, columns)))
+            for name, (source, rows, columns) in matrices.items()
+        ),
+        *(
+            _norm(spec, f"{own}.{name}", f"{hf}.{source}.weight", width)
+            for name, (source, width) in norms.items()
+        ),
+    ]
 
 
 def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:

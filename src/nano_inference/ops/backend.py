@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Moe
 from nano_inference.parallel.context import SegmentRows
 from nano_inference.sampling.parts import VocabPart
@@ -152,6 +153,7 @@ class Ops:
         partial: attention over a part of the keys. None: the backend computes it whole.
         head_parts: draws and scores where each rank holds a part of the head. None: ranks gather
             the logits.
+        latent: what attention over latents needs beside the others. None: the backend lacks it.
     """
 
     name: str
@@ -185,6 +187,7 @@ class Ops:
     few_rows: Callable[[Callable[..., Any], ForwardBatch, KvcacheView], Tensor] | None = None
     partial: PartialAttention | None = None
     head_parts: "HeadParts | None" = None
+    latent: LatentOps | None = None
 
 
 class HeadParts(NamedTuple):

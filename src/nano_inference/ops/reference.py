@@ -26,6 +26,7 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
+from nano_inference.ops.latent import Latent, LatentOps
 from nano_inference.ops.moe import CLAMP, SLOPE, Exchange, Experts, MoeSteps, Note, Routing, mixture
 from nano_inference.ops.reference_attention import (
     attention,
@@ -368,6 +369,28 @@ def moe(
     return mixture(MOE, x, experts, exchange, EXPERT_TILE, note)
 
 
+def meet(q: Tensor, c: Tensor, kv: Tensor, norm: Norm, sizes: Latent) -> Tensor:
+    """See `LatentOps`. Each head's products are made by themselves."""
+    of_heads = q.unflatten(1, (-1, sizes.plain + sizes.rotary))
+    num_heads = of_heads.shape[1]
+    out = q.new_empty((len(q), num_heads + 2, sizes.key))
+    out[:, :num_heads, : sizes.rotary] = of_heads[:, :, sizes.plain :]
+    for head, rows in enumerate(kv.unflatten(0, (num_heads, -1))):
+        keys = rows[: sizes.plain].T.contiguous()
+        out[:, head, sizes.rotary :] = linear(of_heads[:, head, : sizes.plain], keys)
+    out[:, num_heads:, : sizes.rotary] = c[:, None, sizes.rank :]
+    out[:, num_heads:, sizes.rotary :] = _normed(c[:, : sizes.rank], norm)[:, None]
+    return out.flatten(1)
+
+
+def latent_values(attended: Tensor, kv: Tensor, sizes: Latent) -> Tensor:
+    """See `LatentOps.values`."""
+    of_heads = attended.unflatten(1, (-1, sizes.key))[:, :, sizes.rotary :]
+    by_head = kv.unflatten(0, (of_heads.shape[1], -1))
+    found = [linear(of_heads[:, head], rows[sizes.plain :]) for head, rows in enumerate(by_head)]
+    return torch.cat(found, dim=1)
+
+
 def reference_ops() -> Ops:
     """The backend as a value."""
     return Ops(
@@ -397,4 +420,5 @@ def reference_ops() -> Ops:
         call=call,
         columns=columns,
         head_parts=HeadParts(VOCAB_BLOCK, draw_part, score_of_part),
+        latent=LatentOps(meet, latent_values),
     )

@@ -10,8 +10,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nano_inference.models.decoder import EXPERT_BIASES
+from nano_inference.models.latent_spec import LatentSpec
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.latent import Latent
 from nano_inference.ops.moe import CLAMP, SLOPE
 from nano_inference.ops.reference import rotate
 from nano_inference.rl.micro_batch import MicroBatch
@@ -136,7 +138,10 @@ class TorchDecoder:
     ) -> Tensor:
         spec, num_rows, window = self.spec, len(normed), self.spec.windows[layer]
         width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        qkv = functional.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
+        if spec.latent is None:
+            qkv = functional.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
+        else:
+            qkv = self._met(normed, params, name, spec.latent)
         q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
         if spec.qk_norm:
             q, k = (
@@ -165,7 +170,38 @@ class TorchDecoder:
                 sinks = params.get(name + "sinks")
                 parts.append(self._attend(rows, own_k[:last], own_v[:last], window, sinks))
                 first = last
-        return functional.linear(torch.cat(parts), params[name + "o"], params.get(name + "o_bias"))
+        attended = torch.cat(parts)
+        if spec.latent is not None:
+            attended = self._latent_values(attended, params[name + "kv_b"], spec.latent.sizes)
+        return functional.linear(attended, params[name + "o"], params.get(name + "o_bias"))
+
+    def _met(
+        self, normed: Tensor, params: Mapping[str, Tensor], name: str, latent: LatentSpec
+    ) -> Tensor:
+        """As `LatentOps.meet`: queries that meet latents, and the key twice."""
+        sizes, q = latent.sizes, normed
+        if latent.query_rank is not None:
+            q = self._latent(functional.linear(q, params[name + "q_a"]), params[name + "q_a_norm"])
+        q = functional.linear(q, params[name + "q_b"]).unflatten(1, (self.spec.num_heads, -1))
+        plain, turning = q.split([sizes.plain, sizes.rotary], dim=-1)
+        c = functional.linear(normed, params[name + "kv_a"])
+        keys = params[name + "kv_b"].unflatten(0, (self.spec.num_heads, -1))[:, : sizes.plain]
+        met = torch.cat((turning, torch.einsum("nhp,hpr->nhr", plain, keys)), dim=-1)
+        c, turning = c.split([sizes.rank, sizes.rotary], dim=-1)
+        key = torch.cat((turning, self._latent(c, params[name + "kv_a_norm"])), dim=-1)
+        return torch.cat((met.flatten(1), key, key), dim=1)
+
+    def _latent(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normed by an epsilon of its own."""
+        latent = self.spec.latent
+        assert latent is not None
+        return self._normed(x.float(), weight, latent.eps).to(self.dtype)
+
+    def _latent_values(self, attended: Tensor, kv: Tensor, sizes: Latent) -> Tensor:
+        """As `LatentOps.values`."""
+        of_heads = attended.unflatten(1, (self.spec.num_heads, -1))[:, :, sizes.rotary :]
+        rows = kv.unflatten(0, (self.spec.num_heads, -1))[:, sizes.plain :]
+        return torch.einsum("nhr,hvr->nhv", of_heads, rows).flatten(1)
 
     def _mlp(
         self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor | None
@@ -298,8 +334,9 @@ class TorchDecoder:
         x = x.float() if weight is None else self._normed(x.float(), weight)
         return x if self.spec.residual_scale == 1 else x * self.spec.residual_scale
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.spec.rms_norm_eps)
+    def _normed(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+        eps = self.spec.rms_norm_eps if eps is None else eps
+        scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + eps)
         return x * scale * (self.spec.norm_offset + weight.float())
 
     def _gate(self, gate_up: Tensor) -> Tensor:

@@ -1,0 +1,48 @@
+"""Attention over latents: what lies between its products and the attention itself.
+
+A token's keys and values of all heads are products of one latent (MLA, arXiv:2405.04434), and that
+is what the cache holds. A head's queries are brought to where the latents are instead, and what it
+attended is brought to its values: (q W_k) · c = q · (W_k c). So attention is that of one KV head,
+whose values are its keys.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Latent(NamedTuple):
+    """The sizes of a layer.
+
+    Attributes:
+        rank: numbers of a latent.
+        rotary: numbers of a token's key that turn, which all heads have in common.
+        plain: numbers of a head's query that do not turn.
+        value: numbers of a head's values.
+    """
+
+    rank: int
+    rotary: int
+    plain: int
+    value: int
+
+    @property
+    def key(self) -> int:
+        """Numbers of a key, and of a query that meets it: those that turn, then the latent's."""
+        return self.rotary + self.rank
+
+
+class LatentOps(NamedTuple):
+    """`kv` is a weight [heads * (plain + value), rank]: of each head the rows that make its keys
+    of a latent, then those that make its values.
+
+    Attributes:
+        meet: (q [N, heads * (plain + rotary)], c [N, rank + rotary], kv, norm, sizes) -> [N, (heads
+            + 2) * key]: queries, then the key, which holds the normed latent, twice: what
+            `Ops.rope_and_store` takes of one KV head.
+        values: (attended [N, heads * key], kv, sizes) -> [N, heads * value].
+    """
+
+    meet: Callable[[Tensor, Tensor, Any, Any, Latent], Tensor]  # norm is a `Norm`
+    values: Callable[[Tensor, Any, Latent], Tensor]

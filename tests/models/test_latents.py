@@ -1,0 +1,99 @@
+"""Attention over latents: what the cache holds, what is refused, and what of a checkpoint is not
+read.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.engine.storage import KVStorage
+from nano_inference.errors import ConfigError, ModelLoadError
+from nano_inference.models.loading import load_params, load_spec
+from nano_inference.models.shard import shard_of
+from nano_inference.models.spec import spec_from_config
+from nano_inference.parallel.mesh import Mesh, Place
+from tests.models.families import CASES
+from tests.models.strong import rewrite_config, strong_model
+
+CASE = CASES["deepseek-v3"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    strong_model(tmp_path, CASE.class_name, **CASE.config)
+    return tmp_path
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    from transformers import DeepseekV3Config
+
+    fields = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3} | CASE.config
+    own: Any = DeepseekV3Config(**fields)
+    return own.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]} | changes
+
+
+def test_the_cache_holds_one_latent_and_one_key_a_token(folder: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
+    with InferenceEngine(EngineConfig(model_path=str(folder), **options)) as engine:
+        assert engine.memory_budget.bytes_per_token == 3 * (32 + 16) * 4
+        (storage,) = set(engine.runner.storages.values())
+        assert [tuple(each.shape[::4]) for each in storage.tensors] == [(3, 48)]
+
+
+def test_blocks_of_latents_are_read_and_written() -> None:
+    spec = spec_from_config(config())
+    one, other = (KVStorage(spec, 4, 16, torch.float32, CPU) for _ in range(2))
+    one.keys.normal_()
+    one.copy_blocks(((1, 3),))
+    other.keys.zero_()
+    other.write_blocks([0, 2], one.read_blocks([3, 2]))
+    assert torch.equal(other.keys[:, :, 0], one.keys[:, :, 1])
+    assert torch.equal(other.keys[:, :, 2], one.keys[:, :, 2])
+
+
+@pytest.mark.parametrize("name", ["tensor", "context"])
+def test_ranks_do_not_share_latents(name: str) -> None:
+    spec = spec_from_config(config())
+    with pytest.raises(ConfigError, match=f"{name}_parallel=2 is not possible for DeepseekV3"):
+        shard_of(spec, Place(Mesh(**{name: 2})))
+    assert shard_of(spec, Place(Mesh(pipeline=2))).spec.latent is not None
+
+
+@pytest.mark.parametrize("attention", ["flex", "flashinfer"])
+def test_other_attention_is_refused(folder: Path, attention: Any) -> None:
+    with pytest.raises(ConfigError, match="not over latents, which DeepseekV3ForCausalLM has"):
+        InferenceEngine(EngineConfig(model_path=str(folder), device="cpu", attention=attention))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM .* sparse indexer"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "GlmMoeDsaForCausalLM .* sparse indexer"),
+        ({"index_topk": 2048}, "index_topk=2048"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"qk_rope_head_dim": 15}, "qk_rope_head_dim=15 must be even"),
+        ({"n_group": 5}, "12 experts cannot be 5 groups"),
+        ({"topk_group": 5}, "12 experts cannot be 4 groups, of which 5"),
+        ({"num_experts_per_tok": 7}, "7 experts a token cannot be chosen of 2 groups of 3"),
+        ({"kv_lora_rank": None}, "lacks 'kv_lora_rank'|wrong kind"),
+    ],
+)
+def test_what_no_decoder_has_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelLoadError, match=problem):
+        spec_from_config(config(**changes))
+
+
+def test_layers_that_predict_further_tokens_are_not_read(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    further = {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+    save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
+    load_params(folder, load_spec(folder), torch.float32, CPU)
+    rewrite_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(ModelLoadError, match=r"eh_proj\.weight' is not part of"):
+        load_params(folder, load_spec(folder), torch.float32, CPU)
