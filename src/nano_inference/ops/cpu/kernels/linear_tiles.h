@@ -7,25 +7,68 @@ namespace {
 
 constexpr int AHEAD = 48;  // steps of k that a panel is fetched before it is used
 
+// Sums that a variable looks up, or that a function gets by their address, would lie in memory.
+#define UNROLL _Pragma("GCC unroll 8")
+#define INLINE __attribute__((always_inline))
+
 template <class T>
 struct Steps;
 template <>
 struct Steps<bf16> {  // a step is a pair of columns
-  using Wide = Pairs;
-  static int64_t count(int64_t columns) { return columns / 2; }
-  static Wide weights(const bf16* w, int64_t k) { return bload(w + k * 2 * LANES); }
-  static Wide value(const bf16* x, int64_t k) { return bdup(x + 2 * k); }
-  static Vec add(Vec sum, Wide x, Wide w) { return vdot(sum, x, w); }
   static constexpr int SIZE = 2 * LANES;
+  static int64_t count(int64_t columns) { return columns / 2; }
+
+  template <int HEIGHT, int WIDTH>
+  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const bf16* const (&w)[WIDTH], int64_t k) {
+#if defined(NANO_AVX2)
+    half<0>(acc, x, ldx, w, k);
+    asm("" : "+r"(k));  // the second half loads anew: what the first one has loaded would take its registers
+    half<1>(acc, x, ldx, w, k);
+#else
+    Pairs b[WIDTH];
+    for (int j = 0; j < WIDTH; j++) b[j] = bload(w[j] + k * SIZE);
+    for (int i = 0; i < HEIGHT; i++) {
+      const Pairs a = bdup(x + i * ldx + 2 * k);
+      for (int j = 0; j < WIDTH; j++) acc[i][j] = vdot(acc[i][j], a, b[j]);
+    }
+#endif
+  }
+
+ private:
+  // `vdot` in two halves. Sixteen registers hold the sums, and the numbers of one half only.
+  template <int HALF>
+  static Vec part(Pairs b) {
+    return vbits(HALF ? ishl<16>(b) : iand(b, iset(0xffff0000)));
+  }
+  template <int HALF, int HEIGHT, int WIDTH>
+  INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const bf16* const (&w)[WIDTH], int64_t k) {
+    Vec a[HEIGHT];
+    UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = part<HALF>(bdup(x + i * ldx + 2 * k));
+    UNROLL for (int j = 0; j < WIDTH; j++) {
+      const Vec b = part<HALF>(bload(w[j] + k * SIZE));
+      UNROLL for (int i = 0; i < HEIGHT; i++) acc[i][j] = vfma(a[i], b, acc[i][j]);
+    }
+  }
 };
 template <>
 struct Steps<float> {
-  using Wide = Vec;
-  static int64_t count(int64_t columns) { return columns; }
-  static Wide weights(const float* w, int64_t k) { return vload(w + k * LANES); }
-  static Wide value(const float* x, int64_t k) { return vset(x[k]); }
-  static Vec add(Vec sum, Wide x, Wide w) { return vfma(x, w, sum); }
   static constexpr int SIZE = LANES;
+  static int64_t count(int64_t columns) { return columns; }
+
+  template <int HEIGHT, int WIDTH>
+  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const float* x, int64_t ldx, const float* const (&w)[WIDTH], int64_t k) {
+    Vec b[WIDTH];
+    UNROLL for (int j = 0; j < WIDTH; j++) {
+      b[j] = vload(w[j] + k * SIZE);
+#if defined(NANO_AVX2)
+      asm("" : "+x"(b[j].lo), "+x"(b[j].hi));  // loaded once, not by the product of every row
+#endif
+    }
+    UNROLL for (int i = 0; i < HEIGHT; i++) {
+      const Vec a = vset(x[i * ldx + k]);
+      UNROLL for (int j = 0; j < WIDTH; j++) acc[i][j] = vfma(a, b[j], acc[i][j]);
+    }
+  }
 };
 
 enum class Fetch { NONE, STREAMS, PANEL };  // nothing; ahead in every panel of this tile; one panel of the next tile
@@ -36,23 +79,20 @@ inline const T* panel_of(const Panels<T>& w, int j) {
   return j < half ? w.low + j * w.size : w.high + (j - half) * w.size;
 }
 
+// `stride`: sums of a row.
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
 inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
-                 float* sums) {
+                 float* sums, int stride) {
   using S = Steps<T>;
   Vec acc[HEIGHT][WIDTH];
-  auto span = [&](int64_t from, int64_t to, Panels<T> ahead, int64_t distance) {
+  const T* panels[WIDTH];
+  for (int j = 0; j < WIDTH; j++) panels[j] = panel_of<WIDTH>(w, j);
+  auto span = [&](int64_t from, int64_t to, Panels<T> ahead, int64_t distance) INLINE {
     for (int64_t k = from; k < to; k++) {
-      typename S::Wide b[WIDTH];
-      for (int j = 0; j < WIDTH; j++) {
-        b[j] = S::weights(panel_of<WIDTH>(w, j), k);
-        if (FETCH == Fetch::STREAMS) fetch(panel_of<WIDTH>(ahead, j) + (k + distance) * S::SIZE);
-      }
+      if (FETCH == Fetch::STREAMS)
+        UNROLL for (int j = 0; j < WIDTH; j++) fetch(panel_of<WIDTH>(ahead, j) + (k + distance) * S::SIZE);
       if (FETCH == Fetch::PANEL) fetch2(panel_of<WIDTH>(next, next_panel) + k * S::SIZE);
-      for (int i = 0; i < HEIGHT; i++) {
-        auto a = S::value(x + i * ldx, k);
-        for (int j = 0; j < WIDTH; j++) acc[i][j] = S::add(acc[i][j], a, b[j]);
-      }
+      S::template add<HEIGHT, WIDTH>(acc, x, ldx, panels, k);
     }
   };
   const int64_t columns = segments.bounds[segments.count], count = S::count(columns);
@@ -61,8 +101,8 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments,
   int depth = 0;
   for (int64_t s = 0; s < segments.count; s++) {
     const int64_t from = S::count(segments.bounds[s]), to = S::count(segments.bounds[s + 1]);
-    for (int i = 0; i < HEIGHT; i++)
-      for (int j = 0; j < WIDTH; j++) acc[i][j] = vset(0.f);
+    UNROLL for (int i = 0; i < HEIGHT; i++)
+      UNROLL for (int j = 0; j < WIDTH; j++) acc[i][j] = vset(0.f);
     if (FETCH == Fetch::STREAMS) {
       const int64_t middle = turn < from ? from : turn < to ? turn : to;
       span(from, middle, w, distance);
@@ -72,18 +112,20 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments,
     }
     if constexpr (sizeof(T) == 2) {
       if ((columns & 1) && s + 1 == segments.count)
-        for (int i = 0; i < HEIGHT; i++)
-          for (int j = 0; j < WIDTH; j++)
-            acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), S::weights(panel_of<WIDTH>(w, j), count));
+        UNROLL for (int i = 0; i < HEIGHT; i++)
+          UNROLL for (int j = 0; j < WIDTH; j++)
+            acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), bload(panels[j] + count * S::SIZE));
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
       const float* partner = waiting[--depth];
-      for (int i = 0; i < HEIGHT; i++)
-        for (int j = 0; j < WIDTH; j++) acc[i][j] = vadd(vload(partner + (i * WIDTH + j) * LANES), acc[i][j]);
+      UNROLL for (int i = 0; i < HEIGHT; i++)
+        UNROLL for (int j = 0; j < WIDTH; j++) acc[i][j] = vadd(vload(partner + (i * WIDTH + j) * LANES), acc[i][j]);
     }
-    float* place = s + 1 < segments.count ? waiting[depth++] : sums;
-    for (int i = 0; i < HEIGHT; i++)
-      for (int j = 0; j < WIDTH; j++) vstore(place + (i * WIDTH + j) * LANES, acc[i][j]);
+    const bool is_last = s + 1 == segments.count;
+    float* place = is_last ? sums : waiting[depth++];
+    const int a_row = is_last ? stride : WIDTH;
+    UNROLL for (int i = 0; i < HEIGHT; i++)
+      UNROLL for (int j = 0; j < WIDTH; j++) vstore(place + (i * a_row + j) * LANES, acc[i][j]);
   }
 }
 
@@ -133,6 +175,23 @@ inline void finish_tile(const Linear<T>& job, int64_t row, int height, int64_t p
     }
 }
 
+// The panels of a tile after each other. STREAMS: each fetches what comes behind it.
+template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
+inline void one_by_one(const T* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
+                       float* sums) {
+  for (int j = 0; j < WIDTH; j++) {
+    const Panels<T> own{panel_of<WIDTH>(w, j), nullptr, w.size};
+    const T* after = j + 1 < WIDTH ? panel_of<WIDTH>(w, j + 1) : panel_of<WIDTH>(next, 0);
+    if (FETCH != Fetch::PANEL)
+      tile<T, HEIGHT, 1, FETCH>(x, ldx, own, segments, {after, nullptr, w.size}, 0, sums + j * LANES, WIDTH);
+    else if (j == 0)
+      tile<T, HEIGHT, 1, FETCH>(x, ldx, own, segments, {panel_of<WIDTH>(next, next_panel), nullptr, w.size}, 0,
+                                sums + j * LANES, WIDTH);
+    else
+      tile<T, HEIGHT, 1, Fetch::NONE>(x, ldx, own, segments, own, 0, sums + j * LANES, WIDTH);
+  }
+}
+
 template <class T, int WIDTH, Fetch FETCH>
 inline void tile_of(const Linear<T>& job, int64_t row, int height, int64_t panel, Panels<T> w, Panels<T> next,
                     int next_panel) {
@@ -140,11 +199,16 @@ inline void tile_of(const Linear<T>& job, int64_t row, int height, int64_t panel
   const T* x = job.x + row * job.ldx;
   const Segments segments = job.segments.count ? job.segments : Segments{1, {0, job.w.columns}};
   switch (height) {
-    case 1: tile<T, 1, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
-    case 2: tile<T, 2, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
-    case 3: tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
+    case 1: tile<T, 1, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
+    case 2: tile<T, 2, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
+#if defined(NANO_AVX2)  // more rows leave registers for the sums of one panel
+    case 3: one_by_one<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
+    case 4: one_by_one<T, 4, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
+#else
+    case 3: tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
+#endif
 #if defined(NANO_AVX512)
-    case 4: tile<T, 4, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
+    case 4: tile<T, 4, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
 #endif
   }
   finish_tile(job, row, height, panel, WIDTH, sums);
