@@ -4,6 +4,7 @@ out.
 
 import json
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ COLORS = {OURS: "#2a6fdb", "vllm": "#e08e0b", "llama.cpp": "#7a7a7a"}
 WARM = "#b5563c"
 # What a workload is about; of a row the first that it has. README's table shows the same.
 RATES = ("decode_tokens_per_s", "prompt_tokens_per_s", "output_tokens_per_s")
+LEAST_DRAFTS = 20  # at a place, of which a share is shown
 HOST_BUDGET_US = 3.9  # a sequence and step: 1 ms at 256 sequences
 
 # What others report that exactness costs them, as extra time; each engine is compared with itself.
@@ -250,6 +252,38 @@ def server(results: Path) -> Any:
     return figure
 
 
+def drafts(results: Path) -> Any:
+    """What drafts save by task, how many of them were drawn by place, and a step by its rows."""
+    rows = rows_of(results, "speculation")
+    tasks = [row for row in rows if "cpu_ratio" in row]
+    if not tasks:
+        return None
+    figure, (saved, places, steps) = figure_of(3, 10, 3.2)
+    names = [row["name"].replace(" ", "\n") for row in tasks]
+    colors = [COLORS[OURS] if row["cpu_ratio"]["median"] >= 1 else WARM for row in tasks]
+    bars(saved, names, [row["cpu_ratio"] for row in tasks], colors, "{:.2f}")
+    saved.axhline(1, color="#222222", linewidth=0.8)
+    saved.set_title("times faster, CPU seconds")
+    for row in tasks:
+        drafted, accepted = summed(row["drafted"]), summed(row["accepted"])
+        shares = [a / d for a, d in zip(accepted, drafted, strict=True) if d >= LEAST_DRAFTS]
+        if shares:
+            places.plot(range(1, len(shares) + 1), shares, marker="o", label=row["name"])
+    places.set(title="share of drafts drawn, by place", ylim=(0, 1.05), xlabel="place in its step")
+    places.xaxis.get_major_locator().set_params(integer=True)
+    places.legend(fontsize=7.5)
+    costs = next(row for row in rows if "rows" in row)
+    steps.plot(costs["rows"], [1e3 * each for each in costs["seconds"]], marker="o")
+    steps.set(title="ms of a step, by rows", xscale="log", xlabel="rows", ylim=0)
+    steps.set_xticks(ticks := [1, 2, 4, 8, 16, 32, 64], labels=map(str, ticks))
+    return figure
+
+
+def summed(counts: dict[str, list[int]]) -> list[int]:
+    """By place, all sources together."""
+    return [sum(each) for each in zip_longest(*counts.values(), fillvalue=0)]
+
+
 DRAWN: dict[str, Callable[[Path], Any]] = {
     "peers": peers,
     "peers-qwen3": peers_of_qwen,
@@ -257,4 +291,5 @@ DRAWN: dict[str, Callable[[Path], Any]] = {
     "host": host,
     "exactness": exactness,
     "serve": server,
+    "drafts": drafts,
 }
