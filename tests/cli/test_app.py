@@ -25,6 +25,7 @@ from tests.cli.running import finish, run, spawn
         ["chat", "-h"],
         ["info", "-h"],
         ["replay", "-h"],
+        ["draft-heads", "-h"],
         ["--version"],
     ],
 )

@@ -144,7 +144,7 @@ class EagleByHand:
     def __init__(self, model: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         named = {name.replace("midlayer", "layers.0"): each for name, each in tensors.items()}
         self.config, self.tensors = config, named
         self.layer = config.get("transformer_layer_config", config)
@@ -167,8 +167,8 @@ class EagleByHand:
         return x * cos + half * sin
 
     @torch.no_grad()
-    def guess(self, token_ids: list[int], count: int) -> list[int]:
-        """The most probable next tokens, one after the other."""
+    def guess(self, token_ids: list[int], count: int, allowed: list[int]) -> list[int]:
+        """The most probable next tokens of those that are allowed, one after the other."""
         computed = self.policy(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
         parts = [computed.hidden_states[layer][0] for layer in self.before]
         if self.config.get("fc_norm"):
@@ -180,8 +180,11 @@ class EagleByHand:
         for _ in range(count):
             out = self.row(given, embedding[torch.tensor(behind)])
             normed = self.norm(out, "norm.weight")
-            best = int((self.tensors["lm_head.weight"] @ normed).argmax())
-            best += int(self.tensors["d2t"][best]) if "d2t" in self.tensors else 0
+            known = torch.arange(len(self.tensors["lm_head.weight"]))
+            known = known + self.tensors["d2t"] if "d2t" in self.tensors else known
+            logits = torch.full((300,), -1e30)
+            logits[known] = self.tensors["lm_head.weight"] @ normed
+            best = max(allowed, key=lambda token: float(logits[token]))
             found.append(best)
             behind.append(best)
             following = normed if self.config.get("norm_output") else out
@@ -226,11 +229,15 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_eagle_head_guesses_what_its_formula_says(
     deep: Path, tmp_path: Path, form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where prompts are computed in chunks, and found in the prefix cache."""
+    """Also where prompts are computed in chunks, and found in the prefix cache; and behind drafts
+    that were right, which are often, as few tokens are allowed.
+    """
     config, tensors = EAGLES[form]
     folder = write_heads(tmp_path / "heads", config, tensors)
     by_hand = EagleByHand(deep, config, tensors)
-    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    known = EAGLES["sglang"][1]["t2d"].nonzero()[:, 0]
+    few = known[10:13].tolist()
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, allowed_token_ids=few)
     with engine_of(deep, **options) as engine:
         plain = engine.generate(PROMPTS, params)
     right = compared = 0
@@ -244,7 +251,7 @@ def test_an_eagle_head_guesses_what_its_formula_says(
             nonlocal compared, right
             guesses = propose(seqs, most)
             for seq, guess in zip(seqs, guesses, strict=True):
-                expected = by_hand.guess(seq.token_ids, len(guess.token_ids))
+                expected = by_hand.guess(seq.token_ids, len(guess.token_ids), few)
                 right += sum(map(operator.eq, guess.token_ids, expected))
                 compared += len(expected)
             return guesses
@@ -252,8 +259,8 @@ def test_an_eagle_head_guesses_what_its_formula_says(
         monkeypatch.setattr(source, "propose", checked)
         assert bits(engine.generate(PROMPTS, params)) == bits(plain)
         assert bits(engine.generate(PROMPTS, params)) == bits(plain)  # on cached prefixes
-        assert drafts_of(engine, "eagle")[0] > 20
-    assert right == compared > 100
+        assert drafts_of(engine, "eagle")[1] > 10
+    assert right == compared > 60
 
 
 @pytest.mark.parametrize("case", CASES)

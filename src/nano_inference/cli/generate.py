@@ -141,7 +141,7 @@ def generate(
     )
     with load_engine(EngineConfig(model, **engine)) as built:
         params = options.with_recommended(ctx, params, built.model_folder, generation_config)
-        if chat if chat is not None else _has_chat_template(built):
+        if chat if chat is not None else has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]
         # A single text grows before the eyes; of several only whole ones can be read.
         live = (
@@ -234,7 +234,7 @@ def _sample(
     return _Run(samples, time.perf_counter() - start, deltas.stopped)
 
 
-def _has_chat_template(engine: "InferenceEngine") -> bool:
+def has_chat_template(engine: "InferenceEngine") -> bool:
     try:
         return engine.tokenizer.chat_template is not None
     except ModelLoadError:

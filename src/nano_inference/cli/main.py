@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 import nano_inference
 from nano_inference.cli.chat import chat
 from nano_inference.cli.complete import complete
+from nano_inference.cli.draft_heads import draft_heads
 from nano_inference.cli.generate import generate
 from nano_inference.cli.info import info
 from nano_inference.cli.options import DEBUG, Verbose
@@ -53,6 +54,7 @@ app.command()(serve)
 app.command()(complete)
 app.command()(info)
 app.command()(replay)
+app.command("draft-heads")(draft_heads)
 
 
 def _print_version(wanted: bool) -> None:

@@ -245,27 +245,45 @@ class HeadWeights:
     def _num_blocks(self) -> int:
         return self.spec.num_blocks if isinstance(self.spec, MedusaSpec) else 1
 
-    @property
-    def _vocab_size(self) -> int:
-        spec = self.spec
-        return spec.vocab_size if isinstance(spec, MedusaSpec) else spec.layer.vocab_size
-
     def _expected(self, name: str) -> tuple[int, ...] | None:
         if name == "map":
             return (self.spec.draft_vocab_size,)
         return self._slots[name].shape if name in self._slots else None
 
     def _mapped(self, stored: Tensor) -> Tensor | None:
-        """The policy's ids. EAGLE-3 stores how far each lies behind its own."""
-        ids = stored.long()
-        if self._kind == "eagle":
-            ids = ids + torch.arange(len(ids))
-        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if len(wrong):
-            raise ConfigError(
-                f"draft heads: their vocabulary names token {int(wrong[0])} of {self._vocab_size}."
-            )
-        return None if torch.equal(ids, torch.arange(self._vocab_size)) else ids
+        """The policy's ids; None: they are the heads' own."""
+        ids = mapped_ids(self.spec, stored)
+        return None if torch.equal(ids, torch.arange(vocab_of(self.spec))) else ids
+
+
+def vocab_of(spec: HeadsSpec) -> int:
+    """Tokens of the policy."""
+    return spec.vocab_size if isinstance(spec, MedusaSpec) else spec.layer.vocab_size
+
+
+def mapped_ids(spec: HeadsSpec, stored: Tensor) -> Tensor:
+    """The policy's id of each token that heads know, int64, of the map as it is stored: EAGLE-3
+    stores how far each lies behind its own. Raises `ConfigError`.
+    """
+    ids = stored.long()
+    if isinstance(spec, EagleSpec):
+        ids = ids + torch.arange(len(ids))
+    wrong = ids[(ids < 0) | (ids >= vocab_of(spec))]
+    if len(wrong):
+        raise ConfigError(
+            f"draft heads: their vocabulary names token {int(wrong[0])} of {vocab_of(spec)}."
+        )
+    return ids
+
+
+def read_named(folder: Path, spec: HeadsSpec) -> dict[str, Tensor]:
+    """The tensors of a folder that `read_heads` has read, by their one name; of a map, as it is
+    stored.
+    """
+    kind = "medusa" if isinstance(spec, MedusaSpec) else "eagle"
+    blocks = spec.num_blocks if isinstance(spec, MedusaSpec) else 1
+    named = ((canonical(kind, name, blocks), tensor) for name, tensor in read_tensors(folder))
+    return {name: tensor for name, tensor in named if name not in _UNREAD}
 
 
 def heads_bytes(spec: HeadsSpec, dtype: torch.dtype) -> int:

@@ -1,0 +1,157 @@
+"""Heads that draft in plain, differentiable torch: what `engine/medusa.py` and `engine/eagle.py`
+compute, over whole sequences.
+
+Parameters are float32, by the names of `models/draft_heads.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference.models.draft_heads import EagleSpec, MedusaSpec
+from nano_inference.models.rope import rope_table
+
+Params = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyRows:
+    """What the policy computed of a sample: T tokens.
+
+    Attributes:
+        token_ids: int64 [T], the prompt's too.
+        hidden: float32 [T, H], after the last norm.
+        taps: float32 [T, 3 * H], before three layers; [T, 0] where nobody reads them.
+        embedded: float32 [T, E], of the tokens.
+        first: the first token that was sampled.
+    """
+
+    token_ids: Tensor
+    hidden: Tensor
+    taps: Tensor
+    embedded: Tensor
+    first: int
+
+    def targets(self, place: int) -> tuple[int, int]:
+        """Rows [start, stop) whose next token the draft at a place guesses, of all bases that have
+        one: base t guesses what row t + 1 + place draws.
+        """
+        return max(self.first - 1, place + 1), len(self.token_ids) - 1
+
+
+def medusa_rows(spec: MedusaSpec, params: Params, rows: PolicyRows, places: int) -> list[Tensor]:
+    """What the projections of heads read, by place: [stop - start, H] each, for
+    `PolicyRows.targets`.
+    """
+    found: list[Tensor] = []
+    for head in range(min(places, spec.num_heads)):
+        start, stop = rows.targets(head)
+        hidden = rows.hidden[start - 1 - head : max(stop - 1 - head, 0)]
+        for block in range(spec.num_blocks):
+            name = f"blocks.{head}.layers.{block}"
+            added = functional.linear(hidden, params[f"{name}.weight"], params.get(f"{name}.bias"))
+            hidden = hidden + functional.silu(added)
+        found.append(hidden)
+    return found
+
+
+def eagle_rows(spec: EagleSpec, params: Params, rows: PolicyRows, places: int) -> list[Tensor]:
+    """The same of an EAGLE-3 head. The draft at a place follows the head's own rows of the places
+    before it, as when it drafts (the paper's training-time test); the tokens between are right.
+    """
+    count = len(rows.token_ids) - 1  # rows whose next token is known
+    hidden = _combined(spec, params, rows.taps[:count])
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    found: list[Tensor] = []
+    for place in range(places):
+        left = count - place
+        if left <= 0:
+            break
+        hidden = hidden[:left]
+        embedded = rows.embedded[1 + place : 1 + place + left]
+        out = _layer(spec, params, hidden, embedded, place, keys, values)
+        normed = _norm(spec, params, "norm.weight", out)
+        start, stop = rows.targets(place)
+        found.append(normed[start - 1 - place : max(stop - 1 - place, 0)])
+        hidden = normed if spec.norm_output else out
+    return found
+
+
+def _combined(spec: EagleSpec, params: Params, taps: Tensor) -> Tensor:
+    if spec.norm_before_fc:
+        taps = _norm(spec, params, "input_norm.weight", taps)
+    if spec.fc_norm:
+        parts = taps.split(spec.target_hidden_size, dim=1)
+        normed = [_norm(spec, params, f"fc_norm.{i}.weight", each) for i, each in enumerate(parts)]
+        taps = torch.cat(normed, dim=1)
+    return functional.linear(taps, params["fc.weight"])
+
+
+def _layer(
+    spec: EagleSpec,
+    params: Params,
+    hidden: Tensor,
+    embedded: Tensor,
+    place: int,
+    keys: list[Tensor],
+    values: list[Tensor],
+) -> Tensor:
+    """Rows [N, H] of the bases, `place` positions behind them. The keys and values of the places
+    before stand in the lists, which these join.
+    """
+    layer = spec.layer
+    normed = _norm(spec, params, "layers.0.hidden_norm.weight", hidden)
+    residual = normed if spec.norm_before_residual else hidden
+    x = torch.cat([_norm(spec, params, "layers.0.input_layernorm.weight", embedded), normed], dim=1)
+    count = len(x)
+    q, k, v = (_heads(spec, params, x, each, place) for each in "qkv")
+    keys.append(k)
+    values.append(v)
+    groups = layer.num_heads // layer.num_kv_heads
+    scale = layer.attention_scale
+    # every base before, and its own places since
+    base = q @ keys[0][:, :count].repeat_interleave(groups, 0).transpose(1, 2) * scale
+    base = base.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
+    own = [(q * each[:, :count].repeat_interleave(groups, 0)).sum(-1) * scale for each in keys[1:]]
+    weights = torch.cat([base, *(each[..., None] for each in own)], dim=-1).softmax(-1)
+    out = weights[..., :count] @ values[0][:, :count].repeat_interleave(groups, 0)
+    for i, each in enumerate(values[1:]):
+        own_values = each[:, :count].repeat_interleave(groups, 0)
+        out = out + weights[..., count + i, None] * own_values
+    attended = out.transpose(0, 1).flatten(1)
+    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+    bias = params.get(f"{attention}.o_proj.bias")
+    row = residual + functional.linear(attended, params[f"{attention}.o_proj.weight"], bias)
+    normed = _norm(spec, params, "layers.0.post_attention_layernorm.weight", row)
+    gate = functional.linear(normed, params[f"{mlp}.gate_proj.weight"])
+    up = functional.linear(normed, params[f"{mlp}.up_proj.weight"])
+    gated = functional.silu(gate) if layer.activation == "silu" else _gelu(gate)
+    return row + functional.linear(gated * up, params[f"{mlp}.down_proj.weight"])
+
+
+def _heads(spec: EagleSpec, params: Params, x: Tensor, which: str, place: int) -> Tensor:
+    """Queries, keys or values, rotated where they are: [heads, N, D]."""
+    layer, name = spec.layer, f"layers.0.self_attn.{which}_proj"
+    rows = functional.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+    rows = rows.view(len(x), -1, layer.head_dim).transpose(0, 1)
+    if which == "v":
+        return rows
+    if layer.qk_norm:
+        rows = _norm(spec, params, f"layers.0.self_attn.{which}_norm.weight", rows)
+    cos, sin = rope_table(layer.ropes[0], layer.head_dim, len(x) + place, x.device)
+    one, other = rows.chunk(2, dim=-1)
+    cos, sin = cos[place:].float(), sin[place:].float()
+    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
+
+
+def _norm(spec: EagleSpec, params: Params, name: str, x: Tensor) -> Tensor:
+    eps = spec.layer.rms_norm_eps
+    return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * params[name]
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
