@@ -125,7 +125,78 @@ LATENT_FEATURES: dict[str, Change] = {
 }
 
 
+PICTURES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_PICTURES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+QWEN_TOKENS: dict[str, Any] = {
+    "image_token_id": 290,
+    "video_token_id": 291,
+    "vision_start_token_id": 292,
+    "vision_end_token_id": 293,
+}
+MROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 3, 3],
+}
+
 CASES = {
+    "gemma3 with pictures": Case(
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {
+                "num_hidden_layers": 7,
+                "sliding_window": 17,
+                "query_pre_attn_scalar": 40,
+            },
+            "vision_config": PICTURES,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 290,
+            "boi_token_index": 291,
+            "eoi_token_index": 292,
+        },
+        {"windows": without_windows, "rope of windows": one_rope},
+    ),
+    "mistral3 with pictures": Case(
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {"model_type": "mistral", "sliding_window": 16},
+            "vision_config": PICTURES | {"model_type": "pixtral"},
+            "image_token_index": 290,
+        },
+        {"windows": without_windows},
+    ),
+    "qwen2.5-vl": Case(
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {"rope_parameters": MROPE},
+            "vision_config": QWEN_PICTURES | {"fullatt_block_indexes": [0]},
+            **QWEN_TOKENS,
+        },
+        {"biases": spec_with(qkv_bias=False)},
+    ),
+    "qwen3-vl": Case(
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+            "vision_config": QWEN_PICTURES
+            | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            **QWEN_TOKENS,
+        },
+        {"norms of queries and keys": spec_with(qk_norm=None)},
+    ),
     "gemma3": Case(
         "Gemma3ForCausalLM",
         {

@@ -81,7 +81,11 @@ class Case:
         """A cache full of NaN; with units, behind blocks in another order, three units a block."""
         windows = (4, 0, 4, 4) if self.units else (0,) * LAYERS
         spec = SimpleNamespace(
-            num_layers=LAYERS, num_kv_heads=self.kv_heads, head_dim=self.head_dim, windows=windows
+            num_layers=LAYERS,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            windows=windows,
+            state=None,
         )
         units = None
         if self.units:
@@ -241,7 +245,7 @@ def test_blocks_beyond_two_billion_numbers_are_found():
     qkv, positions, _ = case.rows(1)
     blocks = 2**31 // (BLOCK_SIZE * 16) + 7
     storage = KVStorage(
-        SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=16, windows=(0,)),
+        SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=16, windows=(0,), state=None),
         blocks,
         BLOCK_SIZE,
         torch.float16,

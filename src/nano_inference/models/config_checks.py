@@ -134,6 +134,7 @@ _KINDS: Mapping[str, _Kind] = {
     "rope_theta": _BASE,
     "rope_local_base_freq": _BASE,
     "partial_rotary_factor": _POSITIVE,
+    "text_config": _OBJECT,
     "rope_scaling": _OBJECT,
     "rope_parameters": _OBJECT,
 }

@@ -15,6 +15,7 @@ from nano_inference.models.folders import require_plain_weights
 from nano_inference.models.folders import resolve_model as resolve_model
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
+from nano_inference.models.text_part import is_of_another_part
 from nano_inference.models.weights import (
     HEAD,
     WEIGHT_DTYPES,
@@ -76,6 +77,8 @@ def load_params(
         if name.startswith(spec.unused):
             continue
         if name not in known:
+            if spec.is_text_part and is_of_another_part(name):
+                continue
             raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
         slot = places.get(name)
         if slot is None:  # another rank's
@@ -146,7 +149,7 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
         handles += [(name, file, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
-    for name, file, opened in sorted(handles, key=lambda item: item[0] == HEAD):
+    for name, file, opened in sorted(handles, key=lambda item: item[0].endswith(HEAD)):
         if not name.endswith(_IGNORED_SUFFIXES):
             yield name, file, opened
 

@@ -1,7 +1,7 @@
 """`ModelSpec`: a Hugging Face config.json read into the switches that the one decoder knows."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from nano_inference.models.rope_spec import (
     turning_layers,
 )
 from nano_inference.models.state_spec import StateSpec, short_conv
+from nano_inference.models.text_part import gemma3_text_config, text_config
 
 Config = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -80,6 +81,7 @@ class ModelSpec:
         moe: its layers of experts; None: it has none.
         state: its layers that carry a state instead of attending to keys; None: it has none.
         renamed: parts of names in the checkpoint: ours, and what stands there instead.
+        is_text_part: the checkpoint also holds what reads pictures or sounds; it is passed over.
         latent: its attention is over latents, and `num_kv_heads` and `head_dim` are those of these;
             None: over keys and values.
         unused: what names of checkpoint tensors begin with that are not used.
@@ -117,6 +119,7 @@ class ModelSpec:
     moe: MoeSpec | None = None
     state: StateSpec | None = None
     renamed: tuple[tuple[str, str], ...] = ()
+    is_text_part: bool = False
     latent: LatentSpec | None = None
     unused: tuple[str, ...] = ()
 
@@ -174,6 +177,7 @@ class _Family:
     moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
     state: Callable[[Config, int], StateSpec | None] = lambda _, __: None  # (config, layers)
     renamed: tuple[tuple[str, str], ...] = ()
+    is_text_part: bool = False
     read: Callable[[Config], Config] = lambda config: config  # its keys by the names of others
     latent: Callable[[Config], LatentSpec | None] = lambda _: None
 
@@ -282,6 +286,7 @@ def _read(
         moe=family.moe(config, num_layers),
         state=family.state(config, num_layers),
         renamed=family.renamed,
+        is_text_part=family.is_text_part,
         latent=latent,
         unused=_unused(config, num_layers),
         **scales,
@@ -508,6 +513,19 @@ _ARCHITECTURES: dict[str, _Family] = {
             (".mlp.down_proj.", ".feed_forward.w2."),
         ),
     ),
+}
+
+
+def _text_part(of: str, read: Callable[[Config], Config] = text_config) -> _Family:
+    return replace(_ARCHITECTURES[of], read=read, is_text_part=True)
+
+
+_ARCHITECTURES |= {
+    "Gemma3ForConditionalGeneration": _text_part("Gemma3ForCausalLM", gemma3_text_config),
+    "Mistral3ForConditionalGeneration": _text_part("MistralForCausalLM"),
+    "Qwen2VLForConditionalGeneration": _text_part("Qwen2ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": _text_part("Qwen2ForCausalLM"),
+    "Qwen3VLForConditionalGeneration": _text_part("Qwen3ForCausalLM"),
 }
 
 _REQUIRED = (

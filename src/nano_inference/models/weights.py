@@ -18,6 +18,7 @@ from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.state_spec import ShortConv
+from nano_inference.models.text_part import other_names
 from nano_inference.ops import reference
 
 
@@ -73,6 +74,7 @@ class ParamSpec:
         sources: what is stacked along axis 0 to make it.
         keep_float32: held in float32 whatever dtype the model has.
         tied: checkpoint name of a head that must equal the only source; None: there is none.
+        other_names: what a checkpoint may call a source or the tied head instead: ours, theirs.
         fused: each tensor that holds all sources, in order, in a trainer's memory or in
             checkpoints.
     """
@@ -83,6 +85,7 @@ class ParamSpec:
     keep_float32: bool = False
     tied: str | None = None
     fused: tuple[Fused, ...] = ()
+    other_names: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +261,8 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         table.append(_norm(spec, "norm", "model.norm.weight", hidden))
     if part.has_head:
         table.append(_plain("head", Source(HEAD, (vocab, hidden), 0, _of(part.vocab, vocab))))
-    return tuple(_renamed(param, spec.renamed) for param in table)
+    found = tuple(_renamed(param, spec.renamed) for param in table)
+    return tuple(map(_also_named, found)) if spec.is_text_part else found
 
 
 def _renamed(param: ParamSpec, names: tuple[tuple[str, str], ...]) -> ParamSpec:
@@ -267,6 +271,14 @@ def _renamed(param: ParamSpec, names: tuple[tuple[str, str], ...]) -> ParamSpec:
     for ours, theirs in names:
         sources = tuple(replace(each, name=each.name.replace(ours, theirs)) for each in sources)
     return replace(param, sources=sources)
+
+
+def _also_named(param: ParamSpec) -> ParamSpec:
+    """With all names by which a checkpoint of a larger class may call its tensors."""
+    names = [each.name for each in param.sources] + ([] if param.tied is None else [param.tied])
+    return replace(
+        param, other_names=tuple((name, other) for name in names for other in other_names(name))
+    )
 
 
 def _short_conv(spec: ModelSpec, conv: ShortConv, own: str, hf: str) -> list[ParamSpec]:
@@ -521,11 +533,17 @@ def named_slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:
 
 def fused_tensors(table: tuple[ParamSpec, ...]) -> dict[str, FusedTensor]:
     """What transformers has in memory under other names than the checkpoint, or in one piece."""
-    return {
+    found = {
         each.name: _fused_tensor(each, tuple(source.name for source in param.sources))
         for param in table
         for each in param.fused
     }
+    for param in table:
+        shapes = {each.name: each.shape for each in param.sources}
+        for name, other in param.other_names:
+            shape = shapes.get(name, param.sources[0].shape)
+            found[other] = FusedTensor(shape, (name,), shape, tuple(range(len(shape))))
+    return found
 
 
 def _fused_tensor(fused: Fused, parts: tuple[str, ...]) -> FusedTensor:

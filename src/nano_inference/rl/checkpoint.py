@@ -29,6 +29,11 @@ def require_savable(source: Path, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{source} has no config.json to save beside the weights; save state_dict() yourself."
         )
+    if spec.is_text_part:
+        raise ConfigError(
+            f"checkpoints of {spec.architecture} hold more than the text's tensors, which are all "
+            "that is here; save state_dict() yourself."
+        )
     together = None
     if spec.fused_qkv or spec.fused_gate_up:
         together = "q, k and v" if spec.fused_qkv else "gate and up"

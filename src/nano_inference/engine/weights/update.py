@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.text_part import is_of_another_part
 from nano_inference.models.weights import (
     HEAD,
     WEIGHT_DTYPES,
@@ -63,6 +64,11 @@ class WeightSet:
         self.shapes |= {name: slot.shape for name, slot in self.slots.items()}
         self.names = [name for name, slot in self.slots.items() if slot.tied_to is None]
         self._in_float32 = {param.name for param in table if param.keep_float32}
+
+    def passes_over(self, name: object) -> bool:
+        """Whether a tensor is of a part of the checkpoint that this engine does not run."""
+        text_part = self.model.spec.is_text_part
+        return text_part and isinstance(name, str) and is_of_another_part(name)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """How a tensor is stored, on whichever rank."""
@@ -329,6 +335,8 @@ class WeightSession:
         """
         if isinstance(bucket, Mapping):
             for given, whole in cast(Mapping[str, Tensor], bucket).items():
+                if self._weights.passes_over(given):
+                    continue
                 for name, tensor in unfused(self._weights.fused, given, whole):
                     self._check_tensor(name, tensor)
                     self._add(name, tensor, None, hold)
