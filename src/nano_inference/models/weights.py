@@ -551,7 +551,9 @@ def _fused_tensor(fused: Fused, parts: tuple[str, ...]) -> FusedTensor:
     if not axes:
         rows = torch.Size(fused.shape[:-1]).numel()
         axes = (len(parts), rows // len(parts), fused.shape[-1])
-        if len(fused.shape) == 1:
+        if len(parts) == 1:
+            axes = fused.shape
+        elif len(fused.shape) == 1:
             axes = (len(parts), fused.shape[0] // len(parts))
         order = tuple(range(len(axes)))
     return FusedTensor(fused.shape, parts, axes, order)
