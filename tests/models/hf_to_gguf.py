@@ -28,6 +28,7 @@ def hf_to_gguf(
     path: Path,
     architecture: str,
     matrices: Any = None,
+    experts: Any = None,
     extra: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
@@ -38,6 +39,7 @@ def hf_to_gguf(
         path: of the file.
         architecture: GGUF's name of it.
         matrices: quantisation of all but vectors; None: none.
+        experts: quantisation of tensors of several experts alone; None: none.
         extra: metadata that is not the architecture's.
         changes: metadata keys without the architecture; None: without that key.
     """
@@ -50,6 +52,8 @@ def hf_to_gguf(
         for name, tensor in tensors.items()
         if matrices is not None and tensor.ndim > 1
     }
+    if experts is not None:
+        types |= {name: experts for name, tensor in tensors.items() if tensor.ndim > 2}
     return write_gguf(
         path, tensors, {**metadata, **TOKEN_IDS, **(extra or {})}, architecture, types
     )
@@ -80,6 +84,8 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
 
 def _apart(architecture: str, weights: Arrays) -> Arrays:
     """Gate and up by themselves, as `GraniteMoeModel` writes them."""
+    if architecture == "gpt-oss":
+        return _gpt_oss_apart(weights)
     if architecture != "granitemoe":
         return weights
     found: Arrays = {}
@@ -95,6 +101,27 @@ def _apart(architecture: str, weights: Arrays) -> Arrays:
         else:
             prefix = f"model.layers.{layer}.mlp.experts"
             found |= {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
+    return found
+
+
+def _gpt_oss_apart(weights: Arrays) -> Arrays:
+    """As `GptOssModel` writes what is not in MXFP4: rows instead of columns."""
+    found: Arrays = {}
+    for name, values in weights.items():
+        start = name.rsplit("experts", 1)[0] + "experts."
+        if name.endswith("gate_up_proj"):
+            rows = values.swapaxes(1, 2)
+            found[f"{start}gate_proj.weight"] = np.ascontiguousarray(rows[:, ::2])
+            found[f"{start}up_proj.weight"] = np.ascontiguousarray(rows[:, 1::2])
+        elif name.endswith("gate_up_proj_bias"):
+            found[f"{start}gate_proj.bias"] = np.ascontiguousarray(values[:, ::2])
+            found[f"{start}up_proj.bias"] = np.ascontiguousarray(values[:, 1::2])
+        elif name.endswith("down_proj"):
+            found[f"{start}down_proj.weight"] = np.ascontiguousarray(values.swapaxes(1, 2))
+        elif name.endswith("down_proj_bias"):
+            found[f"{start}down_proj.bias"] = values
+        else:
+            found[f"{name}.weight" if name.endswith("sinks") else name] = values
     return found
 
 
@@ -210,6 +237,13 @@ def _glm4(config: Config) -> dict[str, Any]:
     return {"rope.dimension_count": int(_head_dim(config) * _rope(config)["partial_rotary_factor"])}
 
 
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "expert_feed_forward_length": config["intermediate_size"],
+    }
+
+
 def _lfm2(config: Config) -> dict[str, Any]:
     assert not config["block_auto_adjust_ff_dim"]
     heads = config["num_key_value_heads"]
@@ -261,6 +295,7 @@ _EXTRA = {
     "gemma": _gemma,
     "gemma3": _gemma3,
     "lfm2": _lfm2,
+    "gpt-oss": _gpt_oss,
     "mistral3": _mistral3,
     "glm4": _glm4,
     "olmo2": _windows,

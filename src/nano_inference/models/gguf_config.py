@@ -189,6 +189,7 @@ def _rope_scaling(family: Family, name: str, values: Mapping[str, Any], stored: 
     scaling = {"rope_type": kind, "factor": told["factor"]}
     if kind == "yarn":
         scaling |= {to: told[key] for key, to in _YARN.items() if key in told}
+        scaling |= family.yarn
         if "yarn_log_multiplier" in told:
             scaling["mscale"] = 1.0  # as llama.cpp
         original = told.get("original_context_length", values["context_length"])

@@ -89,6 +89,7 @@ class Family:
             the others.
         keyless_layers: transformers' name of layers that have no keys; the count of key heads is
             then a list.
+        yarn: what transformers says of yarn and no metadata does.
         partial_rotary: heads may be rotated in part, and what part transformers takes where its
             config does not say; None: all of a head is.
         chat_eos_ids: also end a sample where the file carries a chat template.
@@ -109,6 +110,7 @@ class Family:
     rope_factors: frozenset[str] = frozenset()
     unscaled_in_windows: bool = False
     keyless_layers: str | None = None
+    yarn: Mapping[str, Any] = field(default_factory=dict[str, Any])
     partial_rotary: float | None = None
     chat_eos_ids: tuple[int, ...] = ()
     variant: "tuple[str, Family] | None" = None
@@ -421,6 +423,36 @@ FAMILIES: Mapping[str, Family] = {
         defaults=lambda config: {"use_bias": False},
     ),
     "mistral3": replace(_MISTRAL, variant=(QUERY_SCALE, _MINISTRAL3)),
+    "gpt-oss": Family(
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        layer_names={
+            "attn_norm.weight": "input_layernorm.weight",
+            "post_attention_norm.weight": "post_attention_layernorm.weight",
+            **_ATTENTION,
+            **_BIASES,
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp.weight": "mlp.router.weight",
+            "ffn_gate_inp.bias": "mlp.router.bias",
+            # one by one, as this engine reads them, and not by columns as transformers' checkpoint
+            **{
+                f"ffn_{part}_exps.{kind}": f"mlp.experts.{{expert}}.{part}_proj.{kind}"
+                for part in ("gate", "up", "down")
+                for kind in ("weight", "bias")
+            },
+        },
+        switches={"attn_q.bias": "attention_bias"},
+        config_keys={
+            **_LLAMA_KEYS,
+            _WINDOW: "sliding_window",
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        optional_keys={**_ROPE_BASE, "expert_feed_forward_length": "intermediate_size"},
+        yarn={"truncate": False},
+        defaults=lambda config: {"layer_types": _every_nth_full(config, 2)},
+        chat_eos_ids=(199999, 200002, 200012),  # <|endoftext|>, <|return|>, <|call|>
+    ),
     "lfm2": Family(
         architecture="Lfm2ForCausalLM",
         model_type="lfm2",

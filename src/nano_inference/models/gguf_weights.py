@@ -120,27 +120,28 @@ def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
             sources.setdefault(hf_name, []).append(stored[name])
     targets: list[_Target] = []
     for hf_name, tensors in sources.items():
-        experts = tensors[0].shape[0] if len(tensors[0].shape) == 3 else 1
+        is_cut = "{expert}" in hf_name
+        experts = tensors[0].shape[0] if is_cut or len(tensors[0].shape) == 3 else 1
         dtypes = {_stored_as(tensor, family) for tensor in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
-        each = [tuple(_expert(tensor, i) for tensor in tensors) for i in range(experts)]
-        whole = sum(tensor.num_rows for tensor in tensors), tensors[0].shape[-1]
-        if "{expert}" in hf_name:
+        each = [tuple(_expert(tensor, i, experts) for tensor in tensors) for i in range(experts)]
+        shape = tensors[0].shape
+        if is_cut:
             targets += [
-                _Target(hf_name.format(expert=i), (whole[0] // experts, whole[1]), dtype, pieces)
+                _Target(hf_name.format(expert=i), shape[1:], dtype, pieces)
                 for i, pieces in enumerate(each)
             ]
             continue
-        shape = tensors[0].shape
         if len(tensors) > 1:
-            shape = (*shape[:-2], whole[0] // experts, whole[1])
+            rows = sum(tensor.num_rows for tensor in tensors) // experts
+            shape = (*shape[:-2], rows, shape[-1])
         targets.append(_Target(hf_name, shape, dtype, tuple(part for all in each for part in all)))
     return _checked_all(targets, config)
 
 
-def _expert(tensor: StoredTensor, number: int) -> tuple[StoredTensor, range]:
-    """The rows of one expert, or of all where there are no experts."""
-    size = tensor.shape[-2] if len(tensor.shape) == 3 else _num_rows(tensor)
+def _expert(tensor: StoredTensor, number: int, experts: int) -> tuple[StoredTensor, range]:
+    """The rows of one of so many experts."""
+    size = _num_rows(tensor) // experts
     return tensor, range(number * size, (number + 1) * size)
 
 
