@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from nano_inference import EngineConfig
 from nano_inference.config import Backend
+from nano_inference.engine.backends import choose_ops
 from nano_inference.errors import ConfigError
+from nano_inference.models.loading import load_spec
 from nano_inference.ops import reference
 from tests.models.families import CASES
 from tests.models.strong import (
@@ -61,3 +65,14 @@ def test_the_gate_of_gpt_oss_left_out_is_noticed(
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     monkeypatch.setattr(reference, name, {"CLAMP": 1e9, "SLOPE": 1.0}[name])
     assert disagreement(tmp_path, oracle, backend="reference") > NOTICED
+
+
+@pytest.mark.parametrize("attention", ["flex", "flashinfer"])
+def test_attention_without_sinks_is_refused_by_name(tmp_path: Path, attention: Any) -> None:
+    case = CASES["gpt-oss"]
+    strong_model(tmp_path, case.class_name, **case.config)
+    config = EngineConfig(str(tmp_path), attention=attention)
+    specs = {"policy": load_spec(tmp_path)}
+    told = f"attention='{attention}' has no attention sinks, which GptOssForCausalLM has"
+    with pytest.raises(ConfigError, match=told):
+        choose_ops(config, specs, torch.float32, torch.device("cpu"))

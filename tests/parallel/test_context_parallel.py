@@ -26,6 +26,8 @@ from nano_inference.models.context import SharedContext
 from nano_inference.parallel.mesh import Mesh
 from tests.engine.rank_threads import ThreadLauncher
 from tests.invariance.scenario import Request, Schedule, run, same_bits, threads_restored
+from tests.models.families import CASES
+from tests.models.strong import strong_model
 from tests.models.tiny import tiny_llama, tiny_model
 
 TOKEN = 2 * 2 * 16  # keys and values, layers, head_dim of the tiny model
@@ -245,6 +247,18 @@ def test_layers_with_windows_share_their_keys_too(windowed: Path, backend: Backe
         Request((*STEM[:1100], 5), SamplingParams(max_tokens=3, seed=2), arrives=4),
     ]
     check(windowed, requests, schedule, Mesh(context=2))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_sink_counts_once(tmp_path: Path, backend: Backend) -> None:
+    case = CASES["gpt-oss"]
+    more = {"sliding_window": 600, "max_position_embeddings": 4096}
+    strong_model(tmp_path, case.class_name, **case.config | more)
+    requests = [
+        Request(tuple(token % 290 for token in STEM[:1500]), SamplingParams(max_tokens=3, seed=1))
+    ]
+    schedule = Schedule(block_size=1024, max_chunk_tokens=433, backend=backend)
+    check(tmp_path, requests, schedule, Mesh(context=2))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2, context=2), Mesh(pipeline=2, context=2)])

@@ -5,6 +5,7 @@ scores.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,8 @@ from nano_inference.ops.reference import reference_ops
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from tests.models.families import CASES
+from tests.models.strong import strong_model
 from tests.models.tiny import tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.parallel.thread_group import ThreadGroup
@@ -184,6 +187,13 @@ def test_ranks_agree_to_the_bit(
     tmp_path: Path, family: str, changes: Any, sizes: tuple[int, ...]
 ) -> None:
     check(tiny_model(tmp_path, family, **changes), reference_ops(), torch.float32, sizes)
+
+
+@pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
+def test_sinks_and_biases_of_experts_are_shared_out(tmp_path: Path, ops: Any) -> None:
+    case = CASES["gpt-oss"]
+    strong_model(tmp_path, case.class_name, **case.config)
+    check(tmp_path, ops(), torch.float32, (2, 4))
 
 
 def test_ranks_agree_in_bfloat16(tmp_path: Path) -> None:
