@@ -53,6 +53,7 @@ CATCHES = {
     "drafts_under_the_first_mask": f"{DRAFTS} -k 'llama and grammar'",
     "penalties_without_drafts": f"{DRAFTS} -k 'llama and penalties'",
     "drafts_take_reserved_blocks": f"{SIMULATION} -k drafts",
+    "eagle_skips_accepted_rows": "tests/speculation/test_heads.py -k 'formula and eagle'",
     "masked_odds_keep_all": "tests/ops/test_cpu_head.py -k masked_draw",
     "vocabulary_tie_to_the_later_rank": "tests/parallel/test_head.py -k lower",
     "prefix_match_one_too_long": INVARIANCE,
