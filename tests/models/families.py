@@ -476,4 +476,21 @@ CASES = {
             "shared experts": moe_with(shared=None),
         },
     ),
+    "apertus": Case(
+        "ApertusForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {
+            "norms of queries and keys": spec_with(qk_norm=None),
+            "llama3": with_ropes(kind="default"),
+        },
+    ),
 }

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nano_inference import EngineConfig
 from nano_inference.config import Backend
 from nano_inference.engine.backends import choose_ops
 from nano_inference.errors import ConfigError
+from nano_inference.models import decoder
+from nano_inference.models.activations import xielu
 from nano_inference.models.loading import load_spec
 from nano_inference.ops import reference
 from tests.models.families import CASES
@@ -76,3 +79,17 @@ def test_attention_without_sinks_is_refused_by_name(tmp_path: Path, attention: A
     told = f"attention='{attention}' has no attention sinks, which GptOssForCausalLM has"
     with pytest.raises(ConfigError, match=told):
         choose_ops(config, specs, torch.float32, torch.device("cpu"))
+
+
+def test_each_number_of_xielu_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["apertus"]
+    oracle = strong_model(tmp_path, case.class_name, **case.config)
+    for place in range(4):
+
+        def without(x: Tensor, numbers: Tensor, place: int = place) -> Tensor:
+            numbers = numbers.clone()
+            numbers[place] = -1.0
+            return xielu(x, numbers)
+
+        monkeypatch.setattr(decoder, "xielu", without)
+        assert disagreement(tmp_path, oracle, lengths=(5, 40)) > NOTICED

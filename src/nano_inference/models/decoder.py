@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.columns import to_device
+from nano_inference.models.activations import xielu
 from nano_inference.models.context import SharedContext
 from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.rank_exchange import RankExchange
@@ -417,10 +418,15 @@ class Decoder:
             moe = partial(self.ops.moe, experts=experts, exchange=self.rank_exchange.exchange)
             noted = partial(self.routes.compute, layer, moe)
             return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
-        gated = ops.gate(
-            ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation
-        )
-        return self._row_parallel(ops, batch, gated, name + "down", self.part.inner_segments)
+        if self.spec.gated:
+            inner = ops.gate(
+                ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation
+            )
+        else:
+            activate = partial(_activated, self.params[name + "act"])
+            up = ops.linear(normed, self.params[name + "up"], None)
+            inner = ops.call(batch, activate, (up,), self.spec.intermediate_size, self.dtype)
+        return self._row_parallel(ops, batch, inner, name + "down", self.part.inner_segments)
 
     def _experts(self, name: str, moe: MoeSpec) -> Experts:
         router, gate_up, down = (
@@ -460,6 +466,10 @@ class Decoder:
         return Norm(
             self.params.get(name), self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype
         )
+
+
+def _activated(numbers: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
+    out.copy_(xielu(x.float(), numbers))
 
 
 @torch.inference_mode()

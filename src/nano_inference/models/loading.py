@@ -165,6 +165,8 @@ def _parts_of(
             stored = opened.get_slice(name)
             shape, kind = tuple(stored.get_shape()), str(stored.get_dtype())
             whole = stored[:] if name in fused else None
+            if not shape:  # a number is a vector of one
+                stored, shape = opened.get_tensor(name).view(1), (1,)
         if whole is None:
             yield name, file, stored, shape, kind
             continue

@@ -40,7 +40,7 @@ from nano_inference.models.state_spec import StateSpec, short_conv
 from nano_inference.models.text_part import gemma3_text_config, text_config
 
 Config = Mapping[str, Any]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu"]
 NormPlacement = Literal["pre", "post", "both"]
 QkNorm = Literal["head", "full"]
 
@@ -72,7 +72,8 @@ class ModelSpec:
         norms: where a layer has its norms: before attention and MLP (`"pre"`), after them
             (`"post"`), or `"both"`.
         norm_offset: added to the weights of norms; such weights are kept in float32.
-        activation: of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`.
+        activation: of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`; or of an MLP
+            without a gate, `"xielu"`.
         attention_scale: multiplies queries times keys.
         attention_sinks: each query head has a score that belongs to no key, in the softmax's sum.
         embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
@@ -122,6 +123,11 @@ class ModelSpec:
     is_text_part: bool = False
     latent: LatentSpec | None = None
     unused: tuple[str, ...] = ()
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs have a gate."""
+        return self.activation != "xielu"
 
     @property
     def value_dim(self) -> int:
@@ -488,6 +494,14 @@ _ARCHITECTURES: dict[str, _Family] = {
         moe=deepseek_v3_experts,
     ),
     "GraniteMoeForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
+    "ApertusForCausalLM": _Family(
+        qk_norm="head",
+        activations={"xielu": "xielu"},
+        renamed=(
+            (".input_layernorm.", ".attention_layernorm."),
+            (".post_attention_layernorm.", ".feedforward_layernorm."),
+        ),
+    ),
     "GptOssForCausalLM": _Family(
         biases=_usual_biases,
         attention_sinks=True,

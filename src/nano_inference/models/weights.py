@@ -213,6 +213,9 @@ Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.a
 
 HEAD = "lm_head.weight"  # in a checkpoint, whether it is tied to the embedding or not
 
+# Numbers of an activation, of which the last two are not trained.
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+
 # Norms of a layer by their placement: (the decoder's name, the checkpoint's).
 _NORMS = {
     "pre": (("attn_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
@@ -374,8 +377,12 @@ def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     if spec.fused_gate_up:
         parts = (part.inner, range(inner + part.inner.start, inner + part.inner.stop))
         rows = {"gate_up_proj": (2 * inner, parts)}
+    if not spec.gated:
+        rows = {"up_proj": (inner, (part.inner,))}
+    numbers = tuple(Source(f"{hf}.act_fn.{name}", (1,)) for name in XIELU)
     return [
-        _stacked(f"{own}.gate_up", hf, "weight", rows, (hidden,)),
+        _stacked(f"{own}.gate_up" if spec.gated else f"{own}.up", hf, "weight", rows, (hidden,)),
+        *([] if spec.gated else [ParamSpec(f"{own}.act", (4,), numbers, keep_float32=True)]),
         _plain(
             f"{own}.down",
             Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(part.inner, inner)),
@@ -565,6 +572,8 @@ def unfused(
     """A tensor by the names of its checkpoint. One of a name or shape that `fused` has not comes
     back as it is.
     """
+    if isinstance(tensor, Tensor) and tensor.dim() == 0:  # a number is a vector of one
+        return [(name, tensor.view(1))]
     # callers err
     known = fused.get(name) if isinstance(name, str) and isinstance(tensor, Tensor) else None
     if known is None or tuple(tensor.shape) != known.shape:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nano_inference.models.activations import xielu
 from nano_inference.models.decoder import EXPERT_BIASES
 from nano_inference.models.latent_spec import LatentSpec
 from nano_inference.models.rope import Rotation
@@ -208,6 +209,11 @@ class TorchDecoder:
     ) -> Tensor:
         if ids is not None:
             return self._experts(normed, params, name, ids)
+        if not self.spec.gated:
+            trained, fixed = params[name + "act"].split([2, 2])
+            up = functional.linear(normed, params[name + "up"]).float()
+            inner = xielu(up, torch.cat((trained, fixed.detach()))).to(self.dtype)
+            return functional.linear(inner, params[name + "down"])
         gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
         return functional.linear(gated, params[name + "down"])
 

@@ -1,0 +1,18 @@
+"""Activations of MLPs without a gate, in plain torch: a call in the middle of a trunk on every
+backend.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """xIELU (arXiv:2411.13010) of float32 x. `numbers`, float32 [4], are a layer's own: alpha_p and
+    alpha_n before their softplus, beta and eps.
+    """
+    alpha_p, alpha_n = functional.softplus(numbers[:2])
+    beta, eps = numbers[2:]
+    # not expm1: a library's rounds differently at the ends of an array
+    below = (torch.exp(torch.minimum(x, eps)) - 1 - x) * (beta + alpha_n)
+    return torch.where(x > 0, alpha_p * x * x, below) + beta * x
