@@ -92,7 +92,8 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that may be taken in all: by weights,
             KV cache, a step's workspace, CUDA graphs, and what others hold on it (CUDA only).
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF
-            bfloat16 where this machine multiplies it natively, else float32.
+            bfloat16 where this machine multiplies it natively, else float32; bfloat16 for a
+            checkpoint that is quantised, which is dequantised while it is loaded.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
             needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;

@@ -8,7 +8,8 @@ import pytest
 from nano_inference import InferenceEngine
 from nano_inference.config import EngineConfig
 from tests.cli.running import run
-from tests.models.tiny import tiny_model
+from tests.models.quantisers import write_quantised
+from tests.models.tiny import llama_config, llama_weights, tiny_model
 
 
 def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
@@ -96,3 +97,19 @@ def test_info_says_which_ranks_a_model_cannot_have(
     result = run("info", folders["bare"], *options)
     assert result.exit_code == 1
     assert words in " ".join(result.stderr.split())
+
+
+def test_info_says_what_becomes_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    config = llama_config()
+    write_quantised(tmp_path, "compressed-int4", config, llama_weights(config))
+    result = run("info", str(tmp_path))
+    assert result.exit_code == 0, result.stderr
+    told = " ".join(result.stdout.split())
+    assert "bfloat16 (checkpoint float32)" in told
+    assert (
+        "quantisation quantised with compressed-tensors (4 bits, a scale for 32), dequantised to "
+        "bfloat16"
+    ) in told
+    assert "weights 0.2 MiB" in told
+    found = json.loads(run("info", str(tmp_path), "--json").stdout)
+    assert found["architecture"]["quantisation"]["method"] == "compressed-tensors"

@@ -1,50 +1,202 @@
-"""Checkpoints whose weights are codes of a quantisation: refused by the method's name, or by their
-dtype.
+"""Checkpoints whose weights are codes of a quantisation: dequantised while they are loaded, refused
+by the method's name, or by the tensor that does not fit.
 """
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from nano_inference import ModelLoadError, WeightUpdateError
 from nano_inference.engine.weights.sources import read_folder
-from nano_inference.models.loading import load_params, load_spec
+from nano_inference.models import loading, quantised_weights
+from nano_inference.models.loading import load_params, load_spec, resolve_dtype
+from nano_inference.models.quantisation import Quantisation, Scheme, read_quantisation
+from nano_inference.models.quantised_weights import FORMATS, quantised_weight
+from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import spec_from_config
-from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
+from nano_inference.models.weights import param_table, read, slots
+from nano_inference.parallel.mesh import Mesh, Place
+from tests.models.quantisers import QUANTISERS, quantised, write_quantised
+from tests.models.strong import strong_model
+from tests.models.tiny import (
+    FAMILIES,
+    MORE_FAMILIES,
+    Weights,
+    family_weights,
+    llama_config,
+    llama_weights,
+    tiny_llama,
+    write_model,
+)
 
-# As the tools write them.
-METHODS: dict[str, tuple[dict[str, Any], str]] = {
-    "fp8": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        "fp8",
-    ),
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
-        r"gptq \(4 bits\)",
-    ),
-    "auto-gptq": ({"bits": 4, "group_size": 128, "desc_act": False}, r"gptq \(4 bits\)"),
+CPU = torch.device("cpu")
+UP = "model.layers.1.mlp.up_proj"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, place: Place | None = None) -> Weights:
+    """What a rank holds of a model, by the names of the checkpoint."""
+    spec = load_spec(folder)
+    part = None if place is None else shard_of(spec, place)
+    params = load_params(folder, spec, dtype, CPU, part=part)
+    return {name: read(params, slot) for name, slot in slots(param_table(spec, part)).items()}
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    """But for the order of two products."""
+    return torch.allclose(found, wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("panel", [2**22, 1])
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_a_checkpoint_is_what_it_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, panel: int
+) -> None:
+    monkeypatch.setattr(quantised_weights, "PANEL", panel)
+    config = llama_config()
+    reference = write_quantised(tmp_path, name, config, llama_weights(config))
+    found = load(tmp_path)
+    assert found.keys() == reference.keys()
+    wrong = [each for each in found if not near(found[each], reference[each])]
+    assert not wrong
+    rounded = load(tmp_path, torch.bfloat16)
+    assert all(torch.equal(rounded[each], found[each].bfloat16()) for each in found)
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_every_rank_has_its_part(tmp_path: Path, name: str) -> None:
+    config = llama_config()
+    write_quantised(tmp_path, name, config, llama_weights(config))
+    spec, whole = load_spec(tmp_path), load(tmp_path)
+    mesh = Mesh(2, 2)
+    for rank in range(4):
+        place = Place(mesh, rank)
+        own = load(tmp_path, place=place)
+        for each, slot in slots(param_table(spec, shard_of(spec, place))).items():
+            assert torch.equal(own[each], slot.take(whole[each])), each
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3-moe", "gemma3"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-ordered", "bitsandbytes-nested"])
+def test_fused_projections_experts_and_tied_heads(tmp_path: Path, family: str, name: str) -> None:
+    config = llama_config() | (FAMILIES | MORE_FAMILIES)[family]
+    config = {key: value for key, value in config.items() if value is not None}
+    reference = write_quantised(tmp_path, name, config, family_weights(config))
+    found = load(tmp_path)
+    assert all(near(found[each], reference[each]) for each in reference)
+    spec = load_spec(tmp_path)
+    place = Place(Mesh(2), 1)
+    own = load(tmp_path, place=place)
+    for each, slot in slots(param_table(spec, shard_of(spec, place))).items():
+        assert torch.equal(own[each], slot.take(found[each])), each
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gpt_oss_has_its_experts_in_blocks(tmp_path: Path, ranks: int) -> None:
+    """Its numbers lie in other places without a quantisation, where they are those of
+    transformers.
+    """
+    strong_model(
+        tmp_path,
+        "GptOssForCausalLM",
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    plain = load_file(tmp_path / "model.safetensors")
+    stored: Weights = {}
+    for name, tensor in plain.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        parts, numbers = QUANTISERS["compressed-mxfp4"].pack(tensor.transpose(1, 2))
+        stored[f"{name}_blocks"] = parts[".weight_packed"].unflatten(-1, (-1, 16))
+        stored[f"{name}_scales"] = parts[".weight_scale"]
+        plain[name] = numbers.transpose(1, 2).contiguous()
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_model(tmp_path / "plain", config, plain)
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    write_model(tmp_path / "coded", config | {"quantization_config": said}, stored)
+    for rank in range(ranks):
+        place = Place(Mesh(ranks), rank)
+        found, wanted = (load(tmp_path / each, place=place) for each in ("coded", "plain"))
+        assert found.keys() == wanted.keys()
+        wrong = [name for name in found if not torch.equal(found[name], wanted[name])]
+        assert not wrong
+
+
+@pytest.mark.parametrize("panel", [2**22, 1])
+def test_experts_in_one_tensor_are_read_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, panel: int
+) -> None:
+    """MXFP4, as gpt-oss has it."""
+    monkeypatch.setattr(quantised_weights, "PANEL", panel)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 10, 64, generator=generator)
+    packed, reference = QUANTISERS["compressed-mxfp4"].pack(weights)
+    tensors = {
+        "experts.up_blocks": packed[".weight_packed"].unflatten(-1, (2, 16)),
+        "experts.up_scales": packed[".weight_scale"],
+    }
+    said = read_quantisation({"quantization_config": {"quant_method": "mxfp4"}})
+    assert said is not None
+    stored = {name: InMemory(tensor) for name, tensor in tensors.items()}
+    found = quantised_weight("experts.up_blocks", (3, 10, 64), stored, said, torch.float32)
+    assert found is not None
+    assert torch.equal(found[:], reference)
+    assert torch.equal(found[1:3], reference[1:3])
+    assert torch.equal(found[2:3, 1:9, 32:], reference[2:3, 1:9, 32:])
+    assert found[1:1].shape == (0, 10, 64)
+
+
+class InMemory:
+    """A tensor, as safetensors reads one by slices."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def get_dtype(self) -> str:
+        return {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}[self.tensor.dtype]
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+
+def test_every_format_is_tried() -> None:
+    told = {
+        scheme.format for each in QUANTISERS.values() for _, scheme in said(each.fields).schemes
+    }
+    assert told | {"mxfp4"} == FORMATS.keys()
+
+
+def said(fields: Any) -> Quantisation:
+    found = read_quantisation({"quantization_config": fields})
+    assert found is not None
+    return found
+
+
+def test_the_dtype_of_a_quantised_checkpoint_is_bfloat16_unless_asked_for() -> None:
+    spec = spec_from_config(
+        llama_config() | {"quantization_config": QUANTISERS["awq"].fields, "torch_dtype": "float16"}
+    )
+    assert resolve_dtype("auto", spec) == torch.bfloat16
+    assert resolve_dtype("float16", spec) == torch.float16
+    assert resolve_dtype("auto", replace(spec, quantisation=None)) == torch.float16
+
+
+# --- what config.json says
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mlx": ({"bits": 4, "group_size": 64}, r"mlx \(4 bits\)"),
-    "awq": ({"quant_method": "awq", "bits": 4, "zero_point": True}, r"awq \(4 bits\)"),
-    "bitsandbytes-4": (
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        r"bitsandbytes \(4 bits\)",
-    ),
-    "bitsandbytes-8": (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        r"bitsandbytes \(8 bits\)",
-    ),
-    "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
-        },
-        r"compressed-tensors \(8 bits\)",
-    ),
-    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4"),
     "torchao": (
         {"quant_method": "torchao", "quant_type": "int4_weight_only"},
         r"torchao \(int4_weight_only\)",
@@ -52,41 +204,67 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "quanto": ({"quant_method": "quanto", "weights": "int8"}, r"quanto \(int8\)"),
     "a method to come": ({"quant_method": "newquant"}, "newquant"),
     "no name": ({"something": 1}, "an unnamed method"),
+    "modelopt": ({"quant_algo": "W4A8_AWQ"}, r"modelopt \(W4A8_AWQ\)"),
+    "marlin": ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq .marlin"),
+    "gemv": ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, r"awq \(gemv\)"),
+    "sparse": (
+        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+        r"compressed-tensors \(sparse-24-bitmask sparsity\)",
+    ),
+    "rotated": (
+        {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}},
+        r"compressed-tensors \(transforms of activations\)",
+    ),
+    "mxfp6": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp6-pack-quantized",
+            "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 6}}},
+        },
+        r"compressed-tensors \(mxfp6-pack-quantized\)",
+    ),
+    "five bits": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 5}}},
+        },
+        r"compressed-tensors \(pack-quantized of int with 5 bits\)",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize(
     "wrap",
     [lambda q: {"quantization_config": q}, lambda q: {"text_config": {"quantization_config": q}}],
 )
-def test_a_quantised_checkpoint_is_refused_by_the_methods_name(
-    name: str, wrap: Callable[[Any], Any]
-) -> None:
-    fields, told = METHODS[name]
+def test_what_is_not_known_is_refused_by_its_name(name: str, wrap: Callable[[Any], Any]) -> None:
+    fields, told = REFUSED[name]
     with pytest.raises(
-        ModelLoadError, match=f"quantised with ({told}), as config.json says.*unquantised.*GGUF"
+        ModelLoadError, match=f"quantised with ({told}).*, as config.json says.*unquantised.*GGUF"
     ):
         spec_from_config(llama_config() | wrap(fields))
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("name", "changes", "told"),
     [
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, r"modelopt \(NVFP4\)"),
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, r"gptq \(4 bits\)"),
-        ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, r"awq \(4 bits\)"),
+        ("gptq", {"bits": 3}, r"\(gptq\) with bits=3; 2 or 4 or 8 is needed"),
+        ("gptq", {"bits": "4"}, r"\(gptq\) with bits='4'"),
+        ("gptq", {"group_size": 0}, r"\(gptq\) with group_size=0"),
+        ("gptq", {"checkpoint_format": "gptq_v3"}, "checkpoint_format='gptq_v3'"),
+        ("gptq", {"dynamic": {"+:(": {}}}, r"\(gptq\) with a value of the wrong kind"),
+        ("awq", {"bits": 8}, r"\(awq\) with bits=8; 4 is needed"),
+        ("awq", {"group_size": True}, r"\(awq\) with group_size=True"),
+        ("fp8-blocks", {"weight_block_size": [128]}, r"weight_block_size=\[128\]; rows and"),
+        ("bitsandbytes-nf4", {"load_in_8bit": True}, "one of load_in_4bit and load_in_8bit"),
+        ("compressed-int8", {"config_groups": [1]}, "value of the wrong kind"),
     ],
 )
-def test_a_file_beside_the_config_says_it_too(
-    tmp_path: Path, file: str, content: Any, told: str
-) -> None:
-    folder = tiny_llama(tmp_path)
-    (folder / file).write_text(json.dumps(content))
-    with pytest.raises(ModelLoadError, match=rf"quantised with {told}, as .*{file} says"):
-        load_spec(folder)
-    with pytest.raises(WeightUpdateError, match=f"quantised with {told}"):
-        list(read_folder(folder))
+def test_a_value_that_is_not_known_is_named(name: str, changes: Any, told: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"config.json describes a quantisation .*{told}"):
+        said(QUANTISERS[name].fields | changes)
 
 
 @pytest.mark.parametrize(
@@ -100,32 +278,275 @@ def test_a_file_beside_the_config_says_it_too(
     ],
 )
 def test_a_config_that_says_nothing_of_the_weights_is_read(fields: Any) -> None:
-    assert spec_from_config(llama_config() | {"quantization_config": fields}).num_layers == 2
-
-
-def test_an_update_from_a_quantised_folder_names_the_method(tmp_path: Path) -> None:
-    config = llama_config()
-    write_model(
-        tmp_path, config | {"quantization_config": METHODS["fp8"][0]}, llama_weights(config)
-    )
-    with pytest.raises(WeightUpdateError, match="quantised with fp8"):
-        list(read_folder(tmp_path))
+    spec = spec_from_config(llama_config() | {"quantization_config": fields})
+    assert spec.num_layers == 2
+    assert spec.quantisation is None
 
 
 @pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+            Scheme("fp8", 8),
+        ),
+        (
+            "quantize_config.json",
+            {"bits": 4, "group_size": 128, "desc_act": False, "sym": False},
+            Scheme("gptq", 4, (1, 128), symmetric=False, zero_offset=1),
+        ),
+        (
+            "quant_config.json",
+            {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"},
+            Scheme("awq", 4, (1, 64), symmetric=False),
+        ),
+    ],
+)
+def test_a_file_beside_the_config_says_it_too(
+    tmp_path: Path, file: str, content: Any, told: Scheme
+) -> None:
+    folder = tiny_llama(tmp_path)
+    (folder / file).write_text(json.dumps(content))
+    found = load_spec(folder).quantisation
+    assert found is not None
+    assert found.scheme_of(UP) == told
+    assert found.where == str(folder / file)
+    with pytest.raises(WeightUpdateError, match=rf"quantised with .*{file} says.*plain weights"):
+        list(read_folder(folder))
+
+
+def test_modules_have_schemes_of_their_own() -> None:
+    """compressed-tensors: a name goes before a pattern, and a pattern before a class."""
+    fields = {
+        "quant_method": "compressed-tensors",
+        "ignore": ["lm_head", "re:.*router$"],
+        "config_groups": {
+            "a": {
+                "targets": ["Linear"],
+                "format": "pack-quantized",
+                "weights": {"num_bits": 4, "group_size": 128},
+            },
+            "b": {
+                "targets": ["re:.*down_proj$"],
+                "format": "float-quantized",
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
+            },
+            "c": {
+                "targets": ["model.layers.0.mlp.down_proj"],
+                "format": "int-quantized",
+                "weights": {"num_bits": 8, "strategy": "channel"},
+            },
+            "activations alone": {"targets": ["Linear"], "input_activations": {"num_bits": 8}},
+        },
+    }
+    found = said(fields)
+    assert found.scheme_of("model.layers.0.mlp.up_proj") == Scheme("packed-int", 4, (1, 128))
+    assert found.scheme_of("model.layers.1.mlp.down_proj") == Scheme("fp8", 8, (1, None))
+    assert found.scheme_of("model.layers.0.mlp.down_proj") == Scheme("int8", 8, (1, None))
+    for module in ("lm_head", "model.layers.0.mlp.router", "model.embed_tokens"):
+        assert found.scheme_of(module) is None
+    assert found.activations == "fp8, dynamic"
+
+
+@pytest.mark.parametrize(
+    ("names", "out"),
+    [
+        (["lm_head"], ["lm_head", "model.lm_head"]),
+        (["model.layers.1"], ["model.layers.1.mlp.up_proj"]),
+        (["mlp.gate"], ["model.layers.0.mlp.gate"]),
+        (["model.layers.0.mlp.*"], ["model.layers.0.mlp.up_proj"]),
+    ],
+)
+def test_modules_that_are_left_out(names: list[str], out: list[str]) -> None:
+    """transformers' rule."""
+    found = said(QUANTISERS["fp8-blocks"].fields | {"modules_to_not_convert": names})
+    assert all(found.scheme_of(module) is None for module in out)
+    for module in ("model.layers.11.mlp.up_proj", "model.layers.2.mlp.gate_proj"):
+        assert found.scheme_of(module) is not None
+
+
+def test_gptqmodels_changes_of_some_modules(tmp_path: Path) -> None:
+    config = llama_config()
+    weights = llama_weights(config)
+    eight, others = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
+    stored, reference = quantised("gptq", weights)
+    more, also = quantised("gptq-8bit", {f"{eight}.weight": weights[f"{eight}.weight"]})
+    for end in (".qweight", ".qzeros", ".scales", ".g_idx"):
+        del stored[others + end]
+    stored |= more | {f"{others}.weight": weights[f"{others}.weight"]}
+    reference |= also | {f"{others}.weight": weights[f"{others}.weight"]}
+    fields = QUANTISERS["gptq"].fields | {
+        "sym": False,
+        "dynamic": {"+:.*0.mlp.down_proj": {"bits": 8}, "-:.*1.mlp.down_proj": {}},
+    }
+    write_model(tmp_path, config | {"quantization_config": fields}, stored)
+    found = load(tmp_path)
+    assert all(near(found[each], reference[each]) for each in reference)
+
+
+# --- tensors that contradict it
+
+Change = Callable[[Weights], Any]
+
+
+def drop(end: str) -> Change:
+    return lambda tensors: tensors.pop(UP + end)
+
+
+def put(end: str, made: Callable[[Tensor], Tensor]) -> Change:
+    return lambda tensors: tensors.update({UP + end: made(tensors[UP + end])})
+
+
+WRONG: dict[str, tuple[str, Change, str]] = {
+    "no scale": ("fp8-blocks", drop(".weight_scale_inv"), "'U.weight_scale_inv' is missing"),
+    "no scale of int8": ("compressed-int8", drop(".weight_scale"), "'U.weight_scale' is missing"),
+    "no maxima": ("bitsandbytes-int8", drop(".SCB"), "'U.SCB' is missing"),
+    "no zero points": (
+        "compressed-int4-zeros",
+        drop(".weight_zero_point"),
+        "'U.weight_zero_point' is missing",
+    ),
+    "no order": ("gptq-ordered", drop(".g_idx"), "'U.g_idx' is missing"),
+    "no outer maxima": (
+        "bitsandbytes-nested",
+        drop(".weight.nested_absmax"),
+        "'U.weight.nested_absmax' is missing",
+    ),
+    "no codes": ("awq", drop(".qweight"), "'U.qzeros' is not part of|'U.scales' is not part of"),
+    "scale of a wrong shape": (
+        "fp8-blocks",
+        put(".weight_scale_inv", lambda _: torch.ones(4, 3)),
+        r"'U.weight_scale_inv' has shape \(4, 3\), expected \(4, 2\).*24 rows and 40 columns",
+    ),
+    "other groups than the config has": (
+        "gptq",
+        put(".scales", lambda scales: scales[:1].clone()),
+        r"'U.scales' has shape \(1, 96\), expected \(2, 96\).*32 columns",
+    ),
+    "codes of another width": (
+        "gptq",
+        put(".qweight", lambda codes: codes.repeat(2, 1)),
+        r"'U.qweight' has shape \(16, 96\), expected \(8, 96\).*codes have 4 bits",
+    ),
+    "another dtype of a scale": (
+        "awq",
+        put(".scales", lambda scales: scales.int()),
+        "'U.scales' has dtype I32, and BF16 or F16 or F32 is needed",
+    ),
+    "another dtype of codes": (
+        "fp8-blocks",
+        put(".weight", lambda codes: codes.to(torch.int8)),
+        "'U.weight' has dtype I8, and F8_E4M3 or F8_E5M2 is needed",
+    ),
+    "groups that are not there": (
+        "gptq-ordered",
+        put(".g_idx", lambda groups: groups + 1),
+        "'U.g_idx' names groups outside of the 2 that there are",
+    ),
+    "another weight's shape": (
+        "compressed-int4",
+        put(".weight_shape", lambda _: torch.tensor([96, 60])),
+        r"'U.weight_shape' says \(96, 60\), expected \(96, 64\)",
+    ),
+    "tiles": (
+        "bitsandbytes-int8",
+        put(".weight_format", lambda _: torch.tensor(2).byte()),
+        "'U.weight_format' is 2, a tiled layout",
+    ),
+    "a state that is no JSON": (
+        "bitsandbytes-nf4",
+        put(".weight.quant_state.bitsandbytes__nf4", lambda state: state[1:].clone()),
+        "'U.weight.quant_state.bitsandbytes__nf4' does not describe its weight",
+    ),
+    "an infinite scale": (
+        "fp8-blocks",
+        put(".weight_scale_inv", lambda scales: scales * torch.inf),
+        "weight 'U.weight' is dequantised to NaN or infinite numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_tensor_that_does_not_fit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    name, change, told = WRONG[case]
+    config = llama_config()
+    stored, _ = quantised(name, llama_weights(config))
+    change(stored)
+    write_model(tmp_path, config | {"quantization_config": QUANTISERS[name].fields}, stored)
+    if case != "an infinite scale":  # which nobody knows before it is read
+        monkeypatch.setattr(loading, "allocate", None)
+    with pytest.raises(ModelLoadError, match=told.replace("U.", UP + ".")) as raised:
+        load(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-int4"])
+def test_groups_that_do_not_divide_are_refused(tmp_path: Path, name: str) -> None:
+    config = llama_config()
+    fields = json.loads(json.dumps(QUANTISERS[name].fields).replace(": 32", ": 48"))
+    write_quantised(tmp_path, name, config, llama_weights(config), **fields)
+    with pytest.raises(
+        ModelLoadError, match=r"q_proj.weight' has 64 columns, .*no whole number of groups of 48"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("fp8-blocks", {"modules_to_not_convert": [UP]}),
+        ("compressed-int4", {"ignore": [UP]}),
+        ("awq", {"modules_to_not_convert": ["up_proj"]}),
+        ("bitsandbytes-nf4", {"llm_int8_skip_modules": ["up_proj"]}),
+        ("gptq", {"dynamic": {"-:.*up_proj": {}}}),
+    ],
+)
+def test_codes_of_a_module_that_is_left_out_are_refused(
+    tmp_path: Path, name: str, fields: Any
+) -> None:
+    config = llama_config()
+    write_quantised(tmp_path, name, config, llama_weights(config), **fields)
+    with pytest.raises(
+        ModelLoadError, match=r"up_proj.*holds codes.*config\.json leaves '.*up_proj' out"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq", "bitsandbytes-nf4", "compressed-int8"])
+def test_a_module_may_be_stored_as_it_is(tmp_path: Path, name: str) -> None:
+    config = llama_config()
+    weights = llama_weights(config)
+    stored, reference = quantised(name, weights)
+    stored = {each: tensor for each, tensor in stored.items() if not each.startswith(UP)}
+    kept = {f"{UP}.weight": weights[f"{UP}.weight"]}
+    write_model(tmp_path, config | {"quantization_config": QUANTISERS[name].fields}, stored | kept)
+    assert torch.equal(load(tmp_path)[f"{UP}.weight"], kept[f"{UP}.weight"])
+    assert near(
+        load(tmp_path)[f"{UP[:-7]}down_proj.weight"], reference[f"{UP[:-7]}down_proj.weight"]
+    )
+
+
+@pytest.mark.parametrize("quantisation", [None, "fp8-blocks", "gptq", "bitsandbytes-nf4"])
+@pytest.mark.parametrize(
     "dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn]
 )
-def test_a_weight_of_another_kind_of_dtype_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{UP}.weight"])
+def test_a_weight_of_another_kind_of_dtype_is_refused(
+    tmp_path: Path, dtype: torch.dtype, name: str, quantisation: str | None
+) -> None:
     """Such weights were cast to floating point, and the model answered garbage."""
     config = llama_config()
     weights = llama_weights(config)
-    name = "model.layers.1.mlp.up_proj.weight"
+    if quantisation:
+        config["quantization_config"] = QUANTISERS[quantisation].fields
     weights[name] = weights[name].to(dtype)
     folder = write_model(tmp_path, config, weights)
-    with pytest.raises(
-        ModelLoadError, match=rf"{name}.*has dtype (I8|U8|I32|BOOL|F8_E4M3).*quantised"
-    ):
-        load_params(folder, load_spec(folder), torch.float32, torch.device("cpu"))
+    with pytest.raises(ModelLoadError, match=rf"{name}"):
+        load_params(folder, load_spec(folder), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -133,3 +554,13 @@ def test_other_floating_point_weights_are_cast(tmp_path: Path, dtype: torch.dtyp
     folder = tiny_llama(tmp_path, dtype=dtype)
     params = load_params(folder, load_spec(folder), torch.float32, torch.device("cpu"))
     assert all(tensor.dtype == torch.float32 for tensor in params.values())
+
+
+def test_scales_of_activations_are_passed_over(tmp_path: Path) -> None:
+    config = llama_config()
+    stored, reference = quantised("modelopt-fp8", llama_weights(config))
+    for end in ("k_proj.k_scale", "v_proj.v_scale", "q_proj.input_scale", "o_proj.output_scale"):
+        stored[f"model.layers.0.self_attn.{end}"] = torch.tensor(1.0)
+    fields = QUANTISERS["modelopt-fp8"].fields
+    write_model(tmp_path, config | {"quantization_config": fields}, stored)
+    assert all(near(tensor, reference[name]) for name, tensor in load(tmp_path).items())

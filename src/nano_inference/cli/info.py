@@ -226,6 +226,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
         if spec.quantized_source
         else f"checkpoint {spec.checkpoint_dtype}"
     )
+    coded = spec.quantisation
     return [
         ("class", spec.architecture),
         (
@@ -234,6 +235,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
             f"{head}",
         ),
         ("dtype", f"{dtype} ({source})"),
+        *((("quantisation", coded.becomes(dtype)),) if coded is not None else ()),
         ("layers", f"{spec.num_layers}"),
         ("hidden size", f"{spec.hidden_size:,}"),
         ("MLP", _mlp(spec)),

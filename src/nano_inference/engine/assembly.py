@@ -253,6 +253,8 @@ def _assemble(
     logger.info(
         "%s", start_up_line(config, plan.ops, plan.numerics, device, graph_memory is not None)
     )
+    for line in _quantisation_lines(plan):
+        logger.info("%s", line)
     try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
     memory = memory or _memory_of(device)
     models = _load(plan)
@@ -387,6 +389,18 @@ def _guessed_claims(
 def _local(parts: Mapping[str, ModelShard]) -> list[ModelSpec]:
     """The models as this rank runs them."""
     return [part.spec for part in parts.values()]
+
+
+def _quantisation_lines(plan: EnginePlan) -> list[str]:
+    """Of each model that is stored as codes: what becomes of it, and the memory that it takes."""
+    dtype = str(plan.dtype).removeprefix("torch.")
+    names = {POLICY: plan.config.model_path, REFERENCE: plan.config.ref_model_path}
+    return [
+        f"{names[name]}: {spec.quantisation.becomes(dtype)}; its weights take "
+        f"{gibibytes(num_bytes(param_table(spec, plan.parts[name]), plan.dtype))}"
+        for name, spec in plan.specs.items()
+        if spec.quantisation is not None
+    ]
 
 
 def _memory_of(device: torch.device) -> DeviceMemory | None:

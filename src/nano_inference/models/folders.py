@@ -7,7 +7,7 @@ from pathlib import Path
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf, describe_gguf, gguf_in
-from nano_inference.models.quantisation import refuse_quantised, refuse_side_files
+from nano_inference.models.quantisation import quantisation_of
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.regular_files import read_json
 
@@ -44,7 +44,9 @@ def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[st
 
 
 def load_spec(folder: Path) -> ModelSpec:
-    """Read config.json and, where there is one, generation_config.json."""
+    """Read config.json and, where there are any, generation_config.json and what a file beside
+    them says of a quantisation.
+    """
     _refuse_adapter(folder)
     if not (folder / "config.json").exists():
         raise ModelLoadError(
@@ -52,9 +54,8 @@ def load_spec(folder: Path) -> ModelSpec:
         )
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    spec = spec_from_config(config, read_json(generation) if generation.exists() else None)
-    refuse_side_files(folder)
-    return spec
+    told = read_json(generation) if generation.exists() else None
+    return spec_from_config(config, told, folder)
 
 
 def require_plain_weights(folder: Path) -> None:
@@ -62,9 +63,11 @@ def require_plain_weights(folder: Path) -> None:
     quantised (by which method).
     """
     _refuse_adapter(folder)
-    if (folder / "config.json").exists():
-        refuse_quantised(read_json(folder / "config.json"))
-    refuse_side_files(folder)
+    if (said := quantisation_of(folder)) is not None:
+        raise ModelLoadError(
+            f"the weights of {folder} are quantised with {said}, as {said.where} says; an update "
+            "is of plain weights, in the precision that is trained."
+        )
 
 
 def _refuse_adapter(folder: Path) -> None:

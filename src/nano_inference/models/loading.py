@@ -13,6 +13,8 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.folders import load_spec as load_spec
 from nano_inference.models.folders import require_plain_weights
 from nano_inference.models.folders import resolve_model as resolve_model
+from nano_inference.models.quantisation import quantisation_of
+from nano_inference.models.quantised_weights import ACTIVATIONS, quantised_weight
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.text_part import is_of_another_part
@@ -20,7 +22,7 @@ from nano_inference.models.weights import (
     HEAD,
     WEIGHT_DTYPES,
     Allocate,
-    FusedTensor,
+    ParamSpec,
     Slot,
     allocate,
     fused_tensors,
@@ -32,8 +34,8 @@ from nano_inference.models.weights import (
 from nano_inference.ops import reference
 from nano_inference.regular_files import open_regular, read_json
 
-# Buffers that old checkpoints carry; they are computed, not loaded.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Buffers that old checkpoints carry, which are computed and not loaded, and what is of activations.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
 MOST_HEADER = 10**8  # bytes: safetensors refuses longer ones
 _CPU = torch.device("cpu")
 _STORED_DTYPES = tuple(
@@ -46,6 +48,8 @@ def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
     """The dtype that `"auto"` means for this checkpoint on this machine, or the one asked for."""
     if asked != "auto":
         return _DTYPES[asked]
+    if spec.quantisation is not None:
+        return torch.bfloat16
     if spec.quantized_source:
         return (
             torch.bfloat16 if torch.cuda.is_available() or _cpu_multiplies_bf16() else torch.float32
@@ -61,48 +65,115 @@ def load_params(
     matrix: Allocate = reference.allocate,
     part: ModelShard | None = None,
 ) -> dict[str, Any]:
-    """All parameters of a model, or of a rank's part of it, streamed from its safetensors files. Of
-    other ranks' parts nothing is read. Memory: the parameters and one tensor, both on the device.
+    """All parameters of a model, or of a rank's part of it, streamed from its safetensors files,
+    and dequantised where they hold codes. Of other ranks' parts nothing is read. Memory: the
+    parameters and one tensor, both on the device.
 
-    Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor.
+    Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor, before any memory
+    is taken for the parameters.
     """
     table = param_table(spec, part)
     places = named_slots(table)
     whole = table if part is None else param_table(spec)
-    known = places if part is None else named_slots(whole)
+    weights = _weights(folder, spec, whole, dtype, device)
+    _require_all(folder, places, weights)
     params = allocate(table, dtype, device, matrix)
-    missing = {name for name, slot in places.items() if slot.tied_to is None}
-    count = len(missing)
-    for name, file, stored, shape, kind in _parts_of(folder, device, fused_tensors(whole)):
-        if name.startswith(spec.unused):
+    for name, slot in sorted(places.items(), key=lambda item: item[0] == HEAD):
+        if name not in weights or 0 in slot.local_shape:  # a tied head; another rank's
             continue
-        if name not in known:
-            if spec.is_text_part and is_of_another_part(name):
-                continue
-            raise ModelLoadError(f"{folder}: tensor {name!r} is not part of {spec.architecture}.")
-        slot = places.get(name)
-        if slot is None:  # another rank's
-            continue
-        with _reading(name, file):
-            _require_weight(name, file, kind)
-            if shape != slot.shape:
-                raise ModelLoadError(
-                    f"{folder}: tensor {name!r} has shape {shape}, expected {slot.shape}."
-                    if slot.tied_to is None
-                    else _untied(name, slot)
-                )
-            tensor = slot.take(stored)
+        tensor = slot.take(weights[name])
         if slot.tied_to is None:
             write(params, slot, tensor)
-            missing.discard(name)
         elif not torch.equal(tensor.to(device, dtype), read(params, slot)):
             raise ModelLoadError(_untied(name, slot))
-    if missing:
-        first = min(missing)
-        raise ModelLoadError(
-            f"{folder}: tensor {first!r} is missing ({len(missing)} of {count} are)."
-        )
     return params
+
+
+class _PlainWeight:
+    """A tensor of a file, read by slices; what goes wrong is a `ModelLoadError` that names it."""
+
+    def __init__(self, name: str, file: Path, opened: Any) -> None:
+        self.name, self.file = name, file
+        with _reading(name, file):
+            self._slice = opened.get_slice(name)
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Names of the tensors that hold it."""
+        return frozenset((self.name,))
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return str(self._slice.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        """Of all of it; a number is a vector of one."""
+        return list(self._slice.get_shape()) or [1]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A part of it, or all."""
+        with _reading(self.name, self.file):
+            if not self._slice.get_shape():
+                return self._slice[...].view(1)[index]
+            return self._slice[index]
+
+
+def _weights(
+    folder: Path,
+    spec: ModelSpec,
+    table: tuple[ParamSpec, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What a folder holds of a model's weights, to be read by slices: checked, and nothing of them
+    read. Raises `ModelLoadError`.
+    """
+    said = quantisation_of(folder)
+    tensors = {
+        name: _PlainWeight(name, file, opened)
+        for name, file, opened in _tensors_of(folder, device)
+        if not name.startswith(spec.unused) and not (spec.is_text_part and is_of_another_part(name))
+    }
+    used: set[str] = set()
+
+    def stored(name: str, shape: tuple[int, ...], slot: Slot | None) -> Any:
+        coded = said and quantised_weight(name, shape, tensors, said, dtype)
+        weight = coded or tensors.get(name)
+        if weight is not None:
+            used.update(weight.tensors)
+        if isinstance(weight, _PlainWeight):
+            _require_plain(folder, weight, shape, slot)
+        return weight
+
+    places = named_slots(table)
+    found = {name: stored(name, slot.shape, slot) for name, slot in places.items()}
+    found = {name: weight for name, weight in found.items() if weight is not None}
+    for name, fused in fused_tensors(table).items():
+        if name not in places and (whole := stored(name, fused.shape, None)) is not None:
+            found |= fused.cut(whole)
+    if unknown := next((name for name in tensors if name not in used), None):
+        raise ModelLoadError(f"{folder}: tensor {unknown!r} is not part of {spec.architecture}.")
+    return found
+
+
+def _require_plain(
+    folder: Path, weight: _PlainWeight, needed: tuple[int, ...], slot: Slot | None
+) -> None:
+    _require_weight(weight.name, weight.file, weight.get_dtype())
+    if (shape := tuple(weight.get_shape())) != needed:
+        raise ModelLoadError(
+            _untied(weight.name, slot)
+            if slot is not None and slot.tied_to is not None
+            else f"{folder}: tensor {weight.name!r} has shape {shape}, expected {needed}."
+        )
+
+
+def _require_all(folder: Path, places: Mapping[str, Slot], found: Mapping[str, Any]) -> None:
+    needed = {name for name, slot in places.items() if slot.tied_to is None}
+    if missing := needed - found.keys():
+        raise ModelLoadError(
+            f"{folder}: tensor {min(missing)!r} is missing ({len(missing)} of {len(needed)} are)."
+        )
 
 
 def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str, Tensor]]:
@@ -152,31 +223,6 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
     for name, file, opened in sorted(handles, key=lambda item: item[0].endswith(HEAD)):
         if not name.endswith(_IGNORED_SUFFIXES):
             yield name, file, opened
-
-
-def _parts_of(
-    folder: Path, device: torch.device, fused: Mapping[str, FusedTensor]
-) -> Iterator[tuple[str, Path, Any, tuple[int, ...], str]]:
-    """(name, file, what can be sliced, shape, stored dtype) of each tensor of a folder; of a tensor
-    that holds several, of these.
-    """
-    for name, file, opened in _tensors_of(folder, device):
-        with _reading(name, file):
-            stored = opened.get_slice(name)
-            shape, kind = tuple(stored.get_shape()), str(stored.get_dtype())
-            whole = stored[:] if name in fused else None
-            if not shape:  # a number is a vector of one
-                stored, shape = opened.get_tensor(name).view(1), (1,)
-        if whole is None:
-            yield name, file, stored, shape, kind
-            continue
-        _require_weight(name, file, kind)
-        if shape != fused[name].shape:
-            raise ModelLoadError(
-                f"{folder}: tensor {name!r} has shape {shape}, expected {fused[name].shape}."
-            )
-        for part, tensor in fused[name].split(whole):
-            yield part, file, tensor, tuple(tensor.shape), kind
 
 
 def _opened(file: Path, device: torch.device) -> Any:

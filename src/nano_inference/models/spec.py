@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
@@ -25,7 +26,7 @@ from nano_inference.models.moe_spec import (
     qwen2_experts,
     qwen_experts,
 )
-from nano_inference.models.quantisation import refuse_quantised
+from nano_inference.models.quantisation import Quantisation, read_quantisation
 from nano_inference.models.rope_spec import (
     ReadRopes,
     RopeSpec,
@@ -62,6 +63,7 @@ class ModelSpec:
         max_position: tokens that the model was made for.
         eos_token_ids: ids that end a sample.
         checkpoint_dtype: name of the dtype that the checkpoint says it has.
+        quantisation: how the checkpoint says that its weights are stored; None: as they are.
         quantized_source: the checkpoint was made from a quantised file, so its dtype says nothing.
         windows: one entry a layer: how many tokens, itself included, a token attends to; 0: all
             before it.
@@ -105,6 +107,7 @@ class ModelSpec:
     checkpoint_dtype: str
     attention_scale: float
     attention_sinks: bool = False
+    quantisation: Quantisation | None = None
     quantized_source: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -188,11 +191,14 @@ class _Family:
     latent: Callable[[Config], LatentSpec | None] = lambda _: None
 
 
-def spec_from_config(config: Config, generation_config: Config | None = None) -> ModelSpec:
-    """Read config.json (and generation_config.json) of a model.
+def spec_from_config(
+    config: Config, generation_config: Config | None = None, folder: Path | None = None
+) -> ModelSpec:
+    """Read config.json (and generation_config.json) of a model, and what files beside it in
+    `folder` say of a quantisation.
 
-    Raises `ModelLoadError` for what the decoder lacks, for quantised weights, and for a value that
-    no model has.
+    Raises `ModelLoadError` for what the decoder lacks, for a quantisation that is not known, and
+    for a value that no model has.
     """
     check_values(config)
     check_end_ids(generation_config or {})
@@ -207,15 +213,16 @@ def spec_from_config(config: Config, generation_config: Config | None = None) ->
             "knows "
             f"{', '.join(sorted(_ARCHITECTURES))}."
         )
-    refuse_quantised(config)
+    quantisation = read_quantisation(config, folder)
     try:
-        return _read(known[0], _ARCHITECTURES[known[0]], config, generation_config or {})
+        spec = _read(known[0], _ARCHITECTURES[known[0]], config, generation_config or {})
     except KeyError as missing:
         raise ModelLoadError(f"config.json lacks {missing.args[0]!r}.") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise ModelLoadError(
             f"config.json holds a value of the wrong kind: {problem}."
         ) from problem
+    return replace(spec, quantisation=quantisation)
 
 
 def _read(
@@ -279,6 +286,7 @@ def _read(
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         eos_token_ids=_eos_ids(config, generation_config),
         checkpoint_dtype=str(config.get("torch_dtype") or config.get("dtype") or "float32"),
+        quantisation=None,
         quantized_source="nano_inference_converted_from" in config,
         qkv_bias=qkv_bias,
         o_bias=o_bias,

@@ -167,6 +167,13 @@ class FusedTensor:
         places = product(*(range(size) for size in parts.shape[: self._leading]))
         return [(name, parts[place]) for name, place in zip(self.parts, places, strict=True)]
 
+    def cut(self, whole: Any) -> dict[str, Any]:
+        """Each part by its name, of what is read by slices."""
+        if len(self.parts) == 1 and self.axes == self.shape:
+            return {self.parts[0]: whole}
+        matrices = _Matrices(self, whole)
+        return {name: FusedPart(matrices, place) for place, name in enumerate(self.parts)}
+
     def split_places(self, places: Tensor, values: Tensor) -> list[tuple[str, Tensor, Tensor]]:
         """Single numbers of the whole by the part that each is of: name, flat places in the part,
         values.
@@ -204,6 +211,58 @@ class FusedTensor:
         return found
 
 
+class _Matrices:
+    """A fused tensor that is read a matrix at a time, where its parts are of one matrix each. What
+    was read last is kept, as the next part is of it too.
+    """
+
+    def __init__(self, fused: FusedTensor, whole: Any) -> None:
+        self._whole, self._read, self._parts = whole, -1, list[Tensor]()
+        self._each, self._one, self._by_matrix = len(fused.parts), fused, False
+        count, each = fused.shape[0], len(fused.parts) // fused.shape[0]
+        axes, order = fused.axes, fused.order
+        if each > 1 and axes[0] == count * each and order == tuple(range(len(axes))):
+            # rows below rows, of one matrix after the other
+            axes, order = (count, each, *axes[1:]), (0, *(1 + axis for axis in order))
+        if len(fused.shape) == 3 and each and axes[0] == count and order[0] == 0:
+            self._each = each
+            self._by_matrix, names = True, fused.parts[:each]
+            self._one = FusedTensor((1, *fused.shape[1:]), names, (1, *axes[1:]), order)
+            if each == 1:  # the first axis counts no parts
+                order = tuple(axis - 1 for axis in order[1:])
+                self._one = FusedTensor(fused.shape[1:], names, axes[1:], order)
+
+    def part(self, place: int) -> Tensor:
+        """All of a part."""
+        which, within = divmod(place, self._each)
+        if which != self._read:
+            self._parts.clear()  # before the next matrix is there
+            matrix = self._whole[which : which + 1] if self._by_matrix else self._whole[:]
+            self._parts = [part for _, part in self._one.split(matrix)]
+            self._read = which
+        found = self._parts[within]
+        if within == self._each - 1:
+            self._parts, self._read = [], -1
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPart:
+    """A part of a fused tensor, to be read by slices.
+
+    Attributes:
+        matrices: of the whole.
+        place: which part it is.
+    """
+
+    matrices: _Matrices
+    place: int
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        """A part of it, or all."""
+        return self.matrices.part(self.place)[index]
+
+
 # What a weight may be stored as, or sent as. Integers, booleans and floats of eight bits are codes
 # of a quantisation: without their scales they are other numbers.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -211,6 +270,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.allocate`
 
 
+BLOCKS = "_blocks"  # the end of a name under which a checkpoint holds codes of MXFP4
 HEAD = "lm_head.weight"  # in a checkpoint, whether it is tied to the embedding or not
 
 # Numbers of an activation, of which the last two are not trained.
@@ -409,8 +469,16 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
     )
 
     def fused(names: tuple[str, ...], *shape: int, axes: str = "") -> tuple[Fused, ...]:
-        how = _of_columns(count, hidden, inner)[axes] if axes and moe.columns else (shape, (), ())
-        return tuple(Fused(f"{layer}.{name}", *how) for name in names)
+        if not (axes and moe.columns):
+            return tuple(Fused(f"{layer}.{name}", shape) for name in names)
+        how, blocks = (
+            _of_columns(count, hidden, inner)[axes],
+            _of_blocks(count, hidden, inner)[axes],
+        )
+        return (
+            *(Fused(f"{layer}.{name}", *how) for name in names),
+            *(Fused(f"{layer}.{name}{BLOCKS}", *blocks) for name in names),
+        )
 
     router = Source(f"{hf}.{moe.router}", (count, hidden))
     gates: list[Source] = []  # of the shared expert: one more row of the router
@@ -460,6 +528,16 @@ def _of_columns(
         "down": ((count, inner, hidden), (count, inner, hidden), (0, 2, 1)),
         "gate_up_bias": ((count, 2 * inner), (count, inner, 2), (0, 2, 1)),
         "down_bias": ((count, hidden), (count, hidden), (0, 1)),
+    }
+
+
+def _of_blocks(
+    count: int, hidden: int, inner: int
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """How its blocks of MXFP4 hold the same, by rows."""
+    return {
+        "gate_up": ((count, 2 * inner, hidden), (count, inner, 2, hidden), (0, 2, 1, 3)),
+        "down": ((count, hidden, inner), (count, hidden, inner), (0, 1, 2)),
     }
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.errors import ConfigError
+from nano_inference.models.quantisation import KEYS
 from nano_inference.models.spec import ModelSpec
 
 COPIED = (
@@ -62,6 +63,9 @@ def save_checkpoint(
         raise ConfigError(f"{folder} holds a model already; name a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for fields in (config, config.get("text_config")):
+        for name in KEYS if isinstance(fields, dict) else ():
+            fields.pop(name, None)  # what is saved is numbers, whatever it was loaded from
     for name in {"dtype", "torch_dtype"}.intersection(config) or {"torch_dtype"}:
         config[name] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
