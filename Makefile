@@ -15,6 +15,7 @@ TRL := $(VENV)/trl/installed
 RL_CLIENTS := $(VENV)/rl-clients/installed
 VERL := $(VENV)/verl/installed
 RAY := $(VENV)/ray/installed
+QUANTISERS := $(VENV)/quantisers/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -30,7 +31,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
+.PHONY: help demo grpo grpo-json same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -59,7 +60,7 @@ test-rest: $(INSTALLED) ## those that this leaves out, and property tests with a
 
 test-all: test test-rest ## both: all tests but the slow ones
 
-test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(QUANTISERS) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
@@ -71,6 +72,9 @@ test-trl: $(TRL) ## those with TRL
 
 test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
 	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/serving/rl tests/docs
+
+test-quantisers: $(QUANTISERS) ## those with compressed-tensors, bitsandbytes and gptqmodel
+	$(BIN)/python -m pytest -m slow tests/models/test_with_quantisers.py
 
 test-verl: $(VERL) ## those with verl on Ray
 	$(BIN)/python -m pytest -m slow -k verl tests/rl
@@ -157,6 +161,17 @@ $(RL_CLIENTS): $(INSTALLED)
 	@$(PYTHON) -m venv $(VENV)/rl-clients
 	@$(VENV)/rl-clients/bin/python -m pip $(QUIET) install verifiers==0.4.0 renderers==0.1.12 transformers
 	@touch $(RL_CLIENTS)
+
+# gptqmodel pins what only its quantising needs; its layers are read, and nothing of it is compiled.
+$(QUANTISERS): $(INSTALLED)
+	@echo "Installing compressed-tensors, bitsandbytes and gptqmodel into $(VENV)/quantisers."
+	@$(PYTHON) -m venv $(VENV)/quantisers
+	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
+	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install $(CONSTRAINT) accelerate loguru setuptools threadpoolctl \
+		"transformers>=5.20" compressed-tensors==0.20.0 bitsandbytes==0.50.2
+	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install --no-deps --no-build-isolation defuser device-smi logbar pypcre \
+		tokenicer gptqmodel==7.7.0
+	@touch $(QUANTISERS)
 
 # verl pins what only its trainers need: it goes alone, with what its rollouts need.
 $(VERL): $(INSTALLED)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nano_inference.models.dequantise import float4, float8_exponents, mxfp4
+from nano_inference.models.dequantise import float4, float8_exponents, mxfp4, scaled
 
 
 def test_mxfp4_is_what_transformers_makes_of_it() -> None:
@@ -29,3 +29,15 @@ def test_exponents_reach_from_end_to_end() -> None:
     ends = float8_exponents(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8))
     assert ends[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
     assert ends[4].isnan()
+
+
+def test_blocks_of_fp8_are_what_transformers_makes_of_them() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(48, 96, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(6, 4, generator=generator)
+    told = Fp8Dequantize(None).convert(
+        {"weight": codes, "weight_scale_inv": scales}, full_layer_name="weight"
+    )
+    assert torch.equal(scaled(codes, scales, 8, 24), told["weight"])
