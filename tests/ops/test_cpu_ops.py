@@ -204,7 +204,12 @@ def test_every_instruction_set_turns_heads_as_the_reference_does(
     positions, slots = torch.tensor([3, 0, 8, 5, 1]), torch.arange(rows)
     scales = 1 + numbers(seed + 2, 9).abs() if scaled else None
     spec: Any = SimpleNamespace(
-        num_layers=1, num_kv_heads=kv_heads, head_dim=head_dim, windows=(0,), state=None
+        num_layers=1,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=(0,),
+        state=None,
+        kv_tensors=2,
     )
 
     def turned(operation: Any) -> list[Tensor]:

@@ -86,6 +86,7 @@ class Case:
             head_dim=self.head_dim,
             windows=windows,
             state=None,
+            kv_tensors=2,
         )
         units = None
         if self.units:
@@ -245,7 +246,9 @@ def test_blocks_beyond_two_billion_numbers_are_found():
     qkv, positions, _ = case.rows(1)
     blocks = 2**31 // (BLOCK_SIZE * 16) + 7
     storage = KVStorage(
-        SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=16, windows=(0,), state=None),
+        SimpleNamespace(
+            num_layers=1, num_kv_heads=1, head_dim=16, windows=(0,), state=None, kv_tensors=2
+        ),
         blocks,
         BLOCK_SIZE,
         torch.float16,
