@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import Backend, CacheType
@@ -16,9 +17,16 @@ from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
-from nano_inference.ops import reference_state
+from nano_inference.ops import reference, reference_state
 from nano_inference.rl import PolicyModel
-from tests.models.strong import NOTICED, TOLERANCE, disagreement, rewrite_config, strong_model
+from tests.models.strong import (
+    LENGTHS,
+    NOTICED,
+    TOLERANCE,
+    disagreement,
+    rewrite_config,
+    strong_model,
+)
 from tests.models.tiny import tiny_model
 
 LFM2: dict[str, Any] = {
@@ -42,6 +50,134 @@ def test_lfm2_agrees_with_transformers(
     folder, oracle = lfm2
     options: dict[str, Any] = {"cache_type": cache_type, "max_chunk_tokens": 33, "block_size": 8}
     assert disagreement(folder, oracle, backend=backend, **options) < TOLERANCE
+
+
+DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    # The first token's output of a head is (q . k) u over its own norm: where q . k is nearly 0,
+    # float32 does not decide it. Larger inputs have keys that are like queries. With this seed
+    # transformers itself is 5e-5 from its own float64 at worst.
+    "sizes": {"A_log": 0.5, "in_proj_qkv": 0.6},
+    "seed": 1,
+}
+NEXT: dict[str, Any] = DELTA | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "seed": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("qwen3_5")
+    return folder, strong_model(folder, "Qwen3_5ForCausalLM", **DELTA)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_qwen3_5_agrees_with_transformers(qwen: tuple[Path, Any], backend: Backend) -> None:
+    options: dict[str, Any] = {"max_chunk_tokens": 33, "block_size": 8}
+    lengths = LENGTHS if backend == "cpu" else (1, 5, 40)  # there row by row in Python
+    found = disagreement(*qwen, backend=backend, lengths=lengths, **options)
+    assert found < TOLERANCE
+
+
+def test_qwen3_next_agrees_with_transformers(tmp_path: Path) -> None:
+    """The same layers with joint projections, and experts with a shared one."""
+    oracle = strong_model(tmp_path, "Qwen3NextForCausalLM", **NEXT)
+    assert disagreement(tmp_path, oracle) < TOLERANCE
+
+
+def without_offset(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, norm_offset=0.0)
+
+
+def with_larger_epsilon(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, rms_norm_eps=0.1)
+
+
+def turning_whole_heads(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, ropes=tuple(replace(rope, share=1.0) for rope in spec.ropes))
+
+
+@pytest.mark.parametrize("change", [without_offset, with_larger_epsilon, turning_whole_heads])
+def test_what_qwen3_5_has_is_noticed(qwen: tuple[Path, Any], change: Any) -> None:
+    assert disagreement(*qwen, lengths=(40,), change=change) > NOTICED
+
+
+def no_gate(x: Any, _gate: Any) -> Any:
+    return x
+
+
+def no_state(rows: Any, *rest: Any) -> Any:
+    """Every row as if it were the first."""
+    return (
+        rows.beta[:, :, None]
+        * rows.v
+        * (rows.q * rows.k).sum(-1).repeat_interleave(2, 1)[..., None]
+    )
+
+
+def no_decay(rows: Any, *rest: Any) -> Any:
+    return delta_rule(rows._replace(decay=torch.zeros_like(rows.decay)), *rest)
+
+
+def no_beta(rows: Any, *rest: Any) -> Any:
+    return delta_rule(rows._replace(beta=torch.ones_like(rows.beta)), *rest)
+
+
+def queries_as_they_are(rows: Any, *rest: Any) -> Any:
+    """The norm behind takes a head's scale out; that of each query is what remains."""
+    return delta_rule(rows._replace(k=rows.k * 1.1), *rest)
+
+
+delta_rule = reference_state._delta_rule
+
+
+@pytest.mark.parametrize("rule", [no_state, no_decay, no_beta, queries_as_they_are])
+def test_each_part_of_the_delta_rule_is_noticed(qwen: tuple[Path, Any], rule: Any) -> None:
+    with patch.object(reference_state, "_delta_rule", rule):
+        assert disagreement(*qwen, backend="reference", lengths=(40,)) > NOTICED
+
+
+def test_the_gate_of_attention_is_noticed(qwen: tuple[Path, Any]) -> None:
+    with patch.object(reference, "sigmoid_gate", no_gate):
+        assert disagreement(*qwen, backend="reference", lengths=(40,)) > NOTICED
+
+
+def test_the_fingerprint_says_how_far_apart_states_are(tmp_path: Path) -> None:
+    found: list[str] = []
+    for family, size in (("qwen3_5", 16), ("qwen3_5", 32), ("lfm2", 16)):
+        folder = tiny_model(tmp_path / f"{family}-{size}", family)
+        config = EngineConfig(
+            model_path=str(folder), device="cpu", kv_cache_memory=2**22, block_size=size
+        )
+        with InferenceEngine(config) as engine:
+            found.append(engine.numerics.fingerprint)
+    assert found == [f"{found[2]}/states-of-16", f"{found[2]}/states-of-32", found[2]]
+
+
+def test_tensors_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, "qwen3_5")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    config = EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**22)
+    with InferenceEngine(config) as engine:
+        assert engine.generate([[3, 4]], SamplingParams(max_tokens=2))
 
 
 def without_bias(spec: ModelSpec) -> ModelSpec:
@@ -71,8 +207,9 @@ def test_tokens_before_are_noticed(lfm2: tuple[Path, Any]) -> None:
         assert disagreement(*lfm2, backend="reference", lengths=(40,)) > NOTICED
 
 
-def test_the_memory_is_what_the_table_says(tmp_path: Path) -> None:
-    folder = tiny_model(tmp_path, "lfm2")
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_the_memory_is_what_the_table_says(tmp_path: Path, family: str) -> None:
+    folder = tiny_model(tmp_path, family)
     config = EngineConfig(model_path=str(folder), device="cpu", kv_cache_memory=2**20)
     with InferenceEngine(config) as engine:
         budget, storage = engine.memory_budget, engine.runner.storage
@@ -100,9 +237,10 @@ def test_a_prefix_is_found_whose_states_are_there(tmp_path: Path) -> None:
         assert again.logprobs == first.logprobs
 
 
-def test_blocks_with_states_travel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_blocks_with_states_travel(tmp_path: Path, family: str) -> None:
     """What one engine gives of a block, another takes: keys, values and states."""
-    spec = load_spec(tiny_model(tmp_path, "lfm2"))
+    spec = load_spec(tiny_model(tmp_path, family))
     one, other = (KVStorage(spec, 6, 4, torch.float32, torch.device("cpu")) for _ in range(2))
     for storage in (one, other):
         for tensor in storage.tensors:

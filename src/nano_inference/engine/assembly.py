@@ -212,7 +212,7 @@ def plan_engine(
         device=device,
         ops=ops,
         memory_budget=budget,
-        numerics=numerics_of(config, ops, dtype, device),
+        numerics=numerics_of(config, ops, dtype, device, specs),
         heads=heads,
     )
 

@@ -25,6 +25,7 @@ from nano_inference.scheduling.sequence import DRAFT
 logger = logging.getLogger("nano_inference")
 
 Specs = Mapping[str, ModelSpec]
+_NONE: Specs = {}
 MakeOps = Callable[[int], Ops]  # of the number of blocks, which flex attention is made for
 
 
@@ -160,7 +161,7 @@ def captures_graphs(config: EngineConfig) -> bool:
 
 
 def numerics_of(
-    config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, ops: Ops, dtype: torch.dtype, device: torch.device, specs: Specs = _NONE
 ) -> Numerics:
     """What decides the bits of these operations."""
     invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
@@ -180,7 +181,12 @@ def numerics_of(
         tensor_parallel=1
         if ops.in_segments and config.tensor_parallel <= SEGMENTS
         else config.tensor_parallel,
+        state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
     )
+
+
+def _by_block(spec: ModelSpec) -> bool:
+    return spec.state is not None and spec.state.by_block
 
 
 def start_up_line(
@@ -307,13 +313,13 @@ def _no_kernels_for(
     for spec in specs.values():
         if spec.latent is not None:
             return f"the attention over latents of {spec.architecture} has no {backend} kernels."
-    head_dims = [spec.head_dim for spec in specs.values()]
     if backend == "cuda":
         if (
             config.attention == "flashinfer"
             and (problem := availability.problem_with_flashinfer(dtype)) is not None
         ):
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
+        head_dims = [spec.head_dim for spec in specs.values()]
         return _states_of(specs) or availability.problem_with(device, dtype, head_dims)
     return _no_cpu_kernels_for(specs, dtype, device)
 
@@ -323,12 +329,17 @@ def _no_cpu_kernels_for(specs: Specs, dtype: torch.dtype, device: torch.device) 
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
         return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
-    for head_dim in (spec.head_dim for spec in specs.values()):
-        if head_dim % 16 or head_dim > 256:
-            return f"head_dim={head_dim} has no CPU kernels; multiples of 16 up to 256 have."
-    for spec in specs.values():
-        for inner in _expert_sizes(spec):
-            if spec.hidden_size % 16 or inner % 16:
-                sizes = f"{spec.hidden_size} x {inner}"
-                return f"experts of {sizes} have no CPU kernels; multiples of 16 have."
+    return next(filter(None, map(_width_without_kernels, specs.values())), None)
+
+
+def _width_without_kernels(spec: ModelSpec) -> str | None:
+    """Why the CPU kernels cannot run a model, or None."""
+    if spec.state is not None and any(size % 16 for size in spec.state.widths):
+        return f"{spec.state} has no CPU kernels; widths that are multiples of 16 have."
+    if spec.head_dim % 16 or spec.head_dim > 256:
+        return f"head_dim={spec.head_dim} has no CPU kernels; multiples of 16 up to 256 have."
+    for inner in _expert_sizes(spec):
+        if spec.hidden_size % 16 or inner % 16:
+            sizes = f"{spec.hidden_size} x {inner}"
+            return f"experts of {sizes} have no CPU kernels; multiples of 16 have."
     return None

@@ -37,6 +37,8 @@ class StateStorage:
 
     Attributes:
         tensors: by column.
+        num_blocks, num_units: block ids, and units behind them.
+        window: how many tokens back a row reads, itself included.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class StateStorage:
         units: "UnitMap | None" = None,
     ) -> None:
         self.spec, self.block_size, self.unit_map = spec, block_size, units
+        self.num_blocks, self.window = num_blocks, spec.window(block_size)
+        self.num_units = num_blocks if units is None else units.num_units
         nth = itertools.count()
         self.places = {layer: next(nth) for layer, own in enumerate(spec.layers) if own}
-        sizes = (len(self.places), num_blocks if units is None else units.num_units)
+        sizes = (len(self.places), self.num_units)
         # Not initialised, as keys and values are not.
         self.tensors = {
             name: torch.empty(
@@ -62,6 +66,14 @@ class StateStorage:
         if device.type == "cpu":
             for tensor in self.tensors.values():
                 advise_huge_pages(tensor)
+
+    def column(self, layer: int, name: str) -> Tensor:
+        """A column itself: [units, ...]."""
+        return self.tensors[name][self.places[layer]]
+
+    def unit_row(self) -> Tensor | None:
+        """The unit of each block, int64 [blocks]; None: its own number."""
+        return None if self.unit_map is None else self.unit_map.units()[0]
 
     def units_of(self, blocks: Tensor) -> Tensor:
         """The units that stand behind blocks [...] now."""
@@ -77,6 +89,14 @@ class StateStorage:
         tokens = self._tokens(layer, name)
         found = tokens.index_select(0, self._slots(slots.flatten())).float()
         return found.unflatten(0, slots.shape)
+
+    def read_state(self, layer: int, blocks: Tensor) -> Tensor:
+        """The column "state" of blocks [N]: float32 [N, *shape]."""
+        return self.column(layer, "state")[self.units_of(blocks)].float()
+
+    def write_state(self, layer: int, blocks: Tensor, state: Tensor) -> None:
+        """Store it."""
+        self.column(layer, "state")[self.units_of(blocks)] = state
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks; no target may be a source."""
@@ -108,7 +128,7 @@ class StateStorage:
             tensor[:, units] = values.view(shape).transpose(0, 1).to(tensor.device)
 
     def _tokens(self, layer: int, name: str) -> Tensor:
-        return self.tensors[name][self.places[layer]].flatten(0, 1)  # [slots of units, ...]
+        return self.column(layer, name).flatten(0, 1)  # [slots of units, ...]
 
     def _slots(self, slots: Tensor) -> Tensor:
         return self.units_of(slots // self.block_size) * self.block_size + slots % self.block_size

@@ -20,10 +20,11 @@ from nano_inference.models.rope import rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec
+from nano_inference.models.state_spec import DeltaNet
 from nano_inference.models.taps import Taps
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.ops.moe import Biases, Experts, Shared
-from nano_inference.ops.state import ShortConvWeights
+from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
@@ -278,7 +279,7 @@ class Decoder:
                 note = partial(self.taps.note, layer)
                 residual = ops.call(batch, note, (residual,), spec.hidden_size, torch.float32)
             if spec.state is not None and spec.state.layers[layer]:
-                x = self._short_conv(ops, normed, name, layer, batch, view)
+                x = self._with_state(ops, normed, name, layer, batch, view)
             else:
                 x = self._attention(ops, normed, name, layer, batch, view, plans.get(window))
             x = self._after(ops, x, name + "attn_out_norm")
@@ -307,8 +308,13 @@ class Decoder:
     ) -> Tensor:
         spec, params = self.spec, self.params
         rope = self.ropes[layer]
+        qkv, gate = self._qkv(ops, normed, name), None
+        if spec.gated_attention:
+            width = spec.num_heads * spec.head_dim
+            gate = ops.columns(qkv, 0, width)
+            qkv = ops.columns(qkv, width, 2 * width + 2 * spec.num_kv_heads * spec.head_dim)
         q = ops.rope_and_store(
-            self._qkv(ops, normed, name),
+            qkv,
             rope.cos,
             rope.sin,
             batch.positions,
@@ -331,12 +337,14 @@ class Decoder:
             attended = ops.call(batch, attend, (q,), spec.num_heads * spec.head_dim, self.dtype)
         if spec.latent is not None:
             attended = ops.latent.values(attended, params[name + "kv_b"], spec.latent.sizes)
+        if gate is not None:
+            attended = ops.sigmoid_gate(attended, gate)
         start, stop = self.part.own_columns
         if stop - start < spec.num_heads * spec.value_dim:
             attended = ops.columns(attended, start, stop)
         return self._row_parallel(ops, batch, attended, name + "o", self.part.head_segments)
 
-    def _short_conv(
+    def _with_state(
         self,
         ops: Operations,
         normed: Tensor,
@@ -345,11 +353,19 @@ class Decoder:
         batch: ForwardBatch,
         view: KvcacheView,
     ) -> Tensor:
-        params = self.params
-        weights = ShortConvWeights(params[name + "conv"], params.get(name + "conv_bias"))
-        projected = ops.linear(normed, params[name + "conv_in"], params.get(name + "conv_in_bias"))
-        mixed = ops.short_conv(projected, weights, batch, view.states, layer)
-        return ops.linear(mixed, params[name + "conv_out"], params.get(name + "conv_out_bias"))
+        params, state = self.params, self.spec.state
+        projected = ops.linear(normed, params[name + "mix_in"], params.get(name + "mix_in_bias"))
+        conv = params[name + "conv"]
+        if isinstance(state, DeltaNet):
+            decay = params[name + "log_decay"], params[name + "decay_bias"]
+            heads = state.key_heads, state.value_heads, state.key_dim, state.value_dim
+            norm, eps = params[name + "mix_norm"], self.spec.rms_norm_eps
+            weights = DeltaWeights(conv, *decay, norm, eps, *heads)
+            mixed = ops.delta_net(projected, weights, batch, view.states, layer)
+        else:
+            weights = ShortConvWeights(conv, params.get(name + "conv_bias"))
+            mixed = ops.short_conv(projected, weights, batch, view.states, layer)
+        return ops.linear(mixed, params[name + "mix_out"], params.get(name + "mix_out_bias"))
 
     def _qkv(self, ops: Operations, normed: Tensor, name: str) -> Tensor:
         """Queries, keys and values side by side, as attention has them: of latents, one KV head."""

@@ -37,7 +37,7 @@ from nano_inference.models.rope_spec import (
     ropes_unscaled_in_windows,
     turning_layers,
 )
-from nano_inference.models.state_spec import StateSpec, short_conv
+from nano_inference.models.state_spec import StateSpec, delta_net, short_conv
 from nano_inference.models.text_part import gemma3_text_config, text_config
 
 Config = Mapping[str, Any]
@@ -77,6 +77,7 @@ class ModelSpec:
         activation: of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`; or of an MLP
             without a gate, `"xielu"`.
         attention_scale: multiplies queries times keys.
+        gated_attention: what attention gives is multiplied by the sigmoid of a projection.
         attention_sinks: each query head has a score that belongs to no key, in the softmax's sum.
         embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
             the residual stream is multiplied, logits are divided by it.
@@ -106,6 +107,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str
     attention_scale: float
+    gated_attention: bool = False
     attention_sinks: bool = False
     quantisation: Quantisation | None = None
     quantized_source: bool = False
@@ -185,6 +187,8 @@ class _Family:
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
     moe: Callable[[Config, int], MoeSpec | None] = lambda _, __: None  # (config, layers)
     state: Callable[[Config, int], StateSpec | None] = lambda _, __: None  # (config, layers)
+    gated_attention: bool = False
+    unused: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     is_text_part: bool = False
     read: Callable[[Config], Config] = lambda config: config  # its keys by the names of others
@@ -299,10 +303,11 @@ def _read(
         fused_gate_up=family.fused_gate_up,
         moe=family.moe(config, num_layers),
         state=family.state(config, num_layers),
+        gated_attention=family.gated_attention,
         renamed=family.renamed,
         is_text_part=family.is_text_part,
         latent=latent,
-        unused=_unused(config, num_layers),
+        unused=(*family.unused, *_unused(config, num_layers)),
         **scales,
     )
 
@@ -405,6 +410,11 @@ def _lfm2(config: Config) -> Config:
     tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
     own = {"rms_norm_eps": config["norm_eps"], "intermediate_size": inner}
     return {**config, **own, "tie_word_embeddings": tied}
+
+
+def _quarter_turning(config: Config) -> Config:
+    """Of Qwen3-Next and Qwen3.5, where config.json does not say which part of a head turns."""
+    return {"partial_rotary_factor": 0.25, **config}
 
 
 _ARCHITECTURES: dict[str, _Family] = {
@@ -518,6 +528,25 @@ _ARCHITECTURES: dict[str, _Family] = {
         moe=gpt_oss_experts,
     ),
     "GraniteMoeSharedForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
+    "Qwen3_5ForCausalLM": _Family(
+        qk_norm="head",
+        norm_offset=1.0,
+        gated_attention=True,
+        state=partial(delta_net, joint=False),
+        partial_rotary=True,
+        read=_quarter_turning,
+        unused=("mtp.",),
+    ),
+    "Qwen3NextForCausalLM": _Family(
+        qk_norm="head",
+        norm_offset=1.0,
+        gated_attention=True,
+        state=partial(delta_net, joint=True),
+        partial_rotary=True,
+        read=_quarter_turning,
+        moe=qwen2_experts,
+        unused=("mtp.",),
+    ),
     "Lfm2ForCausalLM": _Family(
         biases=lambda _: (False, False),
         qk_norm="head",

@@ -8,7 +8,7 @@ tied head's, and those under which transformers keeps all experts of a layer in 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec
-from nano_inference.models.state_spec import ShortConv
+from nano_inference.models.state_spec import DeltaNet, ShortConv
 from nano_inference.models.text_part import other_names
 from nano_inference.ops import reference
 
@@ -308,7 +308,7 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         table.append(replace(_plain("embed", source), tied=tied))
     for place, i in enumerate(part.layers):
         if spec.state is not None and spec.state.layers[i]:
-            table += _short_conv(spec, spec.state, f"layers.{place}", f"model.layers.{i}.conv")
+            table += _with_state(spec, f"layers.{place}", f"model.layers.{i}")
         else:
             attention = _attention if spec.latent is None else _latent_attention
             table += attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
@@ -344,12 +344,59 @@ def _also_named(param: ParamSpec) -> ParamSpec:
     )
 
 
+def _with_state(spec: ModelSpec, own: str, layer: str) -> list[ParamSpec]:
+    if isinstance(spec.state, DeltaNet):
+        return _delta_net(spec, spec.state, own, f"{layer}.linear_attn")
+    assert spec.state is not None
+    return _short_conv(spec, spec.state, own, f"{layer}.conv")
+
+
+def _delta_net(spec: ModelSpec, net: DeltaNet, own: str, hf: str) -> list[ParamSpec]:
+    """Its projections as one: inputs of the convolution, gates, betas, decays."""
+    hidden, heads = spec.hidden_size, net.value_heads
+    rows: dict[str, tuple[int, tuple[range, ...]]]
+    if net.joint:
+        group = heads // net.key_heads
+        wide = group * net.value_dim
+        qkvz, ba = (net.key_dim, net.key_dim, wide, wide), (group, group)
+        rows = {
+            f"in_proj_{name}": (net.key_heads * sum(sizes), _by_part(sizes, net.key_heads))
+            for name, sizes in (("qkvz", qkvz), ("ba", ba))
+        }
+    else:
+        sizes = {"qkv": net.channels, "z": net.value_width, "b": heads, "a": heads}
+        rows = {f"in_proj_{name}": (size, (range(size),)) for name, size in sizes.items()}
+    floats = {"log_decay": "A_log", "decay_bias": "dt_bias"}
+    return [
+        _stacked(f"{own}.mix_in", hf, "weight", rows, (hidden,)),
+        _plain(f"{own}.conv", Source(f"{hf}.conv1d.weight", (net.channels, 1, net.taps))),
+        *(
+            replace(_plain(f"{own}.{name}", Source(f"{hf}.{theirs}", (heads,))), keep_float32=True)
+            for name, theirs in floats.items()
+        ),
+        _plain(f"{own}.mix_norm", Source(f"{hf}.norm.weight", (net.value_dim,))),
+        _plain(f"{own}.mix_out", Source(f"{hf}.out_proj.weight", (hidden, net.value_width))),
+    ]
+
+
+def _by_part(sizes: tuple[int, ...], heads: int) -> tuple[range, ...]:
+    """Rows that stand by head, in each by part, in the order of parts: the first one of all
+    heads, then the second.
+    """
+    whole, starts = sum(sizes), (0, *accumulate(sizes))
+    return tuple(
+        range(head * whole + start, head * whole + start + size)
+        for start, size in zip(starts, sizes, strict=False)
+        for head in range(heads)
+    )
+
+
 def _short_conv(spec: ModelSpec, conv: ShortConv, own: str, hf: str) -> list[ParamSpec]:
     hidden, channels = spec.hidden_size, conv.channels
     shapes = {
-        "conv_in": ("in_proj", (3 * channels, hidden)),
+        "mix_in": ("in_proj", (3 * channels, hidden)),
         "conv": ("conv", (channels, 1, conv.taps)),
-        "conv_out": ("out_proj", (hidden, channels)),
+        "mix_out": ("out_proj", (hidden, channels)),
     }
     found: list[ParamSpec] = []
     for name, (theirs, shape) in shapes.items():
@@ -368,7 +415,11 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     # all query heads that its KV heads serve
     q_heads = range(part.kv_heads.start * group, part.kv_heads.stop * group)
     q = range(q_heads.start * size, q_heads.stop * size)
+    rows: dict[str, tuple[int, tuple[range, ...]]]
     rows = {"q_proj": (q_rows, (q,)), "k_proj": (kv_rows, (kv,)), "v_proj": (kv_rows, (kv,))}
+    if spec.gated_attention:  # of each head queries, then gates: here all gates, then all queries
+        parts = _by_part((size, size), spec.num_heads)
+        rows["q_proj"] = (2 * q_rows, (*parts[spec.num_heads :], *parts[: spec.num_heads]))
     if spec.fused_qkv:
         after, value = q_rows, q_rows + kv_rows
         parts = (
@@ -745,9 +796,7 @@ def _stacked(
             f"{module}.{projection}.{kind}",
             (count, *inner),
             0,
-            None
-            if sum(map(len, parts)) == count
-            else tuple((part.start, part.stop) for part in parts),
+            None if parts == (range(count),) else tuple((part.start, part.stop) for part in parts),
         )
         for projection, (count, parts) in rows.items()
     )

@@ -124,6 +124,10 @@ class Ops:
             projections b, c and x of a row, c * conv(b * x), where b * x of the rows before it in
             its sequence is read from the view. See `ops.reference_state`. None: the backend has no
             such layers.
+        delta_net: (projected [N, C + V + 2 * heads], weights, batch, state view, layer) -> [N, V]:
+            of the inputs of a convolution, a gate, and two numbers a value head, what the gated
+            delta rule gives, normalised by head and gated. See `ops.reference_state`.
+        sigmoid_gate: (x [N, C], gate [N, C]) -> x * sigmoid(gate) [N, C].
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner]; with
             `"clamped_swiglu"` both are bounded and up has 1 added: see `ops.reference.gate`.
         moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of
@@ -184,6 +188,8 @@ class Ops:
     call: Callable[[ForwardBatch, Joint, Sequence[Tensor], int, torch.dtype], Tensor]
     columns: Callable[[Tensor, int, int], Tensor]
     short_conv: Callable[..., Tensor] | None = None
+    delta_net: Callable[..., Tensor] | None = None
+    sigmoid_gate: Callable[[Tensor, Tensor], Tensor] | None = None
     few_rows: Callable[[Callable[..., Any], ForwardBatch, KvcacheView], Tensor] | None = None
     partial: PartialAttention | None = None
     head_parts: "HeadParts | None" = None
@@ -260,6 +266,7 @@ class Numerics:
             preemption.
         tensor_parallel: how many ranks share a layer, where that decides bits; see
             `Ops.in_segments`.
+        state_tokens: from one state to the next, where that decides bits; else 0.
     """
 
     backend: str
@@ -269,9 +276,12 @@ class Numerics:
     torch: str
     schedule_invariant: bool
     tensor_parallel: int = 1
+    state_tokens: int = 0
 
     @property
     def fingerprint(self) -> str:
         """One line that every sample carries."""
         ranks = "" if self.tensor_parallel == 1 else f"/tensor-parallel-{self.tensor_parallel}"
-        return f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}{ranks}"
+        states = f"/states-of-{self.state_tokens}" if self.state_tokens else ""
+        own = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
+        return own + ranks + states

@@ -35,7 +35,7 @@ from nano_inference.ops.reference_attention import (
     plan_attention,
     plan_states,
 )
-from nano_inference.ops.reference_state import short_conv
+from nano_inference.ops.reference_state import delta_net, short_conv, sigmoid_gate
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
@@ -406,6 +406,8 @@ def reference_ops() -> Ops:
         attention=attention,
         gate=gate,
         short_conv=short_conv,
+        delta_net=delta_net,
+        sigmoid_gate=sigmoid_gate,
         moe=moe,
         logits=logits,
         sample=draw,

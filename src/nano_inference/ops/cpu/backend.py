@@ -18,8 +18,8 @@ from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.partial import partial_attention
 from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.recorder import Heads, Recorder
+from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.reference_state import short_conv
 
 VERSION = 3  # counted up whenever any bit may change
 DTYPES = (torch.bfloat16, torch.float32)
@@ -32,6 +32,9 @@ class CpuOps:
         self.num_threads = num_threads
         self.kernels = library.load(instruction_set)
         self.moe = CpuMoe(self.kernels, num_threads)
+        self.states = CpuStates(self.kernels, num_threads)
+        self.short_conv, self.delta_net = self.states.short_conv, self.states.delta_net
+        self.sigmoid_gate = self.states.sigmoid_gate
         self.arena = Arena()
         self.partial = partial_attention(self.kernels, num_threads)
         head = CpuHead(self.kernels, num_threads)
@@ -54,7 +57,6 @@ class CpuOps:
         )[0]
 
     call = staticmethod(call)
-    short_conv = staticmethod(short_conv)
 
     def linear(
         self,
@@ -151,7 +153,7 @@ class CpuOps:
         self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype
     ) -> Program:
         """Record what `trunk` calls; returns a function of a batch that replays it."""
-        recorder = Recorder(dtype, self.moe)
+        recorder = Recorder(dtype, self.moe, self.states)
         hidden = trunk(recorder, batch, view)
         return Program(recorder, (), (hidden,), view, self.num_threads, self.kernels)
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from nano_inference.ops.backend import Joint, Norm
 from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.moe import Exchange, Experts
-from nano_inference.ops.reference_state import short_conv
-from nano_inference.ops.state import ShortConvWeights
+from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
 EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of program.h
@@ -83,11 +83,17 @@ class Recorder:
     Args:
         dtype: of weights and of what products read.
         moe: the operation on tensors, for programs that have experts.
+        states: operations on tensors, for programs that have layers with a state.
     """
 
-    def __init__(self, dtype: torch.dtype, moe: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        moe: Callable[..., Tensor] | None = None,
+        states: CpuStates | None = None,
+    ) -> None:
         self.dtype = dtype
-        self._moe = moe
+        self._moe, self._states = moe, states
         self.buffers: list[Buffer] = []
         self.operations: list[Operation] = []
         self.windows: list[tuple[int, float]] = []  # window and scale of each kind of attention
@@ -252,11 +258,38 @@ class Recorder:
         self, projected: Buffer, weights: ShortConvWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
         """See `Ops.short_conv`."""
+        states = self._states_of()
 
         def compute(batch: Any, out: Tensor, rows: Tensor) -> None:
-            out.copy_(short_conv(rows, weights, batch, view, layer))
+            out.copy_(states.short_conv(rows, weights, batch, view, layer))
 
         return self.call(None, compute, (projected,), projected.columns // 3, self.dtype)
+
+    def delta_net(
+        self, projected: Buffer, weights: DeltaWeights, _batch: Any, view: Any, layer: int
+    ) -> Buffer:
+        """See `Ops.delta_net`."""
+        states = self._states_of()
+
+        def compute(batch: Any, out: Tensor, rows: Tensor) -> None:
+            out.copy_(states.delta_net(rows, weights, batch, view, layer))
+
+        width = weights.value_heads * weights.value_dim
+        return self.call(None, compute, (projected,), width, self.dtype)
+
+    def sigmoid_gate(self, x: Buffer, gate: Buffer) -> Buffer:
+        """See `Ops.sigmoid_gate`."""
+        states = self._states_of()
+
+        def compute(_batch: Any, out: Tensor, rows: Tensor, gates: Tensor) -> None:
+            out.copy_(states.sigmoid_gate(rows, gates))
+
+        return self.call(None, compute, (x, gate), x.columns, self.dtype)
+
+    def _states_of(self) -> CpuStates:
+        _require(self._states is not None, "this program has no layers with a state.")
+        assert self._states is not None
+        return self._states
 
     def gate(self, x: Buffer, activation: str = "silu") -> Buffer:
         """See `Ops.gate`."""

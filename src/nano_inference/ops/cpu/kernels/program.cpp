@@ -255,7 +255,7 @@ class Program {
   void rope_and_store(const Op& op, int64_t row) const {
     const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim;
     if (op.norm.data) {
-      float* query = at<float>(op.input, row);
+      float* query = at<float>(op.input, row) + op.first_column;
       norm_heads<T>(query, heads * size / op.norm.size, op.norm);
       norm_heads<T>(query + heads * size, kv_heads * size / op.key_norm.size, op.key_norm);
     }
@@ -266,7 +266,7 @@ class Program {
   template <class T>
   void rope_heads(const Op& op, int64_t row, int64_t from, int64_t to) const {
     const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim, group = heads / kv_heads;
-    float *query = at<float>(op.input, row), *key = query + heads * size, *value = key + kv_heads * size;
+    float *query = at<float>(op.input, row) + op.first_column, *key = query + heads * size, *value = key + kv_heads * size;
     const int64_t position = step_->rows.positions[row];
     const Turn turn{size, op.turning, op.interleaved != 0};
     const float *cos = op.cos + position * (op.turning / 2), *sin = op.sin + position * (op.turning / 2);

@@ -21,7 +21,7 @@ struct Op {
   int32_t wide;         // NORM: out is float32
   float scale;          // EMBED; NORM and ADD: of what is added
   int32_t read_once;    // NORM: nothing but the product that follows reads its output
-  int64_t first_column;  // LINEAR: where in a row of `in` what it reads begins
+  int64_t first_column;  // LINEAR, ROPE_AND_STORE: where in a row of `in` what it reads begins
   const void *weight, *bias;  // EMBED, LINEAR; ATTENTION: bias are its sinks, float
   int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output
   NormWeight norm, key_norm;  // NORM; ROPE_AND_STORE: of queries and of keys, data null for none

@@ -1,0 +1,184 @@
+"""The CPU backend's layers with a state: kernels/state.cpp on tensors."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch
+from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.weights import LANES
+from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
+
+STEP, CONVOLUTION, RULE = struct("StateStep"), struct("Convolution"), struct("DeltaRule")
+MOST_HEAD = 256  # numbers of a head, as in kernels/state.cpp
+PROBLEMS = {
+    1: "a row's slot is not that of its position.",
+    2: "a block does not exist.",
+    3: "rows and chunks do not agree.",
+    4: "a block that a row reads has no unit.",
+}
+
+
+class CpuStates:
+    """`Ops.short_conv`, `Ops.delta_net` and `Ops.sigmoid_gate` of some number of threads."""
+
+    def __init__(self, kernels: ctypes.CDLL, num_threads: int) -> None:
+        self._c = kernels
+        self.num_threads = num_threads
+
+    def short_conv(
+        self,
+        projected: Tensor,
+        weights: ShortConvWeights,
+        batch: ForwardBatch,
+        view: StateView,
+        layer: int,
+    ) -> Tensor:
+        """See `Ops.short_conv`; rounded to the weights' dtype."""
+        dtype, channels = weights.conv.dtype, len(weights.conv)
+        rows = _rows(projected, 3 * channels)
+        out = torch.empty((len(rows), channels), dtype=dtype)
+        kept = view.column(layer, "inputs")
+        step, conv = _step(batch, view), _convolution(weights.conv, weights.bias, kept)
+        self._require(
+            self._c.nano_short_conv(
+                ctypes.addressof(step),
+                ctypes.addressof(conv),
+                rows.data_ptr(),
+                dtype == torch.bfloat16,
+                out.data_ptr(),
+                self.num_threads,
+            )
+        )
+        return out
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        weights: DeltaWeights,
+        batch: ForwardBatch,
+        view: StateView,
+        layer: int,
+    ) -> Tensor:
+        """See `Ops.delta_net`; rounded to the weights' dtype."""
+        dtype, channels = weights.conv.dtype, len(weights.conv)
+        width, heads = weights.value_heads * weights.value_dim, weights.value_heads
+        require_heads(weights.key_dim, weights.value_dim)
+        rows = _rows(projected, channels + width + 2 * heads)
+        out, mixed = (
+            torch.empty((len(rows), width), dtype=dtype),
+            torch.empty((len(rows), channels)),
+        )
+        names = ("inputs", "keys", "values", "decays", "state")
+        kept = {name: view.column(layer, name) for name in names}
+        log_decay, decay_bias = weights.log_decay.contiguous(), weights.decay_bias.contiguous()
+        norm = weights.norm.to(dtype).contiguous()
+        step = _step(batch, view)
+        conv = _convolution(weights.conv, None, kept["inputs"])
+        rule = RULE(
+            projected=rows.data_ptr(),
+            stride=rows.shape[1],
+            mixed=mixed.data_ptr(),
+            keys=kept["keys"].data_ptr(),
+            values=kept["values"].data_ptr(),
+            decays=kept["decays"].data_ptr(),
+            state=kept["state"].data_ptr(),
+            log_decay=log_decay.data_ptr(),
+            decay_bias=decay_bias.data_ptr(),
+            norm=norm.data_ptr(),
+            key_heads=weights.key_heads,
+            value_heads=heads,
+            key_dim=weights.key_dim,
+            value_dim=weights.value_dim,
+            eps=weights.eps,
+        )
+        self._require(
+            self._c.nano_delta_net(
+                ctypes.addressof(step),
+                ctypes.addressof(conv),
+                ctypes.addressof(rule),
+                dtype == torch.bfloat16,
+                out.data_ptr(),
+                self.num_threads,
+            )
+        )
+        return out
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Ops.sigmoid_gate`."""
+        x, gate = x.contiguous(), gate.float()
+        _require_lanes(x.shape[1])
+        if gate.stride(1) != 1 or gate.shape != x.shape:
+            raise ValueError(f"a gate {tuple(gate.shape)} is not of rows {tuple(x.shape)}.")
+        out = torch.empty_like(x)
+        self._c.nano_sigmoid_gate(
+            x.data_ptr(),
+            gate.data_ptr(),
+            gate.stride(0),
+            *x.shape,
+            x.dtype == torch.bfloat16,
+            out.data_ptr(),
+            self.num_threads,
+        )
+        return out
+
+    def _require(self, problem: int) -> None:
+        if problem:
+            raise ValueError(f"the batch does not fit what is kept: {PROBLEMS[problem]}")
+
+
+def require_heads(key_dim: int, value_dim: int) -> None:
+    """Raise ValueError for heads that the kernel has no room for."""
+    for size in (key_dim, value_dim):
+        _require_lanes(size)
+        if size > MOST_HEAD:
+            raise ValueError(f"heads of {size} are wider than {MOST_HEAD}.")
+
+
+def _require_lanes(size: int) -> None:
+    if size % LANES:
+        raise ValueError(f"{size} must be a multiple of {LANES}.")
+
+
+def _rows(projected: Tensor, columns: int) -> Tensor:
+    if projected.shape[1] != columns:
+        raise ValueError(f"rows have {projected.shape[1]} columns, expected {columns}.")
+    return projected.float().contiguous()
+
+
+def _step(batch: ForwardBatch, view: StateView) -> Any:
+    """As kernels/state.cpp reads it; good as long as the batch and the view are."""
+    columns = {
+        name: getattr(batch, name)
+        for name in ("positions", "slot_mapping", "row_chunks", "cu_seqlens_q", "block_tables")
+    }
+    if any(each.dtype != torch.int64 or not each.is_contiguous() for each in columns.values()):
+        raise ValueError("a batch's columns must be contiguous int64 tensors.")
+    units = view.unit_row()
+    return STEP(
+        num_rows=len(batch.positions),
+        num_chunks=len(batch.block_tables),
+        block_size=view.block_size,
+        table_stride=batch.block_tables.shape[1],
+        num_blocks=view.num_blocks,
+        num_units=view.num_units,
+        window=view.window,
+        units=None if units is None else units.data_ptr(),
+        **{name: each.data_ptr() for name, each in columns.items()},
+    )
+
+
+def _convolution(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Any:
+    _require_lanes(len(weight))
+    for each in (weight, inputs) if bias is None else (weight, inputs, bias):
+        if each.dtype != weight.dtype or not each.is_contiguous():
+            raise ValueError("weights and what is kept must be contiguous and of one dtype.")
+    return CONVOLUTION(
+        inputs=inputs.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        channels=len(weight),
+        taps=weight.shape[2],
+    )

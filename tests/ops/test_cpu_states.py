@@ -1,0 +1,135 @@
+"""Kernels of layers with a state: every instruction set and number of threads has the same bits,
+which are close to the reference's and do not depend on how rows are cut into chunks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.engine.state_storage import StateStorage
+from nano_inference.models.state_spec import DeltaNet, ShortConv, StateSpec
+from nano_inference.ops import reference_state
+from nano_inference.ops.cpu.state import CpuStates
+from nano_inference.ops.state import DeltaWeights, ShortConvWeights
+from tests.ops.cpu_kernels import available, kernels
+
+SIZE = 8  # tokens of a block
+TABLES = ([3, 0, 6, 2, 9, 4], [1, 5, 7, 8])
+LENGTHS = (43, 20)
+DELTA = DeltaNet((True,), 2, 4, 32, 48, 4)
+CONV = ShortConv((True,), 48, 3, bias=True)
+Operation = Callable[[Tensor, ForwardBatch, StateStorage], Tensor]
+
+
+@functools.cache
+def numbers(spec: StateSpec, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """Projected rows of both sequences, one after the other, and the weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if isinstance(spec, ShortConv):
+        conv, bias = draw(48, 1, 3).to(dtype), draw(48).to(dtype)
+        return draw(sum(LENGTHS), 3 * 48), ShortConvWeights(conv, bias)
+    conv, norm = draw(spec.channels, 1, 4).to(dtype), draw(48).to(dtype)
+    weights = DeltaWeights(conv, draw(4), draw(4), norm, 1e-5, 2, 4, 32, 48)
+    return draw(sum(LENGTHS), spec.channels + spec.value_width + 2 * 4), weights
+
+
+def computed(
+    spec: StateSpec,
+    dtype: torch.dtype,
+    states: Any,
+    cuts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of each sequence, computed in so many chunks, and what is kept of its tokens and
+    blocks.
+    """
+    projected, weights = numbers(spec, dtype)
+    view = StateStorage(spec, 10, SIZE, dtype, torch.device("cpu"))
+    for tensor in view.tensors.values():
+        tensor.fill_(torch.nan)
+    operation = states.delta_net if isinstance(spec, DeltaNet) else states.short_conv
+    parts = projected.split(LENGTHS)
+    found: list[list[Tensor]] = [[], []]
+    bounds = [(0, *cut, length) for cut, length in zip(cuts, LENGTHS, strict=True)]
+    for step in range(max(map(len, bounds)) - 1):
+        live = [i for i, each in enumerate(bounds) if step + 1 < len(each)]
+        spans = [(bounds[i][step], bounds[i][step + 1]) for i in live]
+        batch = batch_of_rows(
+            [
+                Rows([0] * (end - start), start, TABLES[i])
+                for i, (start, end) in zip(live, spans, strict=True)
+            ],
+            SIZE,
+        )
+        rows = torch.cat([parts[i][slice(*span)] for i, span in zip(live, spans, strict=True)])
+        out = operation(rows, weights, batch, view, 0).to(dtype)
+        for i, each in zip(live, out.split([end - start for start, end in spans]), strict=True):
+            found[i].append(each)
+    kept = [t.view(torch.uint8) for t in view.tensors.values()]
+    return [torch.cat(each) for each in found], kept
+
+
+@pytest.fixture(params=available())
+def each_set(request: pytest.FixtureRequest) -> Any:
+    return kernels(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", [CONV, DELTA])
+def test_instruction_sets_and_threads_agree(
+    each_set: Any, spec: StateSpec, dtype: torch.dtype
+) -> None:
+    best, kept = computed(spec, dtype, CpuStates(kernels(), 1))
+    for threads in (1, 3):
+        got, own = computed(spec, dtype, CpuStates(each_set, threads))
+        assert all(torch.equal(*pair) for pair in zip([*got, *own], [*best, *kept], strict=True))
+
+
+@pytest.mark.parametrize("spec", [CONV, DELTA])
+def test_they_compute_what_the_reference_computes(spec: StateSpec) -> None:
+    got, _ = computed(spec, torch.float32, CpuStates(kernels(), 2))
+    expected, _ = computed(spec, torch.float32, reference_state)
+    for pair in zip(got, expected, strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("spec", [CONV, DELTA])
+def test_chunks_change_no_bit(spec: StateSpec, backend: str) -> None:
+    states = CpuStates(kernels(), 2) if backend == "cpu" else reference_state
+    whole, kept = computed(spec, torch.float32, states)
+    for cuts in (
+        ((1, 2, 8, 9, 31, 40), (16,)),
+        (tuple(range(1, 43)), tuple(range(1, 20))),
+        ((7, 24), ()),
+    ):
+        got, own = computed(spec, torch.float32, states, cuts)
+        assert all(torch.equal(*pair) for pair in zip([*got, *own], [*whole, *kept], strict=True))
+
+
+def test_a_block_without_a_unit_is_not_read() -> None:
+    projected, weights = numbers(CONV, torch.float32)
+    view = StateStorage(CONV, 10, SIZE, torch.float32, torch.device("cpu"))
+    view.unit_row = lambda: torch.tensor([0, 1, 2, -1, 4, 5, 6, 7, 8, 9])
+    batch = batch_of_rows([Rows([0] * 3, 9, TABLES[0])], SIZE)
+    with pytest.raises(ValueError, match="no unit"):
+        CpuStates(kernels(), 1).short_conv(projected[:3], weights, batch, view, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_instruction_sets_agree_on_the_gate(each_set: Any, dtype: torch.dtype) -> None:
+    x, gate = torch.randn(5, 48).to(dtype), torch.randn(5, 96) * 30
+    best = CpuStates(kernels(), 1).sigmoid_gate(x, gate[:, 48:])
+    assert torch.equal(CpuStates(each_set, 2).sigmoid_gate(x, gate[:, 48:]), best)
+    expected = reference_state.sigmoid_gate(x, gate[:, 48:])
+    torch.testing.assert_close(
+        best, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6
+    )
