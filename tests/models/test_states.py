@@ -102,6 +102,20 @@ def test_qwen3_next_agrees_with_transformers(tmp_path: Path) -> None:
     assert disagreement(tmp_path, oracle) < TOLERANCE
 
 
+def test_the_text_part_of_a_larger_class_agrees(tmp_path: Path) -> None:
+    text = {name: value for name, value in DELTA.items() if name not in ("sizes", "seed")}
+    pictures = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    oracle = strong_model(
+        tmp_path,
+        "Qwen3_5ForConditionalGeneration",
+        seed=DELTA["seed"],
+        sizes=DELTA["sizes"],
+        text_config=text,
+        vision_config=pictures | {"out_hidden_size": 64, "num_position_embeddings": 16},
+    )
+    assert disagreement(tmp_path, oracle, lengths=(1, 5, 40)) < TOLERANCE
+
+
 def without_offset(spec: ModelSpec) -> ModelSpec:
     return replace(spec, norm_offset=0.0)
 

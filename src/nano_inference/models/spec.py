@@ -577,6 +577,9 @@ _ARCHITECTURES |= {
     "Qwen2VLForConditionalGeneration": _text_part("Qwen2ForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": _text_part("Qwen2ForCausalLM"),
     "Qwen3VLForConditionalGeneration": _text_part("Qwen3ForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": _text_part(
+        "Qwen3_5ForCausalLM", lambda config: _quarter_turning(text_config(config))
+    ),
 }
 
 _REQUIRED = (
