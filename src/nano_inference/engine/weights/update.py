@@ -67,7 +67,7 @@ class WeightSet:
 
     def passes_over(self, name: object) -> bool:
         """Whether a tensor is of a part of the checkpoint that this engine does not run."""
-        text_part = self.model.spec.is_text_part
+        text_part = self.model.part.whole.is_text_part
         return text_part and isinstance(name, str) and is_of_another_part(name)
 
     def dtype_of(self, name: str) -> torch.dtype:
