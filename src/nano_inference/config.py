@@ -22,8 +22,8 @@ Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-# groups of options in `--help`
 SELF = "self"  # the model that drafts is the policy, with fewer layers
+# groups of options in `--help`
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
 # keys after which attention starts anew, at absolute positions (kernels/attention.h has it too)
 SEGMENT = 512

@@ -66,7 +66,12 @@ GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 def kv_view(shape: Shape) -> KVStorage:
     """The KV cache of one layer."""
     spec = SimpleNamespace(
-        num_layers=1, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, windows=(0,), state=None
+        num_layers=1,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        windows=(0,),
+        state=None,
+        kv_tensors=2,
     )
     return KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, torch.device("cpu"))  # type: ignore[arg-type]
 

@@ -26,6 +26,7 @@ from tests.speculation.heads import random_eagle, random_medusa, with_heads
 
 Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "medusa", "eagle"]
 Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
+Samples = Mapping[tuple[int, int], TrainingSample]  # likewise
 MOST_STEPS = 5000  # a scenario takes a few hundred
 
 
@@ -255,3 +256,17 @@ def same_bits(one: TrainingSample, other: TrainingSample) -> bool:
             "top_logprobs",
         )
     )
+
+
+def require_same_samples(work: Listed[Request], together: Samples, expected: Samples) -> None:
+    """Every sample has the bits that are expected; one that was aborted, because somebody asked for
+    that, as far as it got.
+    """
+    for (place, index), sample in expected.items():
+        got = together.get((place, index))
+        assert got is not None, "a sample is lost"
+        aborted = got.finish_reason == "abort"
+        assert not aborted or (work[place].aborted is not None and got.stop_reason is None), (
+            "it read what it may not"
+        )
+        assert same_bits(got, sample), f"request {place}, sample {index}: other bits"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nano_inference import Grammar, SamplingParams, TrainingSample
 from nano_inference.config import Backend
 from tests.depth import at_depth
-from tests.invariance.scenario import Request, Schedule, run, same_bits
+from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.models.tiny import tiny_llama
 from tests.structured.vocabularies import byte_tokenizer
 
@@ -123,7 +123,7 @@ def alone(
     return samples
 
 
-def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> None:
+def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> int:
     expected = {
         (place, index): sample
         for place, request in enumerate(work)
@@ -131,15 +131,9 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> N
     }
     known = {key: sample.completion_tokens for key, sample in expected.items()}
     size = VALUES_PER_TOKEN * DTYPES[dtype]
-    together, _ = run(model, dtype, work, fitted(schedule, work), size, known=known)
-    for (place, index), sample in expected.items():
-        got = together.get((place, index))
-        assert got is not None, "a sample is lost"
-        aborted = got.finish_reason == "abort"
-        assert not aborted or (work[place].aborted is not None and got.stop_reason is None), (
-            "it read what it may not"
-        )
-        assert same_bits(got, sample), f"request {place}, sample {index}: other bits"
+    together, preemptions = run(model, dtype, work, fitted(schedule, work), size, known=known)
+    require_same_samples(work, together, expected)
+    return preemptions
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -172,11 +166,4 @@ def test_tight_caches_do_preempt(model: Path) -> None:
     work = [
         Request(tuple(range(3, 40 + i)), SamplingParams(max_tokens=12, seed=i), 4) for i in range(4)
     ]
-    schedule = fitted(Schedule(block_size=4, num_blocks=1), work)
-    together, preemptions = run(model, "float32", work, schedule, VALUES_PER_TOKEN * 4)
-    assert preemptions > 0
-    assert all(
-        same_bits(together[place, index], sample)
-        for place, request in enumerate(work)
-        for (_, index), sample in alone(model, "float32", request, "cpu").items()
-    )
+    assert check(model, "float32", work, Schedule(block_size=4, num_blocks=1)) > 0

@@ -20,7 +20,7 @@ from nano_inference.engine.storage import layers_of_a_unit, state_layout
 from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
 from tests.depth import at_depth
-from tests.invariance.scenario import Request, Schedule, run, same_bits
+from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedules
 from tests.models.tiny import tiny_model
 from tests.structured.vocabularies import with_tokenizer
@@ -81,14 +81,7 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> i
     }
     known = {key: sample.completion_tokens for key, sample in expected.items()}
     together, preemptions = run(model, dtype, work, schedule, bytes_per_token, known=known)
-    for (place, index), sample in expected.items():
-        got = together.get((place, index))
-        assert got is not None, "a sample is lost"
-        aborted = got.finish_reason == "abort"
-        assert not aborted or (work[place].aborted is not None and got.stop_reason is None), (
-            "it read what it may not"
-        )
-        assert same_bits(got, sample), f"request {place}, sample {index}: other bits"
+    require_same_samples(work, together, expected)
     return preemptions
 
 

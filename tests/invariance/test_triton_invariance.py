@@ -21,7 +21,15 @@ from nano_inference.models.loading import load_spec
 from nano_inference.rl import differences
 from nano_inference.rl.replayer import Replayer
 from tests.depth import at_depth
-from tests.invariance.scenario import Request, Schedule, poison, run, same_bits, small_tiles
+from tests.invariance.scenario import (
+    Request,
+    Schedule,
+    poison,
+    require_same_samples,
+    run,
+    same_bits,
+    small_tiles,
+)
 from tests.invariance.test_schedule_invariance import requests, schedules
 from tests.models.tiny import llama_config, llama_weights, tiny_model, write_model
 from tests.structured.vocabularies import with_tokenizer
@@ -113,15 +121,12 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     """Each sample's bits are those of its request alone; returns preemptions."""
     schedule = replace(fitted(model, schedule, work), backend="cuda")
     together, preemptions = run(model, "float32", work, schedule, bytes_per_token(model))
-    for place, request in enumerate(work):
-        for (_, index), expected in alone(model, request).items():
-            got = together.get((place, index))
-            assert got is not None, "a sample is lost"
-            aborted = got.finish_reason == "abort"
-            assert not aborted or (request.aborted is not None and got.stop_reason is None), (
-                "it read what it may not"
-            )
-            assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
+    expected = {
+        (place, index): sample
+        for place, request in enumerate(work)
+        for (_, index), sample in alone(model, request).items()
+    }
+    require_same_samples(work, together, expected)
     return preemptions
 
 

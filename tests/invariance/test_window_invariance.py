@@ -19,7 +19,7 @@ from nano_inference.engine.storage import common_layout, layers_of_a_unit
 from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
 from tests.depth import at_depth
-from tests.invariance.scenario import Request, Schedule, run, same_bits
+from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedules
 from tests.models.tiny import tiny_model
 from tests.structured.vocabularies import with_tokenizer
@@ -77,15 +77,12 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     together, preemptions = run(
         model, "float32", work, fitted(schedule, work, spec), bytes_of_a_unit_token(spec)
     )
-    for place, request in enumerate(work):
-        for (_, index), expected in alone(model, request, schedule.backend).items():
-            got = together.get((place, index))
-            assert got is not None, "a sample is lost"
-            aborted = got.finish_reason == "abort"
-            assert not aborted or (request.aborted is not None and got.stop_reason is None), (
-                "it read what it may not"
-            )
-            assert same_bits(got, expected), f"request {place}, sample {index}: other bits"
+    expected = {
+        (place, index): sample
+        for place, request in enumerate(work)
+        for (_, index), sample in alone(model, request, schedule.backend).items()
+    }
+    require_same_samples(work, together, expected)
     return preemptions
 
 

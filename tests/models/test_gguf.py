@@ -246,6 +246,13 @@ def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
         ({"llama.attention.head_count_kv": [2, 1]}, r"llama.attention.head_count_kv is \[2, 1\]"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
+        ({"llama.block_count": 2.0}, r"metadata has num_hidden_layers=2\.0; it must be"),
+        ({"llama.x": [[1]]}, "truncated or damaged: a list of 1 entries of type 9"),
+        ({"split.count": "many"}, "is one of many parts"),
+        (
+            {"tokenizer.chat_template": "x", "tokenizer.ggml.eot_token_id": "2"},
+            "holds a value of the wrong kind",
+        ),
         (
             {"llama.attention.head_count_kv": 4},
             r"attn_k\.weight has 32 rows, and its metadata asks for 64",

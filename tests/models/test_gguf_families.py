@@ -19,7 +19,7 @@ from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.gguf_families import FAMILIES
 from nano_inference.models.gguf_tokenizer import write_tokenizer
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from tests.models.hf_to_gguf import PLUS_ONE, TOKEN_IDS, hf_to_gguf
+from tests.models.hf_to_gguf import PLUS_ONE, TOKEN_IDS, hf_to_gguf, tensors_of
 from tests.models.strong import TOLERANCE, disagreement, strong_model
 from tests.models.tiny_gguf import HEAD_DIM, gguf, write_gguf
 
@@ -245,6 +245,23 @@ def test_a_quantised_file_agrees_with_its_dequantised_weights(
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", architecture, matrices=kind)
     folder = convert(path, tmp_path / "cache")
     assert disagreement(folder, oracle) < TOLERANCE
+
+
+def test_gate_and_up_of_several_shapes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uneven(*arguments: Any) -> dict[str, np.ndarray]:
+        tensors = tensors_of(*arguments)
+        gate, up = (f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up"))
+        whole = np.concatenate((tensors[gate], tensors[up]), axis=1)
+        tensors[gate], tensors[up] = whole[:, :1].copy(), whole[:, 1:].copy()
+        return tensors
+
+    monkeypatch.setattr("tests.models.hf_to_gguf.tensors_of", uneven)
+    strong(tmp_path / "hf", "granitemoe")
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "granitemoe")
+    with pytest.raises(ModelLoadError, match=r"ffn_gate_exps.*ffn_up_exps.* must have one shape"):
+        convert(path, tmp_path / "cache")
 
 
 def test_experts_in_mxfp4_agree_with_their_dequantised_weights(tmp_path: Path) -> None:

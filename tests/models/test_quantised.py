@@ -450,6 +450,12 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         put(".weight_shape", lambda _: torch.tensor([96, 60])),
         r"'U.weight_shape' says \(96, 60\), expected \(96, 64\)",
     ),
+    "a layout that is no number": (
+        "bitsandbytes-int8",
+        put(".weight_format", lambda _: torch.zeros(2).byte()),
+        r"'U.weight_format' has shape \(2,\)",
+    ),
+    "no bytes": ("bitsandbytes-nf4", drop(".weight"), "'U.weight' is missing"),
     "tiles": (
         "bitsandbytes-int8",
         put(".weight_format", lambda _: torch.tensor(2).byte()),

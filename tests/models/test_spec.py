@@ -261,6 +261,12 @@ def test_an_absurd_rope_is_refused(fields: dict[str, Any], told: str) -> None:
         ),
         ("qwen3-moe", {"mlp_only_layers": 1}),
         ("qwen3-moe", {"decoder_sparse_step": "1"}),
+        ("lfm2", {"norm_eps": NAN}),
+        ("lfm2", {"conv_L_cache": 0}),
+        ("lfm2", {"block_ff_dim": -96}),
+        ("qwen3_5", {"linear_num_key_heads": 0}),
+        ("qwen3_5", {"linear_value_head_dim": -32}),
+        ("qwen3_5", {"linear_conv_kernel_dim": "4"}),
     ],
 )
 def test_an_absurd_value_of_a_family_is_refused(family: str, changes: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ from nano_inference.models.expert_exchange import ExpertExchange
 from nano_inference.models.spec import spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
-from nano_inference.ops.moe import Biases, Exchange, Experts, MoeSteps, Routing, Shared
+from nano_inference.ops.moe import Biases, Exchange, Experts, MoeSteps, Shared
+from nano_inference.ops.settings import Routing
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config
 from tests.ops.cpu_kernels import as_packed, available

@@ -25,6 +25,15 @@ from nano_inference.speculation.drafter import Drafter
 from nano_inference.speculation.grammar import ForcedDrafts
 from nano_inference.speculation.suffix import SuffixDrafts
 
+# what EAGLE-3 heads have in common: see `eagle_tensors`
+LAYER = {
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+}
+
 
 def drawn(generator: torch.Generator, *shape: int) -> Tensor:
     """Numbers of trained size; norm weights stand around 1."""
@@ -131,11 +140,7 @@ def eagle_of_sglang(
         "draft_vocab_size": known,
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 1,
+        **LAYER,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -160,11 +165,7 @@ def eagle_of_speculators(
         "model_type": "llama",
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 1,
+        **LAYER,
     }
     config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],

@@ -87,19 +87,24 @@ def test_medusa_heads_guess_what_their_formula_says(
     assert compared > 60
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_no_bit_depends_on_random_heads(model: Path, tmp_path: Path, case: str) -> None:
-    folder = write_heads(tmp_path / "heads", *medusa_of_vllm())
+def check_no_bit_depends(model: Path, folder: Path, case: str, kind: str, memory: int) -> None:
+    """On heads of a folder, where memory is just enough."""
     params = SamplingParams(**({"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]))
-    tight = {"kv_cache_memory": 2**17, "block_size": 4}
+    tight = {"kv_cache_memory": memory, "block_size": 4}
     with engine_of(model) as engine:
         plain = engine.generate(PROMPTS, params, 3)
     for cache_type in ("paged", "radix"):
         with engine_of(model, draft_model=str(folder), cache_type=cache_type, **tight) as engine:
             assert bits(engine.generate(PROMPTS, params, 3)) == bits(plain)
-            assert drafts_of(engine, "medusa")[0] > 20
+            assert drafts_of(engine, kind)[0] > 20
             assert engine.stats().num_preemptions > 0 or case == "grammar"
             engine.loop.check()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_depends_on_random_heads(model: Path, tmp_path: Path, case: str) -> None:
+    folder = write_heads(tmp_path / "heads", *medusa_of_vllm())
+    check_no_bit_depends(model, folder, case, "medusa", 2**17)
 
 
 def test_heads_that_know_the_text_are_right(model: Path, tmp_path: Path) -> None:
@@ -266,16 +271,7 @@ def test_an_eagle_head_guesses_what_its_formula_says(
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case: str) -> None:
     folder = write_heads(tmp_path / "heads", *eagle_of_sglang())
-    params = SamplingParams(**({"max_tokens": 40, "ignore_eos": True, "seed": 5} | CASES[case]))
-    tight = {"kv_cache_memory": 2**18, "block_size": 4}
-    with engine_of(deep) as engine:
-        plain = engine.generate(PROMPTS, params, 3)
-    for cache_type in ("paged", "radix"):
-        with engine_of(deep, draft_model=str(folder), cache_type=cache_type, **tight) as engine:
-            assert bits(engine.generate(PROMPTS, params, 3)) == bits(plain)
-            assert drafts_of(engine, "eagle")[0] > 20
-            assert engine.stats().num_preemptions > 0 or case == "grammar"
-            engine.loop.check()
+    check_no_bit_depends(deep, folder, case, "eagle", 2**18)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +285,7 @@ def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case:
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, r"reads layers \(1, 2, 5\)"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "one layer alone"),
         ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"eagle_config": "none"}, "wrong kind"),
     ],
 )
 def test_an_eagle_head_that_does_not_fit_is_refused(
@@ -296,8 +293,9 @@ def test_an_eagle_head_that_does_not_fit_is_refused(
 ) -> None:
     config, tensors = eagle_of_sglang()
     folder = write_heads(tmp_path / "heads", config | change, tensors)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as refused:
         engine_of(deep, draft_model=str(folder))
+    assert str(refused.value).count("draft_model: ") == 1
 
 
 def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -312,6 +310,7 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         ({"num_heads": 4}, r"tensor 'blocks.3.layers.0.weight' is missing"),
         ({"num_heads": 0}, "num_heads=0"),
         ({"num_heads": "many"}, "wrong kind"),
+        ({"medusa_num_layers": "many"}, "wrong kind"),
         ({"truncated_vocab_size": 40}, "has shape"),
     ],
 )
@@ -320,7 +319,17 @@ def test_medusa_heads_that_do_not_fit_are_refused(
 ) -> None:
     config, tensors = medusa_of_vllm()
     folder = write_heads(tmp_path / "heads", config | change, tensors)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as refused:
+        engine_of(model, draft_model=str(folder))
+    assert str(refused.value).count("draft_model: ") == 1
+
+
+def test_heads_of_another_kind_of_dtype_are_refused(model: Path, tmp_path: Path) -> None:
+    config, tensors = medusa_of_vllm()
+    name = "medusa_heads.lm_heads.1.weight"
+    codes = tensors | {name: tensors[name].to(torch.int8)}
+    folder = write_heads(tmp_path / "heads", config, codes)
+    with pytest.raises(ConfigError, match=rf"'{name}' has dtype torch\.int8"):
         engine_of(model, draft_model=str(folder))
 
 

@@ -394,7 +394,12 @@ def _local(parts: Mapping[str, ModelShard]) -> list[ModelSpec]:
 def _quantisation_lines(plan: EnginePlan) -> list[str]:
     """Of each model that is stored as codes: what becomes of it, and the memory that it takes."""
     dtype = str(plan.dtype).removeprefix("torch.")
-    names = {POLICY: plan.config.model_path, REFERENCE: plan.config.ref_model_path}
+    config = plan.config
+    names = {
+        POLICY: config.model_path,
+        REFERENCE: config.ref_model_path,
+        DRAFT: config.draft_model,
+    }
     return [
         f"{names[name]}: {spec.quantisation.becomes(dtype)}; its weights take "
         f"{gibibytes(num_bytes(param_table(spec, plan.parts[name]), plan.dtype))}"

@@ -5,7 +5,7 @@ and who is told.
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -71,9 +71,7 @@ def choose_ops(
     What was asked for by name and is not available raises `ConfigError`; in the place of what
     `"auto"` would take there is the reference, and a warning.
     """
-    _require_sinks(config.attention, specs)
-    _require_states(config.attention, specs)
-    _require_latents(config.attention, specs)
+    _require_attention(config.attention, specs)
     if config.attention == "flex":
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
@@ -109,34 +107,30 @@ def choose_ops(
     return lambda num_blocks: ops
 
 
-_WITHOUT_SINKS = ("flashinfer", "flex")
+class _Needs(NamedTuple):
+    """What some models have, and not every attention computes."""
+
+    what: str
+    is_in: Callable[[ModelSpec], bool]
+    attentions: tuple[str, ...]  # that compute it
 
 
-def _require_sinks(attention: str, specs: Specs) -> None:
+_OWN = ("auto", "reference", "cpu", "triton")
+_NEEDS = (
+    _Needs("attention sinks", lambda spec: spec.attention_sinks, _OWN),
+    _Needs("attention over latents", lambda spec: spec.latent is not None, _OWN),
+    _Needs("layers with a state", lambda spec: spec.state is not None, ("auto", "reference")),
+)
+
+
+def _require_attention(attention: str, specs: Specs) -> None:
     for spec in specs.values():
-        if spec.attention_sinks and attention in _WITHOUT_SINKS:
-            raise ConfigError(
-                f"attention={attention!r} has no attention sinks, which {spec.architecture} has; "
-                "use attention='auto'."
-            )
-
-
-def _require_states(attention: str, specs: Specs) -> None:
-    for spec in specs.values():
-        if spec.state is not None and attention not in ("auto", "reference"):
-            raise ConfigError(
-                f"attention={attention!r} is not possible for {spec.architecture}, which has "
-                "layers with a state; use attention='auto'."
-            )
-
-
-def _require_latents(attention: str, specs: Specs) -> None:
-    for spec in specs.values():
-        if spec.latent is not None and attention in ("flashinfer", "flex"):
-            raise ConfigError(
-                f"attention={attention!r} is not over latents, which {spec.architecture} has; use "
-                "attention='auto'."
-            )
+        for needs in _NEEDS:
+            if needs.is_in(spec) and attention not in needs.attentions:
+                raise ConfigError(
+                    f"attention={attention!r} is not possible for {spec.architecture}, which has "
+                    f"{needs.what}; use attention='auto'."
+                )
 
 
 def _best_backend(config: EngineConfig, device: torch.device) -> Backend:

@@ -36,9 +36,10 @@ SLOWLY = 0.8  # of a measured time, what the next one leaves of it
 
 @dataclass(slots=True)
 class _Computed:
-    """What of a sequence stands in the model's own cache."""
+    """What of a sequence stands in the model's own cache: so many of its tokens, and drafts."""
 
-    token_ids: list[int]
+    num_tokens: int
+    drafts: list[int]
     block_ids: list[int]
 
 
@@ -129,7 +130,6 @@ class ModelDrafts:
         self._storage, self._scratch = storage, scratch
         self._computed: dict[int, _Computed] | None = {} if has_own_cache else None
         self._times = DraftTimes()
-        self.num_forwards = 0
 
     def seconds(self, num_seqs: int) -> float:
         """See `TimedSource`."""
@@ -178,7 +178,6 @@ class ModelDrafts:
         hidden = self.model.forward(to_device(batch, device), self._storage).hidden
         requests = to_device(draws_of(live), device)
         take_drawn(live, self.model.draw(hidden, requests), self.model.spec.vocab_size)
-        self.num_forwards += 1
         if ends[-1] + 1 <= 2 * len(live):
             self._times.note(len(live), time.perf_counter() - began)
 
@@ -187,7 +186,7 @@ class ModelDrafts:
         batch = batch_of_rows([rows], self._storage.block_size, weight_set=DRAFT)
         self.model.forward(to_device(batch, self.model.device), self._storage)
         assert self._computed is not None
-        self._computed[seq.seq_id] = _Computed(seq.token_ids[:end], list(seq.block_ids))
+        self._computed[seq.seq_id] = _Computed(end, [], list(seq.block_ids))
 
     def _num_computed(self, seq: Sequence) -> int:
         """Tokens whose keys and values are there, but for the newest."""
@@ -199,10 +198,10 @@ class ModelDrafts:
             return 0
         pairs = zip(there.block_ids, seq.block_ids, strict=False)
         blocks = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        most = min(blocks * self._storage.block_size, len(there.token_ids), known - 1)
-        # it has grown by tokens that were guessed or not: of those before, all are as they were
-        equal = zip(there.token_ids[:most], seq.token_ids, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], equal))
+        # a sequence only grows: by what was guessed, or by something else
+        pairs = zip(there.drafts, seq.token_ids[there.num_tokens :], strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return min(there.num_tokens + right, blocks * self._storage.block_size, known - 1)
 
     def _remember(self, found: Listed[Drafting]) -> None:
         if self._computed is None:
@@ -210,10 +209,10 @@ class ModelDrafts:
         if len(self._computed) > 4 * len(found) + 256:
             live = {each.seq.seq_id for each in found}
             self._computed = {key: each for key, each in self._computed.items() if key in live}
-        for each in found:
+        for each in filter(lambda each: each.drafts, found):
             # the last draft is not computed; the next call may find other blocks behind its own
-            computed = each.token_ids[: max(len(each.token_ids) - 1, 0)]
-            self._computed[each.seq.seq_id] = _Computed(computed, list(each.seq.block_ids))
+            known, blocks = len(each.seq.token_ids), list(each.seq.block_ids)
+            self._computed[each.seq.seq_id] = _Computed(known, each.drafts[:-1], blocks)
 
 
 class DraftTimes:

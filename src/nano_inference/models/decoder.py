@@ -97,8 +97,8 @@ class Decoder:
         }
         # one entry a layer; layers that turn alike share tables
         self.ropes = tuple(tables[rope] for rope in spec.ropes)
-        # rounded as the model was trained
         self.layers: Sequence[int] = range(spec.num_layers)  # that a forward goes through
+        # rounded as the model was trained
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         # where the experts of every row are noted, if anybody wants to know
         self.routes: RouteRecord | None = None

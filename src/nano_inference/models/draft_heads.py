@@ -22,6 +22,7 @@ from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.loading import read_tensors, stored_shapes
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.models.weights import (
+    WEIGHT_DTYPES,
     Allocate,
     ParamSpec,
     Source,
@@ -139,17 +140,18 @@ def read_heads(folder: Path, policy: ModelSpec) -> HeadsSpec | None:
     kind = heads_kind(config)
     if kind is None:
         return None
-    shapes = {
-        canonical(kind, name, int(config.get("medusa_num_layers") or 1)): shape
-        for name, shape in stored_shapes(folder).items()
-    }
+    stored = stored_shapes(folder)
     try:
+        num_blocks = int(config.get("medusa_num_layers") or 1)
+        shapes = {canonical(kind, name, num_blocks): shape for name, shape in stored.items()}
         spec = (
             _medusa(folder, config, shapes, policy)
             if kind == "medusa"
             else _eagle(folder, config, shapes, policy)
         )
-    except (TypeError, ValueError) as problem:
+    except ConfigError:  # which is a ValueError too
+        raise
+    except (AttributeError, TypeError, ValueError) as problem:
         raise ConfigError(
             f"draft_model: {folder}: config.json holds a value of the wrong kind: {problem}."
         ) from problem
@@ -175,6 +177,13 @@ def canonical(kind: str, name: str, num_blocks: int) -> str:
         head, place = map(int, found.groups())
         return f"lm_heads.{head}.weight" if place == num_blocks else name
     return name
+
+
+def name_in(spec: HeadsSpec, public: str) -> str:
+    """The same of a tensor of these heads."""
+    if isinstance(spec, MedusaSpec):
+        return canonical("medusa", public, spec.num_blocks)
+    return canonical("eagle", public, 1)
 
 
 def table_of(spec: HeadsSpec) -> tuple[ParamSpec, ...]:
@@ -206,7 +215,6 @@ class HeadWeights:
         self, spec: HeadsSpec, dtype: torch.dtype, device: torch.device, matrix: Allocate
     ) -> None:
         self.spec, self.dtype = spec, dtype
-        self._kind = "medusa" if isinstance(spec, MedusaSpec) else "eagle"
         self._table = table_of(spec)
         self._slots = slots(self._table)
         self.params = allocate(self._table, dtype, device, matrix)
@@ -222,7 +230,7 @@ class HeadWeights:
         """
         found: dict[str, Tensor] = {}
         for public, tensor in weights:
-            name = canonical(self._kind, public, self._num_blocks)
+            name = name_in(self.spec, public)
             if name in _UNREAD:
                 continue
             expected = self._expected(name)
@@ -230,6 +238,11 @@ class HeadWeights:
                 told = "is not part of them" if expected is None else f"must have {expected}"
                 raise ConfigError(
                     f"draft heads: tensor {public!r} of shape {tuple(tensor.shape)} {told}."
+                )
+            if name != "map" and tensor.dtype not in WEIGHT_DTYPES:
+                raise ConfigError(
+                    f"draft heads: tensor {public!r} has dtype {tensor.dtype}; heads are not "
+                    "quantised."
                 )
             found[name] = tensor
         targets = self._mapped(found.pop("map")) if "map" in found else self.targets
@@ -240,10 +253,6 @@ class HeadWeights:
         for name, tensor in new.params.items():
             write(self.params, self._slots[name], tensor.to(self.dtype))
         self.targets = new.targets
-
-    @property
-    def _num_blocks(self) -> int:
-        return self.spec.num_blocks if isinstance(self.spec, MedusaSpec) else 1
 
     def _expected(self, name: str) -> tuple[int, ...] | None:
         if name == "map":
@@ -280,9 +289,7 @@ def read_named(folder: Path, spec: HeadsSpec) -> dict[str, Tensor]:
     """The tensors of a folder that `read_heads` has read, by their one name; of a map, as it is
     stored.
     """
-    kind = "medusa" if isinstance(spec, MedusaSpec) else "eagle"
-    blocks = spec.num_blocks if isinstance(spec, MedusaSpec) else 1
-    named = ((canonical(kind, name, blocks), tensor) for name, tensor in read_tensors(folder))
+    named = ((name_in(spec, public), tensor) for public, tensor in read_tensors(folder))
     return {name: tensor for name, tensor in named if name not in _UNREAD}
 
 

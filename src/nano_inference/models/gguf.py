@@ -165,7 +165,12 @@ def _described(
     folder = root / "headers" / f"{digest.hexdigest()[:16]}-v{CONVERTER_VERSION}"
     if (folder / "config.json").is_file():
         return folder
-    config = hf_config(family, metadata, stored)
+    try:
+        config = hf_config(family, metadata, stored)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as problem:
+        raise ModelLoadError(
+            f"the metadata of {parts[0]} holds a value of the wrong kind: {problem}"
+        ) from problem
     token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
     spec_from_config(config, token_ids)  # refuses what the decoder lacks
     require_names(family, config, stored)
@@ -184,10 +189,10 @@ def _described(
 def _model(parts: list[Path], headers: list[GgufHeader]) -> tuple[Family, dict[str, Any], Stored]:
     """Its family; metadata, which the first part holds; and the tensors of all parts."""
     metadata, stored = headers[0].metadata, dict(headers[0].tensors)
-    if (count := metadata.get("split.count", 1)) > 1 and count != len(parts):
+    if (count := metadata.get("split.count", 1)) not in (0, 1, len(parts)):
         raise ModelLoadError(
-            f"{parts[0]} is one of {count} parts; name them NAME-00001-of-{count:05}.gguf and so "
-            "on, in one folder"
+            f"{parts[0]} is one of {count} parts; name them NAME-00001-of-{count!s:0>5}.gguf and "
+            "so on, in one folder"
         )
     for part, header in zip(parts[1:], headers[1:], strict=True):
         if twice := sorted(stored.keys() & header.tensors.keys()):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.config_checks import check_values
 from nano_inference.models.gguf_families import (
     QUERY_BETA,
     ROPE_FREQS,
@@ -101,6 +102,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         scaling[QUERY_BETA] = config.pop(QUERY_BETA)
     if family.unscaled_in_windows:
         config |= _ropes_by_window(config)
+    check_values(config, "the GGUF metadata")  # defaults are computed from them
     return {**family.defaults(config), **config}
 
 

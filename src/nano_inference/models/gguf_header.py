@@ -157,8 +157,8 @@ class _Cursor:
             return self.number(_NUMBERS[kind])
         kind, count = self.number("I"), self.number("Q")
         if wanted:
-            if count > len(self.data):  # each takes a byte at least
-                raise ValueError(f"a list of {count} entries")
+            if count > len(self.data) or kind == _ARRAY:  # each takes a byte at least
+                raise ValueError(f"a list of {count} entries of type {kind}")
             return [self.value(kind, wanted) for _ in range(count)]
         if kind in _NUMBERS:
             self.at += count * struct.calcsize(f"<{_NUMBERS[kind]}")

@@ -133,6 +133,9 @@ def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
             ]
             continue
         if len(tensors) > 1:
+            if any(tensor.shape != shape for tensor in tensors):
+                told = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in tensors)
+                raise ModelLoadError(f"the GGUF tensors {told} must have one shape")
             rows = sum(tensor.num_rows for tensor in tensors) // experts
             shape = (*shape[:-2], rows, shape[-1])
         targets.append(_Target(hf_name, shape, dtype, tuple(part for all in each for part in all)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.rope_spec import RopeSpec, ropes_by_window
-from nano_inference.ops.latent import Latent
+from nano_inference.ops.settings import Latent
 
 Config = Mapping[str, Any]
 _EPS = 1e-6  # of the norms of latents, whatever that of the others is

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.ops.moe import CLAMP, SLOPE, Routing
+from nano_inference.ops.settings import CLAMP, SLOPE, Routing
 
 Config = Mapping[str, Any]
 _MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters

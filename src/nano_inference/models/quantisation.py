@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,9 +64,10 @@ class Quantisation:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """How a module's weight is stored; None: as it is."""
-        if any(re.match(pattern, module) for pattern in self.left_out):
+        if any(_compiled(pattern).match(module) for pattern in self.left_out):
             return None
-        return next((each for pattern, each in self.schemes if re.match(pattern, module)), None)
+        matching = (each for pattern, each in self.schemes if _compiled(pattern).match(module))
+        return next(matching, None)
 
     def __str__(self) -> str:
         """The method and its schemes, for a line."""
@@ -99,6 +101,12 @@ _TRACES = {
 }
 _NONE = (None, "", "none", "no_quant")
 _ANY = ""  # matches every name
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """`re` itself keeps 512 of them; some checkpoints leave out more modules than that."""
+    return re.compile(pattern)
 
 
 def read_quantisation(config: Config, folder: Path | None = None) -> Quantisation | None:
@@ -204,7 +212,7 @@ class _Description:
     ) -> Quantisation:
         patterns = tuple(left_out)
         for pattern in (*(pattern for pattern, _ in schemes), *patterns):
-            re.compile(pattern)
+            _compiled(pattern)
         return Quantisation(self.method, self.where, schemes, patterns, activations)
 
 

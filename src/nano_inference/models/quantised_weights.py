@@ -85,13 +85,19 @@ class Stored:
         """Whether there is such a tensor."""
         return self.stem + end in self.tensors
 
-    def dtype(self, end: str) -> str:
-        """Of a tensor that is there."""
-        return str(self.tensors[self.stem + end].get_dtype())
+    def tensor(self, end: str) -> Any:
+        """One of the tensors, to be read by slices. Raises `ModelLoadError` where it is missing."""
+        name = self.stem + end
+        if name not in self.tensors:
+            raise ModelLoadError(
+                f"tensor {name!r} is missing, and weight {self.name!r} ({self.method}) cannot be "
+                "read without it."
+            )
+        return self.tensors[name]
 
     def read(self, end: str) -> Tensor:
         """All of a small tensor."""
-        return self.tensors[self.stem + end][...].cpu()
+        return self.tensor(end)[...].cpu()
 
     def wrong(self, end: str, what: str) -> ModelLoadError:
         """An error of one of the tensors."""
@@ -219,13 +225,7 @@ class QuantisedWeight:
 
 def _checked(stored: Stored, end: str, part: Part) -> Any:
     """One of the tensors, to be read by slices. Raises `ModelLoadError`."""
-    name = stored.stem + end
-    if name not in stored.tensors:
-        raise ModelLoadError(
-            f"tensor {name!r} is missing, and weight {stored.name!r} ({stored.method}) cannot be "
-            "read without it."
-        )
-    found = stored.tensors[name]
+    found = stored.tensor(end)
     dtype, shape = str(found.get_dtype()), tuple(found.get_shape())
     needed = (*stored.shape[:-2], *part.shape)
     if dtype not in part.dtypes:
@@ -382,6 +382,7 @@ def _bitsandbytes_int8(stored: Stored) -> Layout:
     }
     if stored.has(end := ".weight_format"):
         parts[end] = Part(("U8",), ())
+        _checked(stored, end, parts[end])
         if (kind := int(stored.read(end))) != 0:
             raise stored.wrong(end, f"is {kind}, a tiled layout; 0, which is by rows, is needed")
     return Layout(parts, lambda cut, _: dequantise.bitsandbytes_int8(cut[".weight"], cut[".SCB"]))
@@ -396,7 +397,7 @@ def _bitsandbytes_4bit(stored: Stored) -> Layout:
     end = next(each for each in (_STATE + "nf4", _STATE + "fp4") if stored.has(each))
     state = _read_state(stored, end)
     block, nested = state["blocksize"], "nested_blocksize" in state
-    width = _STORAGES.get(stored.dtype(".weight"), 1)
+    width = _STORAGES.get(str(stored.tensor(".weight").get_dtype()), 1)
     blocks = _ceil(rows * columns, block)
     parts = {
         ".weight": Part(
@@ -409,7 +410,7 @@ def _bitsandbytes_4bit(stored: Stored) -> Layout:
             ("U8",) if nested else ("F32",), (blocks,), 0, Fraction(columns, block)
         ),
         ".weight.quant_map": Part(("F32",), (16,)),
-        end: Part(("U8",), tuple(stored.tensors[stored.stem + end].get_shape())),
+        end: Part(("U8",), tuple(stored.tensor(end).get_shape())),
     }
     if nested:
         outer = block * state["nested_blocksize"]

@@ -158,9 +158,9 @@ def _rope(fields: Config, config: Config, max_position: int) -> RopeSpec:
     )
 
 
-def _default(_fields: Config, theta: float, original: int, _factor: float) -> RopeSpec:
+def _default(fields: Config, theta: float, original: int, _factor: float) -> RopeSpec:
     return RopeSpec(
-        theta=theta, original_max_position=original if "llama_4_scaling_beta" in _fields else 0
+        theta=theta, original_max_position=original if "llama_4_scaling_beta" in fields else 0
     )
 
 

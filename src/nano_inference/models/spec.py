@@ -145,8 +145,8 @@ class ModelSpec:
         return 2 if self.latent is None else 1
 
 
-def _every_bias(config: Config) -> tuple[bool, bool]:
-    every = bool(config.get("attention_bias", False))
+def _every_bias(config: Config, usual: bool = False) -> tuple[bool, bool]:
+    every = bool(config.get("attention_bias", usual))
     return every, every
 
 
@@ -158,11 +158,6 @@ def _ernie_biases(config: Config) -> tuple[bool, bool]:
     if config.get("use_bias"):
         raise ModelLoadError("config.json has use_bias=True; this decoder's MLPs have no biases.")
     return False, False
-
-
-def _usual_biases(config: Config) -> tuple[bool, bool]:
-    every = bool(config.get("attention_bias", True))
-    return every, every
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +285,6 @@ def _read(
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         eos_token_ids=_eos_ids(config, generation_config),
         checkpoint_dtype=str(config.get("torch_dtype") or config.get("dtype") or "float32"),
-        quantisation=None,
         quantized_source="nano_inference_converted_from" in config,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
@@ -417,6 +411,8 @@ def _quarter_turning(config: Config) -> Config:
     return {"partial_rotary_factor": 0.25, **config}
 
 
+_LATENT = _Family(latent=read_latent, ropes=latent_ropes, partial_rotary=True, scales=latent_scale)
+
 _ARCHITECTURES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(windows=_uniform_window),
@@ -497,20 +493,8 @@ _ARCHITECTURES: dict[str, _Family] = {
         moe=qwen2_experts,
     ),
     "OlmoeForCausalLM": _Family(qk_norm="full", moe=olmoe_experts),
-    "DeepseekV2ForCausalLM": _Family(
-        latent=read_latent,
-        ropes=latent_ropes,
-        partial_rotary=True,
-        scales=latent_scale,
-        moe=deepseek_v2_experts,
-    ),
-    "DeepseekV3ForCausalLM": _Family(
-        latent=read_latent,
-        ropes=latent_ropes,
-        partial_rotary=True,
-        scales=latent_scale,
-        moe=deepseek_v3_experts,
-    ),
+    "DeepseekV2ForCausalLM": replace(_LATENT, moe=deepseek_v2_experts),
+    "DeepseekV3ForCausalLM": replace(_LATENT, moe=deepseek_v3_experts),
     "GraniteMoeForCausalLM": _Family(scales=_granite_scales, moe=granite_experts),
     "ApertusForCausalLM": _Family(
         qk_norm="head",
@@ -521,7 +505,7 @@ _ARCHITECTURES: dict[str, _Family] = {
         ),
     ),
     "GptOssForCausalLM": _Family(
-        biases=_usual_biases,
+        biases=partial(_every_bias, usual=True),
         attention_sinks=True,
         activations={"silu": "clamped_swiglu"},
         windows=partial(_alternating_windows, usual=2),

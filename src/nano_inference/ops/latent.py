@@ -11,26 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-
-class Latent(NamedTuple):
-    """The sizes of a layer.
-
-    Attributes:
-        rank: numbers of a latent.
-        rotary: numbers of a token's key that turn, which all heads have in common.
-        plain: numbers of a head's query that do not turn.
-        value: numbers of a head's values.
-    """
-
-    rank: int
-    rotary: int
-    plain: int
-    value: int
-
-    @property
-    def key(self) -> int:
-        """Numbers of a key, and of a query that meets it: those that turn, then the latent's."""
-        return self.rotary + self.rank
+from nano_inference.ops.settings import Latent
 
 
 class LatentOps(NamedTuple):

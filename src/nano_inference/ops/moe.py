@@ -8,40 +8,12 @@ rank that holds it change a bit.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# of the gate of gpt-oss's experts: what its sigmoid multiplies, and what bounds both of its sides
-SLOPE, CLAMP = 1.702, 7.0
-
-
-class Routing(NamedTuple):
-    """How a row's experts are chosen and weighed, from the router's logits. Of experts that are as
-    good as each other the one with the lower id is chosen.
-
-    Attributes:
-        per_token: experts that each row goes through: those of the highest scores, to which a
-            correction bias may be added for the choice alone.
-        renormalized: the weights of a row's experts are their scores divided by the sum of these;
-            else they are the scores.
-        scores: the logits' softmax over all experts, or the sigmoid of each.
-        scale: multiplies the weights.
-        floor: the least that weights are divided by.
-        groups: the experts are so many groups of neighbours.
-        groups_kept: so many of them, the best ones of a row, are those that it may choose of.
-        group_best: a group is as good as so many of its best experts together.
-    """
-
-    per_token: int
-    renormalized: bool
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    scale: float = 1.0
-    floor: float = 0.0
-    groups: int = 1
-    groups_kept: int = 1
-    group_best: int = 1
+from nano_inference.ops.settings import Routing
 
 
 class Shared(NamedTuple):

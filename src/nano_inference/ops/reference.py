@@ -26,8 +26,8 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
-from nano_inference.ops.latent import Latent, LatentOps
-from nano_inference.ops.moe import CLAMP, SLOPE, Exchange, Experts, MoeSteps, Note, Routing, mixture
+from nano_inference.ops.latent import LatentOps
+from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,
@@ -35,7 +35,8 @@ from nano_inference.ops.reference_attention import (
     plan_attention,
     plan_states,
 )
-from nano_inference.ops.reference_state import delta_net, short_conv, sigmoid_gate
+from nano_inference.ops.reference_state import delta_net, short_conv, sigmoid, sigmoid_gate
+from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
@@ -300,7 +301,7 @@ def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         sizes = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
         whole = sizes.sum(dim=-1, keepdim=True)
     else:
-        sizes, whole = _sigmoid(logits), torch.ones((len(x), 1), device=x.device)
+        sizes, whole = sigmoid(logits), torch.ones((len(x), 1), device=x.device)
     keys = logits if experts.bias is None else sizes / whole + experts.bias
     if routing.groups > 1:
         keys = keys.masked_fill(~_in_best_groups(keys, routing), -torch.inf)
@@ -310,7 +311,7 @@ def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     weights = chosen / torch.maximum(total, routing.floor * whole) * routing.scale
     if shared is None:
         return ids, weights
-    of_shared = _sigmoid(gates) if shared.gated else torch.ones_like(whole)
+    of_shared = sigmoid(gates) if shared.gated else torch.ones_like(whole)
     return ids, torch.cat((weights, of_shared), dim=1)
 
 
@@ -326,10 +327,6 @@ def _in_best_groups(keys: Tensor, routing: Routing) -> Tensor:
     kept = torch.zeros_like(best, dtype=torch.bool)
     kept = kept.scatter(1, _best(best, routing.groups_kept), True)
     return kept[:, :, None].expand(groups.shape).flatten(1)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
 
 
 def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:

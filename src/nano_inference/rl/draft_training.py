@@ -104,10 +104,10 @@ class DraftTrainer:
         stored = tensors.pop("map", None)
         known = torch.arange(engine.spec.vocab_size) if stored is None else mapped_ids(spec, stored)
         trainer = cls.__new__(cls)
-        trainer._config = _config_of(spec, engine.spec, len(known))
-        if isinstance(spec, EagleSpec):
+        if isinstance(spec, MedusaSpec):
+            trainer._config, places = _config_of(spec, engine.spec, len(known)), spec.num_heads
+        else:
             trainer._config = read_json(Path(folder) / "config.json")
-        places = spec.num_heads if isinstance(spec, MedusaSpec) else places
         generator = torch.Generator().manual_seed(seed)
         trainer._begin(engine, spec, places, known, tensors, learning_rate, generator)
         return trainer
@@ -265,15 +265,15 @@ class DraftTrainer:
     def _computed(self, samples: Sequence[TrainingSample]) -> list[PolicyRows]:
         policy = self.engine.model
         model = policy.twin()
-        taps = None
+        taps = embedding = None
         if isinstance(self.spec, EagleSpec):
             taps = model.taps = Taps(self.spec.layer_ids)
+            embedding = self._embedding
+            if embedding is None:
+                embedding = _matrix(policy.params["embed"])
         lengths = [len(each.prompt_tokens) + len(each.completion_tokens) for each in samples]
         blocks = -(-max(lengths) // BLOCK)
         storage = KVStorage(policy.spec, blocks, BLOCK, policy.dtype, policy.device)
-        embedding = None if taps is None else self._embedding
-        if taps is not None and embedding is None:
-            embedding = _matrix(policy.params["embed"])
         found: list[PolicyRows] = []
         for sample, length in zip(samples, lengths, strict=True):
             ids = [*sample.prompt_tokens, *sample.completion_tokens]

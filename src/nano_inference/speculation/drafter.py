@@ -140,12 +140,13 @@ class Drafter:
             self._of_model = [each * FORGETTING for each in self._of_model]
             return asked
         found = self._ask(model, unsure, length)
-        asked = [each for each in asked if each.seq.seq_id in sure]
+        best = {each.seq.seq_id: each for each in asked}
         for seq, guess in zip(unsure, found, strict=True):
             if guess.token_ids:
                 chances = self._chances(model.name, guess)
-                asked.append(_Asked(seq, len(seq.token_ids), model.name, guess, chances))
-        return asked
+                known = len(seq.token_ids)
+                best[seq.seq_id] = _Asked(seq, known, model.name, guess, chances)
+        return list(best.values())
 
     def _worth(
         self,

@@ -121,6 +121,17 @@ def test_an_answer_that_the_prompt_has_begun() -> None:
     assert parse("<|message|>Hello.", tail=begun + "final") == ("", "Hello.", [])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [" to=" + "x" * 2000, " " * 2000 + "x", "<|channel|>" + "x" * 2000, "<|channel|>" * 91 + "x"],
+)
+def test_a_header_that_never_ends_is_text(text: str) -> None:
+    """Nobody goes through what a client makes a model write again with every token of it."""
+    parser = HarmonyParser(tools=True, reasoning=True, prompt_tail="<|start|>assistant")
+    assert parser.push(text[:-1]).content == text[:-1]
+    assert parser.push(text[-1]).content == "x"
+
+
 PARTS = [
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>"),
     *("<|call|>", "assistant", "analysis", "final", "commentary", " to=functions.f", " to=python"),

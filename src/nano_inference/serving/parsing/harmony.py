@@ -52,7 +52,8 @@ class HarmonyParser:
         self._arguments = False  # the last call has some
         self._said: dict[Kind, list[str]] = {"reasoning": [], "content": []}
         self._spoken: set[Kind] = set()  # kinds of which something has been said
-        self._news: dict[int, ToolCallDelta] = {}
+        # of calls: id and name, where it is new, and new arguments
+        self._news: dict[int, tuple[str | None, str | None, list[str]]] = {}
         _, start, header = prompt_tail.rpartition(_START)
         if start and _MESSAGE in header:
             self._open(header.partition(_MESSAGE)[0])
@@ -82,7 +83,11 @@ class HarmonyParser:
 
     def _parsed(self) -> Parsed:
         reasoning, content = ("".join(self._said[kind]) for kind in ("reasoning", "content"))
-        parsed = Parsed(content, reasoning, tuple(self._news.values()))
+        calls = (
+            ToolCallDelta(index, call_id, name, "".join(arguments))
+            for index, (call_id, name, arguments) in self._news.items()
+        )
+        parsed = Parsed(content, reasoning, tuple(calls))
         self._news.clear()
         for parts in self._said.values():
             parts.clear()
@@ -103,7 +108,8 @@ class HarmonyParser:
         elif marker in _ENDS:
             self._header = None  # and no message
         elif marker != _START:
-            self._header, self._has_marker = self._header + marker, True
+            self._has_marker = True
+            self._say(marker)
 
     def _open(self, header: str) -> None:
         """A message begins."""
@@ -112,9 +118,7 @@ class HarmonyParser:
         self._header, self._new_message = None, True
         if self._tools and recipient and recipient[1].startswith(_FUNCTIONS) and name:
             self._kind, self._arguments = "call", False
-            self._news[self._calls] = ToolCallDelta(
-                self._calls, f"call_{secrets.token_hex(12)}", name, ""
-            )
+            self._news[self._calls] = (f"call_{secrets.token_hex(12)}", name, [])
             self._calls += 1
         elif self._reasoning and channel and channel[1] == "analysis":
             self._kind = "reasoning"
@@ -128,7 +132,7 @@ class HarmonyParser:
         self._kind, self._new_message = "content", True
 
     def _say(self, text: str) -> None:
-        """Text between markers."""
+        """Text between markers, or a marker in a header."""
         if not text:
             return
         if self._header is not None:
@@ -147,16 +151,14 @@ class HarmonyParser:
 
     def _is_header(self, header: str) -> bool:
         """Whether this may still become one. An answer that begins with other text has none."""
-        if self._has_marker:
-            return len(header) <= _MOST_HEADER
-        return _BEHIND_ROLE.fullmatch(header, self._from_prompt) is not None
+        return len(header) <= _MOST_HEADER and (
+            self._has_marker or _BEHIND_ROLE.fullmatch(header, self._from_prompt) is not None
+        )
 
     def _tell(self, arguments: str) -> None:
         """The next part of the last call's arguments."""
         self._arguments = True
-        index = self._calls - 1
-        told = self._news.get(index) or ToolCallDelta(index, None, None, "")
-        self._news[index] = ToolCallDelta(index, told.id, told.name, told.arguments + arguments)
+        self._news.setdefault(self._calls - 1, (None, None, []))[2].append(arguments)
 
 
 def _beginning_of_a_marker(text: str) -> int:

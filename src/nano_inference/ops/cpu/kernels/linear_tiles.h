@@ -7,6 +7,12 @@ namespace {
 
 constexpr int AHEAD = 48;  // steps of k that a panel is fetched before it is used
 
+template <int WIDTH, class T>
+inline const T* panel_of(const Panels<T>& w, int j) {
+  constexpr int half = (WIDTH + 1) / 2;
+  return j < half ? w.low + j * w.size : w.high + (j - half) * w.size;
+}
+
 // Sums that a variable looks up, or that a function gets by their address, would lie in memory.
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE __attribute__((always_inline))
@@ -19,14 +25,14 @@ struct Steps<bf16> {  // a step is a pair of columns
   static int64_t count(int64_t columns) { return columns / 2; }
 
   template <int HEIGHT, int WIDTH>
-  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const bf16* const (&w)[WIDTH], int64_t k) {
+  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const Panels<bf16>& w, int64_t k) {
 #if defined(NANO_AVX2)
     half<0>(acc, x, ldx, w, k);
     asm("" : "+r"(k));  // the second half loads anew: what the first one has loaded would take its registers
     half<1>(acc, x, ldx, w, k);
 #else
     Pairs b[WIDTH];
-    for (int j = 0; j < WIDTH; j++) b[j] = bload(w[j] + k * SIZE);
+    for (int j = 0; j < WIDTH; j++) b[j] = bload(panel_of<WIDTH>(w, j) + k * SIZE);
     for (int i = 0; i < HEIGHT; i++) {
       const Pairs a = bdup(x + i * ldx + 2 * k);
       for (int j = 0; j < WIDTH; j++) acc[i][j] = vdot(acc[i][j], a, b[j]);
@@ -41,11 +47,11 @@ struct Steps<bf16> {  // a step is a pair of columns
     return vbits(HALF ? ishl<16>(b) : iand(b, iset(0xffff0000)));
   }
   template <int HALF, int HEIGHT, int WIDTH>
-  INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const bf16* const (&w)[WIDTH], int64_t k) {
+  INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const Panels<bf16>& w, int64_t k) {
     Vec a[HEIGHT];
     UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = part<HALF>(bdup(x + i * ldx + 2 * k));
     UNROLL for (int j = 0; j < WIDTH; j++) {
-      const Vec b = part<HALF>(bload(w[j] + k * SIZE));
+      const Vec b = part<HALF>(bload(panel_of<WIDTH>(w, j) + k * SIZE));
       UNROLL for (int i = 0; i < HEIGHT; i++) acc[i][j] = vfma(a[i], b, acc[i][j]);
     }
   }
@@ -56,10 +62,10 @@ struct Steps<float> {
   static int64_t count(int64_t columns) { return columns; }
 
   template <int HEIGHT, int WIDTH>
-  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const float* x, int64_t ldx, const float* const (&w)[WIDTH], int64_t k) {
+  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const float* x, int64_t ldx, const Panels<float>& w, int64_t k) {
     Vec b[WIDTH];
     UNROLL for (int j = 0; j < WIDTH; j++) {
-      b[j] = vload(w[j] + k * SIZE);
+      b[j] = vload(panel_of<WIDTH>(w, j) + k * SIZE);
 #if defined(NANO_AVX2)
       asm("" : "+x"(b[j].lo), "+x"(b[j].hi));  // loaded once, not by the product of every row
 #endif
@@ -71,13 +77,8 @@ struct Steps<float> {
   }
 };
 
-enum class Fetch { NONE, STREAMS, PANEL };  // nothing; ahead in every panel of this tile; one panel of the next tile
-
-template <int WIDTH, class T>
-inline const T* panel_of(const Panels<T>& w, int j) {
-  constexpr int half = (WIDTH + 1) / 2;
-  return j < half ? w.low + j * w.size : w.high + (j - half) * w.size;
-}
+// Nothing; ahead in every panel of this tile; a panel of the next tile; half of one, a line in every second step.
+enum class Fetch { NONE, STREAMS, PANEL, HALF };
 
 // `stride`: sums of a row.
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
@@ -85,14 +86,13 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments,
                  float* sums, int stride) {
   using S = Steps<T>;
   Vec acc[HEIGHT][WIDTH];
-  const T* panels[WIDTH];
-  for (int j = 0; j < WIDTH; j++) panels[j] = panel_of<WIDTH>(w, j);
   auto span = [&](int64_t from, int64_t to, Panels<T> ahead, int64_t distance) INLINE {
     for (int64_t k = from; k < to; k++) {
       if (FETCH == Fetch::STREAMS)
         UNROLL for (int j = 0; j < WIDTH; j++) fetch(panel_of<WIDTH>(ahead, j) + (k + distance) * S::SIZE);
       if (FETCH == Fetch::PANEL) fetch2(panel_of<WIDTH>(next, next_panel) + k * S::SIZE);
-      S::template add<HEIGHT, WIDTH>(acc, x, ldx, panels, k);
+      if (FETCH == Fetch::HALF) fetch2(next.low + k / 2 * S::SIZE);
+      S::template add<HEIGHT, WIDTH>(acc, x, ldx, w, k);
     }
   };
   const int64_t columns = segments.bounds[segments.count], count = S::count(columns);
@@ -114,7 +114,7 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments,
       if ((columns & 1) && s + 1 == segments.count)
         UNROLL for (int i = 0; i < HEIGHT; i++)
           UNROLL for (int j = 0; j < WIDTH; j++)
-            acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), bload(panels[j] + count * S::SIZE));
+            acc[i][j] = vdot(acc[i][j], bdup_first(x + i * ldx + columns - 1), bload(panel_of<WIDTH>(w, j) + count * S::SIZE));
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
       const float* partner = waiting[--depth];
@@ -175,20 +175,17 @@ inline void finish_tile(const Linear<T>& job, int64_t row, int height, int64_t p
     }
 }
 
-// The panels of a tile after each other. STREAMS: each fetches what comes behind it.
+// The panels of a tile after each other. Each fetches what comes behind it, or its part of the next tile's panel.
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
 inline void one_by_one(const T* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
                        float* sums) {
+  constexpr Fetch OWN = FETCH == Fetch::PANEL && WIDTH == 2 ? Fetch::HALF : FETCH;
   for (int j = 0; j < WIDTH; j++) {
-    const Panels<T> own{panel_of<WIDTH>(w, j), nullptr, w.size};
-    const T* after = j + 1 < WIDTH ? panel_of<WIDTH>(w, j + 1) : panel_of<WIDTH>(next, 0);
-    if (FETCH != Fetch::PANEL)
-      tile<T, HEIGHT, 1, FETCH>(x, ldx, own, segments, {after, nullptr, w.size}, 0, sums + j * LANES, WIDTH);
-    else if (j == 0)
-      tile<T, HEIGHT, 1, FETCH>(x, ldx, own, segments, {panel_of<WIDTH>(next, next_panel), nullptr, w.size}, 0,
-                                sums + j * LANES, WIDTH);
-    else
-      tile<T, HEIGHT, 1, Fetch::NONE>(x, ldx, own, segments, own, 0, sums + j * LANES, WIDTH);
+    const T* after = FETCH == Fetch::PANEL ? panel_of<WIDTH>(next, next_panel) + j * (w.size / WIDTH)
+                     : j + 1 < WIDTH       ? panel_of<WIDTH>(w, j + 1)
+                                           : panel_of<WIDTH>(next, 0);
+    tile<T, HEIGHT, 1, OWN>(x, ldx, {panel_of<WIDTH>(w, j), nullptr, w.size}, segments, {after, nullptr, w.size}, 0,
+                            sums + j * LANES, WIDTH);
   }
 }
 
