@@ -14,9 +14,8 @@ from nano_inference.models.decoder import EXPERT_BIASES
 from nano_inference.models.latent_spec import LatentSpec
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec import ModelSpec
-from nano_inference.ops.moe import CLAMP, SLOPE
 from nano_inference.ops.reference import rotate
-from nano_inference.ops.settings import Latent
+from nano_inference.ops.settings import CLAMP, SLOPE, Latent
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed
 
