@@ -421,6 +421,9 @@ def rl_drafts(
     model: Model = "smollm2-135m",
     parts: Annotated[str, typer.Option(help="separated by commas")] = "grpo,rerun",
     steps: Annotated[int, typer.Option(help="of a whole run", min=1)] = 50,
+    learning_rate: Annotated[
+        float, typer.Option(help="of a whole run; 2e-3 suits a tiny model", min=0)
+    ] = 2e-5,
     repeats: Repeats = 2,
     threads: Threads = None,
     backend: Backend = "auto",
@@ -431,10 +434,12 @@ def rl_drafts(
     a small update.
     """
     from benchmarks.rl_drafts import PARTS, measure
+    from examples.grpo import Recipe
 
     options = Options(model, dtype, backend, threads, repeats)
-    rows = measure(options, names(parts, tuple(PARTS)), steps)
-    write("rl-drafts", rows, asdict(options) | {"steps": steps}, out, model)
+    recipe = Recipe(steps=steps, prompts=2, samples=4, learning_rate=learning_rate)
+    rows = measure(options, names(parts, tuple(PARTS)), recipe)
+    write("rl-drafts", rows, asdict(options) | {"recipe": asdict(recipe)}, out, model)
 
 
 @app.command()

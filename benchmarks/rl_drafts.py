@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {"none": {}, "history": {"speculation": "hist
 SELF = "history and self"
 KL = 0.002  # of a token, from the weights of one run to those of the next
 TOKENS = 64  # of each answer
-ANSWER, LEARNING_RATE = 32, 2e-3  # of the whole runs, for a tiny model
+ANSWER = 32  # tokens of each answer of the whole runs
 CASES = ((1.0, 1), (0.0, 1), (1.0, 4))  # temperature, samples that run at once
 SUBJECTS = (
     "The history of the bicycle begins",
@@ -38,11 +38,11 @@ SUBJECTS = (
 )
 
 
-def measure(options: Options, parts: tuple[str, ...], steps: int) -> list[Row]:
-    """The rows of these parts (`PARTS`)."""
+def measure(options: Options, parts: tuple[str, ...], recipe: Recipe) -> list[Row]:
+    """The rows of these parts (`PARTS`). `recipe`: of the whole runs."""
     rows: list[Row] = []
     for part in parts:
-        found = list(PARTS[part](options, steps))
+        found = list(PARTS[part](options, recipe))
         columns: dict[str, Callable[[Row], Any]] = {"what": lambda row: row["name"]}
         for name in ("seconds", "cpu_seconds", "engine_steps", "tokens_a_step"):
             columns[name] = lambda row, name=name: row.get(name)
@@ -51,11 +51,10 @@ def measure(options: Options, parts: tuple[str, ...], steps: int) -> list[Row]:
     return rows
 
 
-def grpo(options: Options, steps: int) -> Iterator[Row]:
+def grpo(options: Options, recipe: Recipe) -> Iterator[Row]:
     """Whole runs, in turns, on prompts that come again in every epoch. They must end in the same
     checkpoint.
     """
-    recipe = Recipe(steps=steps, prompts=2, samples=4, learning_rate=LEARNING_RATE)
     modes = {**MODES, SELF: {**MODES["history"], **self_drafts(options)}}
     runs: dict[str, list[tuple[Run, float]]] = {mode: [] for mode in modes}
     for _ in range(options.repeats):
@@ -71,7 +70,7 @@ def grpo(options: Options, steps: int) -> Iterator[Row]:
     for mode, done in runs.items():
         run = done[0][0]
         yield {
-            "name": f"GRPO, {steps} steps, {mode}",
+            "name": f"GRPO, {recipe.steps} steps, {mode}",
             "sha256": run.sha256,
             "seconds": spread(each.seconds for each, _ in done),
             "cpu_seconds": spread(cpu for _, cpu in done),
@@ -102,7 +101,7 @@ def low_ids() -> Task:
     return Task(prompts[4:], prompts[:4], reward, max_tokens=ANSWER)
 
 
-def rerun(options: Options, _steps: int) -> Iterator[Row]:
+def rerun(options: Options, _: Recipe) -> Iterator[Row]:
     """An evaluation with the seeds of the last one, after noise was added to the weights. Answers
     of all modes must be equal.
     """
@@ -227,4 +226,4 @@ def cpu_seconds() -> float:
     return ours.ru_utime + ours.ru_stime + theirs.ru_utime + theirs.ru_stime
 
 
-PARTS: dict[str, Callable[[Options, int], Iterator[Row]]] = {"grpo": grpo, "rerun": rerun}
+PARTS: dict[str, Callable[[Options, Recipe], Iterator[Row]]] = {"grpo": grpo, "rerun": rerun}
