@@ -214,6 +214,24 @@ CASES = {
             "norms after": spec_with(norms="pre"),
         },
     ),
+    "gemma2": Case(
+        "Gemma2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 10,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        {
+            "windows": without_windows,
+            "attn_logit_softcapping": spec_with(attention_cap=0.0),
+            "final_logit_softcapping": spec_with(logits_cap=0.0),
+            "query_pre_attn_scalar": spec_with(attention_scale=0.25),
+            "norms after": spec_with(norms="pre"),
+        },
+    ),
     "gemma": Case(
         "GemmaForCausalLM",
         {"hidden_act": "gelu"},

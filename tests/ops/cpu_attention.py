@@ -68,6 +68,7 @@ class _Shape(ctypes.Structure):
             for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "window")
         ),
         ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
     ]
 
 
@@ -101,6 +102,7 @@ class Shape(NamedTuple):
     is_bf16: bool
     window: int = 0
     has_sinks: bool = False
+    cap: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -243,6 +245,8 @@ class Kernels:
             np.einsum("qhd,khd->hqk", text.q[chunk.start : chunk.end].astype(np.float64), k)
             * shape.scale
         )
+        if shape.cap:
+            scores = shape.cap * np.tanh(scores / shape.cap)
         position, key = np.arange(chunk.start, chunk.end)[:, None], np.arange(chunk.end)[None, :]
         scores[
             :, (key > position) | ((key <= position - shape.window) if shape.window else False)
@@ -347,7 +351,7 @@ class Kernels:
         ]
         batch = _Batch(len(positions), len(tables), *(x.ctypes.data for x in kept), tables.shape[1])
         heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads)
-        c_shape = _Shape(*heads, shape.head_dim, size, shape.window, shape.scale)
+        c_shape = _Shape(*heads, shape.head_dim, size, shape.window, shape.scale, shape.cap)
         addresses = (
             units.ctypes.data if units is not None else None,
             *(x.ctypes.data for x in cache),

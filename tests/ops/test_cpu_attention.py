@@ -50,6 +50,7 @@ shapes = st.builds(
     is_bf16=st.booleans(),
     window=st.sampled_from((0, 0, 0, 1, 7, 64, 100, 700)),
     has_sinks=st.booleans(),
+    cap=st.sampled_from((0.0, 0.0, 0.5, 50.0)),
 )
 pagings = st.builds(
     Paging,
@@ -158,15 +159,19 @@ def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16) -> No
 
 @pytest.mark.parametrize("machine", [name for name in MACHINES if name != "avx512_bf16"])
 @pytest.mark.parametrize("is_bf16", [True, False])
-@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (75, False), (75, True)])
-def test_every_build_gives_the_same_bits(libraries, machine, is_bf16, window, has_sinks) -> None:
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "cap"), [(0, False, 0.0), (75, False, 1.5), (75, True, 0.0)]
+)
+def test_every_build_gives_the_same_bits(
+    libraries, machine, is_bf16, window, has_sinks, cap
+) -> None:
     best = next(iter(libraries))
     if machine not in libraries or machine == best:
         pytest.skip("not on this processor, or nothing to compare it with")
     long = 300 if machine == "portable" else 1100
     chunks = [Chunk(0, 0, 70), Chunk(1, long, long + 1), Chunk(2, long, long + 3)]
     for head_dim in (16, 80, 64):
-        shape = Shape(2, 3, head_dim, is_bf16, window, has_sinks)
+        shape = Shape(2, 3, head_dim, is_bf16, window, has_sinks, cap)
         texts = make_texts(shape, [c.end for c in chunks], [0, 0, long], 3)
         one, other = (
             Kernels(libraries[name], shape, texts, [0, 0, long]).attention(

@@ -19,6 +19,7 @@ from torch import Tensor
 from nano_inference import SamplingParams
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.settings import UNSCALED, LogitScale
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.filters import rank
 from nano_inference.sampling.noise import exponential_noise
@@ -29,6 +30,7 @@ from tests.depth import at_depth
 from tests.ops import cpu_kernels
 from tests.ops.cpu_kernels import as_packed
 
+CAPPED = LogitScale(1.5, 3.0)
 CALM = settings(deadline=None, max_examples=at_depth(15))
 VOCABULARIES = [1, 15, 100, 384, 385, 8193]
 VALUES = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass", "top_ids", "top_logprobs")
@@ -130,21 +132,21 @@ def test_draws_of_hidden_rows_are_those_of_their_logits(
     hidden, weight = hidden_and_weight(vocab, 7, 5, dtype)
     requests = random_requests(random.Random(vocab), 24, 5, vocab, top_logprobs=3)
     batch = replace(sampling_batch(requests), any_kept=True)
-    logits = CpuHead(kernels, 2).logits(hidden, weight, 1.5)
-    streamed = CpuHead(kernels, 2).sample(hidden, weight, 1.5, batch)
+    logits = CpuHead(kernels, 2).logits(hidden, weight, CAPPED)
+    streamed = CpuHead(kernels, 2).sample(hidden, weight, CAPPED, batch)
     assert same_bits(streamed, CpuHead(kernels, 1).sample_logits(logits, batch))
     expected = reference.sample(logits, batch)
     assert int((streamed.token_ids != expected.token_ids).sum()) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_are_the_products_over_the_divisor(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_logits_are_the_products_scaled(kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 33, generator=generator).to(dtype) for n in (70, 1000))
-    logits = CpuHead(kernels, 2).logits(hidden, as_packed(weight), 2.5)
-    torch.testing.assert_close(
-        logits.double(), hidden.double() @ weight.double().T / 2.5, rtol=1e-4, atol=1e-4
-    )
+    exact = hidden.double() @ weight.double().T / 2.5
+    for cap, expected in ((0.0, exact), (1.5, 1.5 * torch.tanh(exact / 1.5))):
+        logits = CpuHead(kernels, 2).logits(hidden, as_packed(weight), LogitScale(2.5, cap))
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 100, 385, 8193])
@@ -155,7 +157,7 @@ def test_the_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[s
     """Logits far below 0, which is what the weight's padding gives."""
     weight = as_packed(torch.full((vocab, 8), -20.0))
     batch = sampling_batch([DrawRequest(SamplingParams(**params), 0, (1, 1, i)) for i in range(50)])
-    drawn = CpuHead(kernels, 2).sample(torch.ones(1, 8), weight, 1.0, batch)
+    drawn = CpuHead(kernels, 2).sample(torch.ones(1, 8), weight, UNSCALED, batch)
     assert int(drawn.token_ids.max()) < vocab
     if not batch.any_filter and not batch.any_greedy:
         assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * 50, abs=1e-6)
@@ -254,14 +256,14 @@ def test_a_sample_is_the_same_alone_in_any_batch_and_on_any_threads(
     rng = random.Random(seed)
     hidden, weight = hidden_and_weight(vocab, 9, 4, torch.bfloat16, seed)
     requests = random_requests(rng, 16, 4, vocab)
-    together = CpuHead(kernels, 1).sample(hidden, weight, 1.0, _raw(requests))
-    assert same_bits(together, CpuHead(kernels, 2).sample(hidden, weight, 1.0, _raw(requests)))
+    together = CpuHead(kernels, 1).sample(hidden, weight, UNSCALED, _raw(requests))
+    assert same_bits(together, CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, _raw(requests)))
     order = data.draw(st.permutations(range(16)))
-    moved = CpuHead(kernels, 2).sample(hidden, weight, 1.0, _raw([requests[i] for i in order]))
+    moved = CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, _raw([requests[i] for i in order]))
     assert same_bits(together, moved, list(order))
     for i, request in enumerate(requests):
         own = hidden[request.row : request.row + 1]
-        alone = CpuHead(kernels, 1).sample(own, weight, 1.0, _raw([request._replace(row=0)]))
+        alone = CpuHead(kernels, 1).sample(own, weight, UNSCALED, _raw([request._replace(row=0)]))
         assert same_bits(together, alone, [i])
 
 
@@ -288,17 +290,17 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(
     requests += [
         DrawRequest(SamplingParams(**other), 0, (seed, 1, i)) for i, other in enumerate(others)
     ]
-    drawn = CpuHead(kernels, 2).sample(hidden, weight, 1.0, _raw(requests))
+    drawn = CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, _raw(requests))
     assert torch.equal(drawn.logprobs[:21], drawn.raw_logprobs[:21])
     rows = hidden.expand(len(requests), -1).contiguous()
     scores = CpuHead(kernels, 2).gather_logprobs(
-        rows, weight, 1.0, drawn.token_ids, torch.ones(len(rows))
+        rows, weight, UNSCALED, drawn.token_ids, torch.ones(len(rows))
     )
     assert torch.equal(scores, drawn.raw_logprobs)
     best = [
         DrawRequest(SamplingParams(top_logprobs=vocab, temperature=float(t)), 0) for t in (0, 1)
     ]
-    shown = CpuHead(kernels, 1).sample(hidden, weight, 1.0, sampling_batch(best))
+    shown = CpuHead(kernels, 1).sample(hidden, weight, UNSCALED, sampling_batch(best))
     for i in range(2):
         rows = (
             hidden.expand(vocab, -1).contiguous()
@@ -306,7 +308,9 @@ def test_every_logprob_of_a_row_agrees_to_the_bit(
             else hidden.expand(5, -1).contiguous()
         )
         ids = shown.top_ids[i, : len(rows)]
-        scores = CpuHead(kernels, 1).gather_logprobs(rows, weight, 1.0, ids, torch.ones(len(rows)))
+        scores = CpuHead(kernels, 1).gather_logprobs(
+            rows, weight, UNSCALED, ids, torch.ones(len(rows))
+        )
         assert torch.equal(scores, shown.top_logprobs[i, : len(rows)])
 
 
@@ -316,10 +320,10 @@ def test_a_score_at_a_temperature_is_the_plain_logprob_there(kernels: ctypes.CDL
     requests = [
         DrawRequest(SamplingParams(temperature=t), i, (1, 2, i)) for i, t in enumerate(temperatures)
     ]
-    drawn = CpuHead(kernels, 2).sample(hidden, weight, 1.0, sampling_batch(requests))
+    drawn = CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, sampling_batch(requests))
     wanted = torch.tensor(temperatures, dtype=torch.float64)
     assert torch.equal(
-        CpuHead(kernels, 2).gather_logprobs(hidden, weight, 1.0, drawn.token_ids, wanted),
+        CpuHead(kernels, 2).gather_logprobs(hidden, weight, UNSCALED, drawn.token_ids, wanted),
         drawn.logprobs,
     )
 
@@ -329,10 +333,12 @@ def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(
 ) -> None:
     hidden, weight = hidden_and_weight(2000, 8, 2, torch.bfloat16)
     group = [DrawRequest(SamplingParams(top_p=(1.0, 0.8)[i % 2]), 1, (4, i, 10)) for i in range(32)]
-    drawn = CpuHead(kernels, 2).sample(hidden, weight, 1.0, sampling_batch(group))
+    drawn = CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, sampling_batch(group))
     apart = [request._replace(row=i) for i, request in enumerate(group)]
     rows = hidden[1:].expand(32, -1).contiguous()
-    assert same_bits(drawn, CpuHead(kernels, 2).sample(rows, weight, 1.0, sampling_batch(apart)))
+    assert same_bits(
+        drawn, CpuHead(kernels, 2).sample(rows, weight, UNSCALED, sampling_batch(apart))
+    )
     assert len(set(drawn.token_ids.tolist())) > 16
 
 
@@ -344,7 +350,7 @@ def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype) -> None:
     hidden[5, 0] = math.nan
     requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
     draws = {
-        name: CpuHead(cpu_kernels.kernels(name), 2).sample(hidden, weight, 1.7, _raw(requests))
+        name: CpuHead(cpu_kernels.kernels(name), 2).sample(hidden, weight, CAPPED, _raw(requests))
         for name in cpu_kernels.available()
     }
     first = draws[cpu_kernels.available()[0]]
@@ -461,25 +467,27 @@ def test_what_does_not_fit_is_refused(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 2, torch.float32)
     with pytest.raises(IndexError, match="2 rows"):
         CpuHead(kernels, 1).sample(
-            hidden, weight, 1.0, sampling_batch([DrawRequest(SamplingParams(), 2)])
+            hidden, weight, UNSCALED, sampling_batch([DrawRequest(SamplingParams(), 2)])
         )
     biased = sampling_batch([DrawRequest(SamplingParams(logit_bias={100: 1.0}))])
     with pytest.raises(IndexError, match="100"):
-        CpuHead(kernels, 1).sample(hidden, weight, 1.0, biased)
+        CpuHead(kernels, 1).sample(hidden, weight, UNSCALED, biased)
     with pytest.raises(IndexError, match="100"):
         CpuHead(kernels, 1).gather_logprobs(
-            hidden, weight, 1.0, torch.tensor([3, 100]), torch.ones(2)
+            hidden, weight, UNSCALED, torch.tensor([3, 100]), torch.ones(2)
         )
     with pytest.raises(ValueError, match="hidden rows"):
-        CpuHead(kernels, 1).logits(hidden.bfloat16(), weight, 1.0)
+        CpuHead(kernels, 1).logits(hidden.bfloat16(), weight, UNSCALED)
     with pytest.raises(ValueError, match="float32"):
         CpuHead(kernels, 1).sample_logits(hidden.bfloat16(), sampling_batch([]))
 
 
 def test_no_samples_are_no_work(kernels: ctypes.CDLL) -> None:
     hidden, weight = hidden_and_weight(100, 8, 0, torch.float32)
-    assert len(CpuHead(kernels, 2).sample(hidden, weight, 1.0, sampling_batch([])).token_ids) == 0
+    assert (
+        len(CpuHead(kernels, 2).sample(hidden, weight, UNSCALED, sampling_batch([])).token_ids) == 0
+    )
     assert CpuHead(kernels, 2).gather_logprobs(
-        hidden, weight, 1.0, torch.empty(0, dtype=torch.int64), torch.empty(0)
+        hidden, weight, UNSCALED, torch.empty(0, dtype=torch.int64), torch.empty(0)
     ).shape == (0,)
-    assert CpuHead(kernels, 2).logits(hidden, weight, 1.0).shape == (0, 100)
+    assert CpuHead(kernels, 2).logits(hidden, weight, UNSCALED).shape == (0, 100)

@@ -111,8 +111,9 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
     )
     q = q.to(dtype)
     sinks = data.draw(st.sampled_from([None, torch.linspace(200, -40, shape.num_heads)]))
+    cap = data.draw(st.sampled_from([0.0, 1.5]))
     plan = ops.plan_attention(batch, block_size, shape.window)
-    whole = ops.attention(q, view, 1, plan, 0.3, sinks)
+    whole = ops.attention(q, view, 1, plan, 0.3, sinks, cap)
     assert torch.isfinite(whole).all()
 
     order = torch.tensor(data.draw(st.permutations(range(len(q)))))
@@ -124,7 +125,7 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
     parts = SegmentRows(
         batch.positions[order], begins[order], batch.row_chunks[order], batch.block_tables
     )
-    states = ops.partial.states(q[order], view, 1, ops.partial.plan(parts, block_size), 0.3)
+    states = ops.partial.states(q[order], view, 1, ops.partial.plan(parts, block_size), 0.3, cap)
     assert states.shape == (
         int(parts.counts.sum()),
         shape.num_heads,

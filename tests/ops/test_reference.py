@@ -246,6 +246,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     window: int = 0
     has_sinks: bool = False
+    cap: float = 0.0
 
     @property
     def sinks(self) -> Tensor | None:
@@ -366,7 +367,9 @@ class Paged:
         self.storage.write(1, slots, rows("k"), rows("v"))
         plan = plan_attention(batch, self.block_size, self.shape.window)
         out = attention(
-            rows("q"), self.storage, 1, plan, self.shape.head_dim**-0.5, self.shape.sinks
+            *(rows("q"), self.storage, 1, plan, self.shape.head_dim**-0.5),
+            self.shape.sinks,
+            self.shape.cap,
         )
         assert out.shape == (len(positions), self.shape.num_heads * self.shape.head_dim)
         return list(out.split(lengths.tolist()))
@@ -381,7 +384,10 @@ def exact(shape: Shape, each: Story) -> Tensor:
     k, v = k.repeat_interleave(shape.ratio, dim=0), v.repeat_interleave(shape.ratio, dim=0)
     behind = torch.arange(len(each))[:, None] - torch.arange(len(each))
     seen = (behind >= 0) & ((behind < shape.window) if shape.window else True)
-    scores = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).masked_fill(~seen, -math.inf)
+    scores = q @ k.transpose(1, 2) * shape.head_dim**-0.5
+    if shape.cap:
+        scores = shape.cap * torch.tanh(scores / shape.cap)
+    scores = scores.masked_fill(~seen, -math.inf)
     if shape.sinks is not None:
         own = shape.sinks.double()[:, None, None].expand(-1, len(each), 1)
         scores = torch.cat([scores, own], dim=-1)
@@ -397,6 +403,7 @@ SHAPES = st.builds(
     dtype=DTYPES,
     window=st.sampled_from([0, 0, 1, 7, 64, 65, 130]),
     has_sinks=st.booleans(),
+    cap=st.sampled_from([0.0, 0.0, 0.5, 50.0]),
 )
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=4)
 BLOCK_SIZES = st.sampled_from([1, 3, 16, 64, 100])

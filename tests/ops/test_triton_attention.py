@@ -62,6 +62,8 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
         (Heads(group=2, dtype=HALF), 1, Memory(strided=True)),
         (Heads(group=20, kv_heads=1), 0, Memory(padding=(4, 3))),
         (Heads(group=3, has_sinks=True), 20, Memory(padding=(4, 3))),
+        (Heads(group=3, has_sinks=True, cap=0.7), 20, Memory()),
+        (Heads(group=2, dtype=HALF, cap=50.0), 0, Memory()),
         (Heads(group=4, kv_heads=1, dtype=HALF, has_sinks=True), 0, Memory()),
     ],
 )
@@ -155,6 +157,7 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
         (Heads(group=3, kv_heads=1), 0),
         (Heads(kv_heads=1, dtype=HALF), 21),
         (Heads(group=2, kv_heads=1, has_sinks=True), 21),
+        (Heads(group=2, kv_heads=1, cap=1.5), 0),
     ],
 )
 @settings(max_examples=at_depth(6), deadline=None)

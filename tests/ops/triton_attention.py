@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +37,16 @@ class Heads:
     dim: int = 16
     dtype: torch.dtype = torch.float32
     has_sinks: bool = False
+    cap: float = 0.0
 
     @property
-    def sinks(self) -> tuple[Tensor, ...]:
-        """What `attend` takes behind the scale: of each query head, from far above to far below."""
+    def scores(self) -> tuple[Any, ...]:
+        """What `attend` takes from the scale on. Sinks are of each query head, from far above to
+        far below.
+        """
         many = self.group * self.kv_heads
-        return (torch.linspace(200, -40, many, device=DEVICE),) if self.has_sinks else ()
+        sinks = torch.linspace(200, -40, many, device=DEVICE) if self.has_sinks else None
+        return self.scale, sinks, self.cap
 
     @property
     def scale(self) -> float:
@@ -173,8 +177,7 @@ def attend(
     wider, batch = padded(q, batch, memory)
     found = attention.attend(
         *(wider, view, LAYER, attention.plan(batch, memory.block_size, window)),
-        heads.scale,
-        *heads.sinks,
+        *heads.scores,
     )
     assert found.shape == (len(wider), q.shape[1] * q.shape[2])
     assert found.dtype == q.dtype
@@ -191,4 +194,4 @@ def reference(
     """The same by the specification."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     plan = reference_attention.plan_attention(batch, memory.block_size, window)
-    return reference_attention.attention(q, view, LAYER, plan, heads.scale, *heads.sinks)
+    return reference_attention.attention(q, view, LAYER, plan, *heads.scores)

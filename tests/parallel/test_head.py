@@ -19,6 +19,7 @@ from nano_inference import SamplingParams
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.settings import UNSCALED, LogitScale
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
@@ -83,8 +84,10 @@ def random_head(vocab: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tens
     return hidden.to(dtype), (weight * (3 / math.sqrt(HIDDEN))).to(dtype)
 
 
-def draw(hidden: Tensor, batch: SamplingBatch, divisor: float = 1.0) -> Callable[[Any, Any], Any]:
-    return lambda head, weight: head.sample(hidden, weight, divisor, batch)
+def draw(
+    hidden: Tensor, batch: SamplingBatch, scale: LogitScale = UNSCALED
+) -> Callable[[Any, Any], Any]:
+    return lambda head, weight: head.sample(hidden, weight, scale, batch)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -105,10 +108,14 @@ def test_ranks_draw_and_score_as_one(
     requests = random_requests(random.Random(seed), 12, ROWS, vocab, **KINDS[kind])
     batch = replace(sampling_batch(requests), any_kept=masks)
     ranked = Ranks(backend(name), weight, bounds_of(vocab, ranks))
-    ranked.check(draw(hidden, batch, 1.5))
+    ranked.check(draw(hidden, batch, LogitScale(1.5, 4.0)))
     token_ids = torch.tensor([0, vocab - 1, vocab // 2, UNIT - 1, UNIT])
     temperatures = torch.tensor([1.0, 0.3, 1e-40, 2.5, 1.0], dtype=torch.float64)
-    ranked.check(lambda head, own: head.gather_logprobs(hidden, own, 1.5, token_ids, temperatures))
+    ranked.check(
+        lambda head, own: head.gather_logprobs(
+            hidden, own, LogitScale(1.5, 4.0), token_ids, temperatures
+        )
+    )
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -129,7 +136,9 @@ def test_parts_that_are_not_of_blocks(name: str, bounds: tuple[int, ...]) -> Non
         torch.tensor([0, 99, 100, 299, 300]),
         torch.full((ROWS,), 0.8, dtype=torch.float64),
     )
-    ranked.check(lambda head, own: head.gather_logprobs(hidden, own, 1.0, targets, temperatures))
+    ranked.check(
+        lambda head, own: head.gather_logprobs(hidden, own, UNSCALED, targets, temperatures)
+    )
     ranked.check(lambda head, own: head.logits(hidden, own, 3.0))
 
 
@@ -187,5 +196,5 @@ def test_what_is_not_there_is_refused_before_anything_travels(name: str) -> None
     bad = sampling_batch([DrawRequest(SamplingParams(), ROWS)])
     for head, own in zip(ranked.heads, ranked.own, strict=True):
         with pytest.raises(IndexError):
-            head.sample(hidden, own, 1.0, bad)
+            head.sample(hidden, own, UNSCALED, bad)
     assert not ranked.told

@@ -89,7 +89,7 @@ class Model {
                                             s.heads * s.head_dim * int64_t(sizeof(T)), s.inner * int64_t(sizeof(T)),
                                             2 * s.inner * 4};
     const std::vector<Op> ops = operations();
-    const Window window{s.window, 1.f / std::sqrt(float(s.head_dim)), 0};
+    const Window window{s.window, 1.f / std::sqrt(float(s.head_dim)), 0.f};
     const ProgramSpec spec{int64_t(ops.size()), s.layers, 1, ops.data(), layers.data(), &window, sizeof(T) == 2, s.heads,
                            s.kv_heads, s.head_dim, s.block_size, num_blocks, num_blocks, positions};
     void* program = nano_program_new(&spec);
@@ -179,7 +179,7 @@ class Model {
     mask_words.back() &= int32_t((1ull << (s.vocab - (int64_t(mask_words.size()) - 1) * 32)) - 1);
     std::vector<uint8_t> kept(size_t(R * s.vocab));
     for (int64_t i = 0; i < 2 * R; i++) keys.push_back((position * 7919 + i * 104729) & 0xffffffff);
-    const Entries some{entry_rows.data(), entry_ids.data(), values.data(), 2}, none{nullptr, nullptr, nullptr, 0};
+    const Entries some{entry_rows.data(), entry_ids.data(), values.data(), 2}, none{nullptr, nullptr, nullptr, 0.f};
     const Entries bans{ban_rows.data(), ban_ids.data(), zero.data(), 3};
     const DrawBatch batch{R, rows.data(), temperature.data(), top_k.data(), top_p.data(), zero.data(), zero.data(), zero.data(),
                           one.data(), keys.data(), some, bans, none, mask_rows.data(), mask_words.data(), 1, int64_t(mask_words.size()), 1, 2, tokens.data(), logprobs.data(),
@@ -211,7 +211,7 @@ class Model {
       const Matrix<T> whole{embedding.data(), s.vocab, s.hidden};
       part.weight = whole.panel(part.first / LANES);
       std::vector<float> maxima(3 * R * size_t(own)), sums(maxima.size());
-      found = {maxima.data(), sums.data(), best.data() + size_t(p) * R, 0};
+      found = {maxima.data(), sums.data(), best.data() + size_t(p) * R, 0.f};
       if (nano_draw_part(&part, &batch, &found)) std::exit(1);
       for (int64_t v = 0; v < found.num_views; v++)
         for (int64_t b = 0; b < own; b++)

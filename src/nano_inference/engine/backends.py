@@ -118,6 +118,7 @@ class _Needs(NamedTuple):
 _OWN = ("auto", "reference", "cpu", "triton")
 _NEEDS = (
     _Needs("attention sinks", lambda spec: spec.attention_sinks, _OWN),
+    _Needs("caps of attention scores", lambda spec: spec.attention_cap > 0, _OWN),
     _Needs("attention over latents", lambda spec: spec.latent is not None, _OWN),
     _Needs("layers with a state", lambda spec: spec.state is not None, ("auto", "reference")),
 )

@@ -21,6 +21,7 @@ from nano_inference.engine.model_drafts import (
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.draft_heads import HeadWeights, MedusaSpec
 from nano_inference.ops.backend import Ops
+from nano_inference.ops.settings import UNSCALED
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.sequence import Sequence
@@ -121,7 +122,7 @@ def draw_known(
         batch: what to draw.
     """
     if targets is None:
-        return ops.sample(hidden, projection, 1.0, batch)
+        return ops.sample(hidden, projection, UNSCALED, batch)
     logits = torch.full((len(hidden), vocab_size), NEVER, device=hidden.device)
-    logits[:, targets] = ops.logits(hidden, projection, 1.0)
+    logits[:, targets] = ops.logits(hidden, projection, UNSCALED)
     return ops.sample_logits(logits, batch)

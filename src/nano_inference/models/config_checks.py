@@ -140,6 +140,8 @@ _KINDS: Mapping[str, _Kind] = {
     "mlp_only_layers": _LAYERS,
     "norm_topk_prob": _SWITCH,
     "query_pre_attn_scalar": _POSITIVE,
+    "attn_logit_softcapping": _POSITIVE,
+    "final_logit_softcapping": _POSITIVE,
     "embedding_multiplier": _POSITIVE,
     "attention_multiplier": _POSITIVE,
     "residual_multiplier": _POSITIVE,

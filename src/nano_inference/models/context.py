@@ -70,6 +70,7 @@ class SharedContext:
         window: int,
         scale: float,
         sinks: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Joint:
         """A function for `Ops.call`: q [N, heads * D] of own rows -> attention over the keys of all
         ranks. The sinks [heads] are added by the rows' owners, once.
@@ -81,7 +82,7 @@ class SharedContext:
             for piece, plan in zip(batch.context.pieces[window], plans, strict=True):
 
                 def states(rows: Tensor, plan: Any = plan) -> Tensor:
-                    return self._partial.states(rows, view, layer, plan, scale)
+                    return self._partial.states(rows, view, layer, plan, scale, cap)
 
                 out[piece.own] = self._merged(piece, heads, states, sinks)
 

@@ -160,16 +160,16 @@ class Decoder:
 
     def _score(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """The logprobs [P] of the tokens that are scored, after rows [N, H]."""
-        rows, divisor = hidden[batch.score_rows], self.spec.logits_divisor
+        rows, scale = hidden[batch.score_rows], self.spec.logit_scale
         targets, temperatures = batch.score_targets, batch.score_temperatures
         if not len(batch.score_mask_words):
-            return self._end.gather_logprobs(rows, self.head, divisor, targets, temperatures)
+            return self._end.gather_logprobs(rows, self.head, scale, targets, temperatures)
         masked = batch.score_mask_rows >= 0
         scores = torch.empty(len(rows), device=self.device)
         plain = (~masked).nonzero()[:, 0]
         if len(plain):
             scores[plain] = self._end.gather_logprobs(
-                rows[plain], self.head, divisor, targets[plain], temperatures[plain]
+                rows[plain], self.head, scale, targets[plain], temperatures[plain]
             )
         for tile in masked.nonzero()[:, 0].split(MASKED_TILE):
             logits = self.logits(rows[tile])
@@ -182,11 +182,11 @@ class Decoder:
 
     def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""
-        return self._end.sample(hidden, self.head, self.spec.logits_divisor, batch)
+        return self._end.sample(hidden, self.head, self.spec.logit_scale, batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
-        return self._end.logits(hidden, self.head, self.spec.logits_divisor)
+        return self._end.logits(hidden, self.head, self.spec.logit_scale)
 
     def best_tokens(self, hidden: Tensor, num_best: int) -> BestTokens:
         """The most probable tokens after rows [T, H] that a forward pass gave: what greedy draws
@@ -327,13 +327,13 @@ class Decoder:
             rope.interleaved,
             rope.query_scales,
         )
-        sinks = (params[name + "sinks"],) if spec.attention_sinks else ()
+        scores: tuple[Any, ...] = (spec.attention_scale,)
+        if spec.attention_sinks or spec.attention_cap:  # which not every backend has
+            scores += params.get(name + "sinks"), spec.attention_cap
         if self.context is None:
-            attended = ops.attention(q, view, layer, plan, spec.attention_scale, *sinks)
+            attended = ops.attention(q, view, layer, plan, *scores)
         else:
-            attend = self.context.attention(
-                view, layer, spec.windows[layer], spec.attention_scale, *sinks
-            )
+            attend = self.context.attention(view, layer, spec.windows[layer], *scores)
             attended = ops.call(batch, attend, (q,), spec.num_heads * spec.head_dim, self.dtype)
         if spec.latent is not None:
             attended = ops.latent.values(attended, params[name + "kv_b"], spec.latent.sizes)

@@ -39,6 +39,7 @@ from nano_inference.models.rope_spec import (
 )
 from nano_inference.models.state_spec import StateSpec, delta_net, short_conv
 from nano_inference.models.text_part import gemma3_text_config, text_config
+from nano_inference.ops.settings import LogitScale
 
 Config = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu"]
@@ -77,6 +78,8 @@ class ModelSpec:
         activation: of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`; or of an MLP
             without a gate, `"xielu"`.
         attention_scale: multiplies queries times keys.
+        attention_cap, logits_cap: such a score, or a logit, s becomes cap * tanh(s / cap); 0: it
+            stays.
         gated_attention: what attention gives is multiplied by the sigmoid of a projection.
         attention_sinks: each query head has a score that belongs to no key, in the softmax's sum.
         embed_scale, residual_scale, logits_divisor: embeddings are multiplied, what a block adds to
@@ -120,6 +123,8 @@ class ModelSpec:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
+    attention_cap: float = 0.0
+    logits_cap: float = 0.0
     fused_qkv: bool = False
     fused_gate_up: bool = False
     moe: MoeSpec | None = None
@@ -133,6 +138,11 @@ class ModelSpec:
     def gated(self) -> bool:
         """Whether MLPs have a gate."""
         return self.activation != "xielu"
+
+    @property
+    def logit_scale(self) -> LogitScale:
+        """From the head's products to logits."""
+        return LogitScale(self.logits_divisor, self.logits_cap)
 
     @property
     def value_dim(self) -> int:
@@ -229,7 +239,7 @@ def _read(
 ) -> ModelSpec:
     config = family.read(config)
     for name in _UNSUPPORTED:
-        if config.get(name):
+        if config.get(name) and not (name in _CAPS and family.scales is _gemma_scales):
             raise ModelLoadError(
                 f"config.json has {name}={config[name]!r}; this decoder has no {name}."
             )
@@ -268,7 +278,7 @@ def _read(
                 f"rope scaling has {len(each.factors)} factors; heads {head_dim} wide need "
                 f"{turning // 2}."
             )
-    scales = {"attention_scale": head_dim**-0.5} | family.scales(config)
+    scales: dict[str, Any] = {"attention_scale": head_dim**-0.5} | family.scales(config)
     return ModelSpec(
         architecture=architecture,
         hidden_size=int(config["hidden_size"]),
@@ -376,7 +386,14 @@ def _gemma_scales(config: Config) -> dict[str, float]:
     return {
         "embed_scale": float(config["hidden_size"]) ** 0.5,
         "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_cap": float(config.get("attn_logit_softcapping") or 0),
+        "logits_cap": float(config.get("final_logit_softcapping") or 0),
     }
+
+
+def _gemma2(config: Config) -> Config:
+    """The caps of Gemma 2, where config.json does not name them."""
+    return {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}
 
 
 def _granite_scales(config: Config) -> dict[str, float]:
@@ -461,6 +478,15 @@ _ARCHITECTURES: dict[str, _Family] = {
         tied_by_default=True,
         windows=partial(_alternating_windows, usual=6),
         scales=_gemma_scales,
+    ),
+    "Gemma2ForCausalLM": _Family(
+        norms="both",
+        norm_offset=1.0,
+        activation_key="hidden_activation",
+        tied_by_default=True,
+        windows=partial(_alternating_windows, usual=2),
+        scales=_gemma_scales,
+        read=_gemma2,
     ),
     "GemmaForCausalLM": _Family(
         norm_offset=1.0,
@@ -577,11 +603,11 @@ _REFUSED = {
     "GlmMoeDsaForCausalLM": _INDEXER,
     "Glm5NextForCausalLM": _INDEXER,
 }
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _UNSUPPORTED = (
     "mlp_bias",
     "clip_qkv",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
+    *_CAPS,
     "use_bidirectional_attention",
 )
 

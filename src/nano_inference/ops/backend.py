@@ -10,6 +10,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Moe
+from nano_inference.ops.settings import LogitScale
 from nano_inference.parallel.context import SegmentRows
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
@@ -72,15 +73,15 @@ class PartialAttention(NamedTuple):
 
     Attributes:
         plan: (rows, block_size) -> whatever `states` wants to know; once a step for each window.
-        states: (q [M, heads, D], view, layer, plan, scale) -> float32 [states, heads, width], row
-            by row, each row's in order of keys.
+        states: (q [M, heads, D], view, layer, plan, scale, cap) -> float32 [states, heads, width],
+            row by row, each row's in order of keys.
         merge: (states, counts [N], dtype, sinks) -> [N, heads * D]: all states of each row in
             order of keys, and its heads' sinks, become the bits of undivided attention.
         width: (D) -> numbers of a state.
     """
 
     plan: Callable[[SegmentRows, int], Any]
-    states: Callable[[Tensor, KvcacheView, int, Any, float], Tensor]
+    states: Callable[..., Tensor]  # the cap may be left out
     merge: Callable[..., Tensor]  # sinks may be left out
     width: Callable[[int], int]
 
@@ -117,9 +118,10 @@ class Ops:
         plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a
             step for each window that the model has (0: none). A row at position p sees the keys
             above p - window.
-        attention: (q [N, heads, D], view, layer, plan, scale, sinks) -> [N, heads * D]. Sinks are
-            None, or float32 [heads]: scores, not scaled, that belong to no key and are the last
-            term of the softmax's sum.
+        attention: (q [N, heads, D], view, layer, plan, scale, sinks, cap) -> [N, heads * D]. Sinks
+            are None, or float32 [heads]: scores, neither scaled nor capped, that belong to no key
+            and are the last term of the softmax's sum. A cap that is not 0 makes of a scaled score
+            s cap * tanh(s / cap).
         short_conv: (projected [N, 3 * C], weights, batch, state view, layer) -> [N, C]: of three
             projections b, c and x of a row, c * conv(b * x), where b * x of the rows before it in
             its sequence is read from the view. See `ops.reference_state`. None: the backend has no
@@ -132,12 +134,11 @@ class Ops:
             `"clamped_swiglu"` both are bounded and up has 1 added: see `ops.reference.gate`.
         moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of
             experts; see `ops.moe.mixture`.
-        logits: (hidden [L, H], weight [V, H], divisor) -> hidden @ weight.T / divisor, float32 [L,
-            V].
-        sample: (hidden [L, H], weight, divisor, batch) -> `Draw` from these logits.
+        logits: (hidden [L, H], weight [V, H], `LogitScale`) -> float32 [L, V].
+        sample: (hidden [L, H], weight, scale, batch) -> `Draw` from these logits.
         sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there
             already.
-        gather_logprobs: (hidden [L, H], weight, divisor, token_ids [L], temperatures [L]) ->
+        gather_logprobs: (hidden [L, H], weight, scale, token_ids [L], temperatures [L]) ->
             float32 [L], under softmax of these logits over the temperature (above 0): the same bits
             as `sample` reports of that token.
         score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that
@@ -169,13 +170,13 @@ class Ops:
     rms_norm: Callable[[Tensor | None, Tensor, Norm, float], tuple[Tensor, Tensor]]
     rope_and_store: Callable[..., Tensor]  # norms and what follows may be left out
     plan_attention: Callable[[ForwardBatch, int, int], Any]
-    attention: Callable[..., Tensor]  # sinks may be left out
+    attention: Callable[..., Tensor]  # sinks and cap may be left out
     gate: Callable[[Tensor, str], Tensor]
     moe: Moe  # exchange and note may be left out
-    logits: Callable[[Tensor, Any, float], Tensor]
-    sample: Callable[[Tensor, Any, float, SamplingBatch], Draw]
+    logits: Callable[[Tensor, Any, LogitScale], Tensor]
+    sample: Callable[[Tensor, Any, LogitScale, SamplingBatch], Draw]
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]
-    gather_logprobs: Callable[[Tensor, Any, float, Tensor, Tensor], Tensor]
+    gather_logprobs: Callable[[Tensor, Any, LogitScale, Tensor, Tensor], Tensor]
     score_logits: Callable[[Tensor, Tensor, Tensor], Tensor]
     allocate: Callable[[tuple[int, ...], torch.dtype, torch.device], Any]
     compile: (
@@ -206,17 +207,18 @@ class HeadParts(NamedTuple):
 
     Attributes:
         block: every rank's tokens must begin with a multiple of this.
-        sample: (hidden [L, H], weight [v, H], divisor, batch, part) -> `Draw`.
-        score: (hidden [L, H], weight [v, H], divisor, token_ids [L], temperatures [L], part) ->
+        sample: (hidden [L, H], weight [v, H], scale, batch, part) -> `Draw`.
+        score: (hidden [L, H], weight [v, H], scale, token_ids [L], temperatures [L], part) ->
             float32 [L].
     """
 
     block: int
     sample: Callable[
-        [Tensor, Any, float, SamplingBatch, VocabPart], Generator[Tensor, list[Tensor], Draw]
+        [Tensor, Any, LogitScale, SamplingBatch, VocabPart], Generator[Tensor, list[Tensor], Draw]
     ]
     score: Callable[
-        [Tensor, Any, float, Tensor, Tensor, VocabPart], Generator[Tensor, list[Tensor], Tensor]
+        [Tensor, Any, LogitScale, Tensor, Tensor, VocabPart],
+        Generator[Tensor, list[Tensor], Tensor],
     ]
 
 

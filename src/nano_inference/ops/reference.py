@@ -31,12 +31,13 @@ from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,
+    capped,
     merge_states,
     plan_attention,
     plan_states,
 )
 from nano_inference.ops.reference_state import delta_net, short_conv, sigmoid, sigmoid_gate
-from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
+from nano_inference.ops.settings import CLAMP, SLOPE, UNSCALED, Latent, LogitScale, Routing
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
@@ -217,8 +218,8 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return (first / (1 + torch.exp(-y)) * second).to(gate_up.dtype)
 
 
-def logits(hidden: Tensor, weight: Tensor, divisor: float = 1.0) -> Tensor:
-    """Hidden @ weight.T / divisor in float32 whatever the weights' dtype: a rounded logit would be
+def logits(hidden: Tensor, weight: Tensor, scale: LogitScale = UNSCALED) -> Tensor:
+    """Hidden @ weight.T, scaled, in float32 whatever the weights' dtype: a rounded logit would be
     a wrong logprob.
     """
     tiles = [
@@ -226,22 +227,28 @@ def logits(hidden: Tensor, weight: Tensor, divisor: float = 1.0) -> Tensor:
         for first in range(0, len(weight), VOCAB_TILE)
     ]
     whole = torch.cat(tiles, dim=1)
-    return whole if divisor == 1 else whole / divisor
+    return scaled(whole, scale)
 
 
-def draw(hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch) -> Draw:
+def scaled(products: Tensor, scale: LogitScale) -> Tensor:
+    """See `LogitScale`."""
+    whole = products if scale.divisor == 1 else products / scale.divisor
+    return capped(whole, scale.cap) if scale.cap else whole
+
+
+def draw(hidden: Tensor, weight: Tensor, scale: LogitScale, batch: SamplingBatch) -> Draw:
     """Draw the samples of a step from the logits of its rows."""
-    return sample(logits(hidden, weight, divisor), batch)
+    return sample(logits(hidden, weight, scale), batch)
 
 
 def score(
-    hidden: Tensor, weight: Tensor, divisor: float, token_ids: Tensor, temperatures: Tensor
+    hidden: Tensor, weight: Tensor, scale: LogitScale, token_ids: Tensor, temperatures: Tensor
 ) -> Tensor:
     """Logprobs of given tokens, few rows at a time: only one number of each row's logits is
     wanted.
     """
     scores = [
-        score_logits(logits(rows, weight, divisor), targets, own)
+        score_logits(logits(rows, weight, scale), targets, own)
         for rows, targets, own in zip(
             *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
         )
@@ -255,16 +262,16 @@ def score_logits(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Ten
 
 
 def draw_part(
-    hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch, part: VocabPart
+    hidden: Tensor, weight: Tensor, scale: LogitScale, batch: SamplingBatch, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Draw]:
     """See `HeadParts.sample`."""
-    return sample_part(logits(hidden, weight, divisor), batch, part)
+    return sample_part(logits(hidden, weight, scale), batch, part)
 
 
 def score_of_part(
     hidden: Tensor,
     weight: Tensor,
-    divisor: float,
+    scale: LogitScale,
     token_ids: Tensor,
     temperatures: Tensor,
     part: VocabPart,
@@ -274,7 +281,7 @@ def score_of_part(
     for rows, targets, own in zip(
         *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
     ):
-        scores.append((yield from score_part(logits(rows, weight, divisor), targets, own, part)))
+        scores.append((yield from score_part(logits(rows, weight, scale), targets, own, part)))
     return torch.cat(scores)
 
 

@@ -120,6 +120,7 @@ def attention(
     plan: tuple[RowGroup, ...],
     scale: float,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Causal attention of q [N, heads, D] over each row's own context, see `Ops.attention`; returns
     [N, heads * D] in q's dtype.
@@ -130,7 +131,7 @@ def attention(
     for group in plan:
         shape = (len(group.rows), num_heads)
         whole = _nothing(scaled.new_empty((*shape, head_dim)))
-        for rows, _, found in _walk(scaled[group.rows], group, view, layer):
+        for rows, _, found in _walk(scaled[group.rows], group, view, layer, cap):
             for tensor, merged in zip(
                 whole, _merge(SoftmaxState(*(t[rows] for t in whole)), found), strict=True
             ):
@@ -140,7 +141,12 @@ def attention(
 
 
 def attention_states(
-    q: Tensor, view: KvcacheView, layer: int, plan: StatesPlan, scale: float
+    q: Tensor,
+    view: KvcacheView,
+    layer: int,
+    plan: StatesPlan,
+    scale: float,
+    cap: float = 0.0,
 ) -> Tensor:
     """What rows q [M, heads, D] find in each segment that lies here: float32 [states, heads, 2 +
     D], row by row.
@@ -148,7 +154,7 @@ def attention_states(
     states = torch.empty((plan.num_states, q.shape[1], 2 + q.shape[2]), device=q.device)
     scaled = q.float() * scale
     for group in plan.groups:
-        for rows, first, found in _walk(scaled[group.rows], group, view, layer):
+        for rows, first, found in _walk(scaled[group.rows], group, view, layer, cap):
             own = group.rows[rows]
             nth = first // SEGMENT - plan.rows.begins[own] // SEGMENT
             states[plan.first_states[own] + nth] = torch.cat(found, dim=-1)
@@ -211,7 +217,7 @@ def _merge(before: SoftmaxState, found: SoftmaxState) -> SoftmaxState:
 
 
 def _walk(
-    q: Tensor, group: RowGroup, view: KvcacheView, layer: int
+    q: Tensor, group: RowGroup, view: KvcacheView, layer: int, cap: float
 ) -> Iterator[tuple[slice, int, SoftmaxState]]:
     """Segment by segment: which rows of float32 q [rows, heads, D] see some of it, its first key,
     what they found.
@@ -220,7 +226,7 @@ def _walk(
     q = functional.pad(q, (0, -own_dim % VECTOR))
     for first, tiles in zip(group.firsts, group.segments, strict=True):
         rows = slice(min(tile.rows.start for tile in tiles), max(tile.rows.stop for tile in tiles))
-        highest, total, acc = _segment(q[rows], tiles, rows.start, view, layer)
+        highest, total, acc = _segment(q[rows], tiles, rows.start, view, layer, cap)
         own = SoftmaxState(highest[..., None], total[..., None], acc[..., :own_dim])
         yield (
             rows,
@@ -230,7 +236,12 @@ def _walk(
 
 
 def _segment(
-    q: Tensor, tiles: tuple[KeyTile, ...], start: int, view: KvcacheView, layer: int
+    q: Tensor,
+    tiles: tuple[KeyTile, ...],
+    start: int,
+    view: KvcacheView,
+    layer: int,
+    cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Online softmax of q [rows, heads, D] over the tiles of one segment; [kv heads, rows, group]
     and [..., D].
@@ -255,6 +266,8 @@ def _segment(
         scores = torch.bmm(_several(flat), _several(keys.flatten(0, 1)).transpose(1, 2))[
             : len(flat)
         ].view(kv_heads, n, per_head, KEY_TILE)
+        if cap:
+            scores = capped(scores, cap)
         scores.masked_fill_(tile.outside[None, :, None, :], -torch.inf)
         new_highest = torch.maximum(highest[:, rows], scores.amax(dim=-1))
         rescale = torch.exp(highest[:, rows] - new_highest)
@@ -266,6 +279,11 @@ def _segment(
         acc[:, rows] = acc[:, rows] * rescale[..., None] + gained
         highest[:, rows] = new_highest
     return highest, total, acc
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), float32. Written out, as the activations are."""
+    return cap * (1 - 2 / (1 + torch.exp(x * (2 / cap))))
 
 
 def _several(matrices: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nano_inference.ops.settings import UNSCALED, LogitScale
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.sampling.filters import any_is_on
 from nano_inference.sampling.parts import VocabPart
@@ -40,22 +41,22 @@ class ShardedHead:
         parts = ops.head_parts
         self._parts = parts if parts is not None and self.part.is_of_blocks(parts.block) else None
 
-    def sample(self, hidden: Tensor, weight: Any, divisor: float, batch: SamplingBatch) -> Draw:
+    def sample(self, hidden: Tensor, weight: Any, scale: LogitScale, batch: SamplingBatch) -> Draw:
         """See `Ops.sample`; `weight` is this rank's."""
         if self._parts is None or batch.most_top or (batch.any_filter and batch.any_kept):
-            return self._ops.sample_logits(self.logits(hidden, weight, divisor), batch)
+            return self._ops.sample_logits(self.logits(hidden, weight, scale), batch)
         whole = _filtered(batch, self.part.vocab_size)
         if not bool(whole.any()):
-            return self._together(self._parts.sample(hidden, weight, divisor, batch, self.part))
+            return self._together(self._parts.sample(hidden, weight, scale, batch, self.part))
         chosen = [mask.nonzero()[:, 0] for mask in (~whole, whole)]
         plain, gathered = (
             replace(batch.select(chosen[0]), any_filter=False),
             batch.select(chosen[1]),
         )
         rows, places = gathered.rows.unique(return_inverse=True)
-        logits = self.logits(hidden[rows], weight, divisor)
+        logits = self.logits(hidden[rows], weight, scale)
         drawn = (
-            self._together(self._parts.sample(hidden, weight, divisor, plain, self.part)),
+            self._together(self._parts.sample(hidden, weight, scale, plain, self.part)),
             self._ops.sample_logits(logits, replace(gathered, rows=places)),
         )
         order = torch.cat(chosen).argsort()
@@ -72,13 +73,13 @@ class ShardedHead:
         """See `Ops.sample_logits`: from logits of the whole vocabulary."""
         return self._ops.sample_logits(logits, batch)
 
-    def logits(self, hidden: Tensor, weight: Any, divisor: float = 1.0) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Any, scale: LogitScale = UNSCALED) -> Tensor:
         """See `Ops.logits`: of the whole vocabulary."""
         sizes = self.part.sizes
         if not len(hidden):
             return hidden.new_zeros((0, self.part.vocab_size), dtype=torch.float32)
         own = (
-            self._ops.logits(hidden, weight, divisor)
+            self._ops.logits(hidden, weight, scale)
             if self.part.size
             else hidden.new_zeros((len(hidden), 0), dtype=torch.float32)
         )
@@ -88,15 +89,20 @@ class ShardedHead:
         )
 
     def gather_logprobs(
-        self, hidden: Tensor, weight: Any, divisor: float, token_ids: Tensor, temperatures: Tensor
+        self,
+        hidden: Tensor,
+        weight: Any,
+        scale: LogitScale,
+        token_ids: Tensor,
+        temperatures: Tensor,
     ) -> Tensor:
         """See `Ops.gather_logprobs`."""
         if self._parts is not None:
             return self._together(
-                self._parts.score(hidden, weight, divisor, token_ids, temperatures, self.part)
+                self._parts.score(hidden, weight, scale, token_ids, temperatures, self.part)
             )
         scores = [
-            self._ops.score_logits(self.logits(rows, weight, divisor), targets, own)
+            self._ops.score_logits(self.logits(rows, weight, scale), targets, own)
             for rows, targets, own in zip(
                 *(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True
             )

@@ -33,6 +33,7 @@ from nano_inference.models.draft_heads import (
 )
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.models.taps import Taps
+from nano_inference.ops.reference import scaled
 from nano_inference.regular_files import read_json
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
 from nano_inference.scheduling.sequence import POLICY
@@ -236,7 +237,7 @@ class DraftTrainer:
         return total / weight if weight else sum(each.sum() * 0 for each in self.params.values())  # pyright: ignore[reportReturnType]
 
     def _policy_logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return functional.linear(hidden, head) / self.engine.spec.logits_divisor
+        return scaled(functional.linear(hidden, head), self.engine.spec.logit_scale)
 
     def _draft_rows(self, rows: PolicyRows) -> list[Tensor]:
         if isinstance(self.spec, MedusaSpec):

@@ -210,19 +210,19 @@ class _Schedules:
         return trace
 
     def _head(self, ops: Ops, tracer: "_Tracer", hidden: Tensor, start: int) -> None:
-        weight, divisor = self.model.head, self.model.spec.logits_divisor
+        weight, scale = self.model.head, self.model.spec.logit_scale
         logits: list[Tensor] = []
         drawn: list[Tensor] = []
         for first in range(0, len(hidden), MOST_ROWS):
             rows = hidden[first : first + MOST_ROWS]
-            logits.append(_marks(ops.logits(rows, weight, divisor)))
+            logits.append(_marks(ops.logits(rows, weight, scale)))
             positions = range(start + first + 1, start + first + len(rows) + 1)
             requests = [
                 self.draws.request(self.tokens, row, position)
                 for row, position in enumerate(positions)
             ]
             batch = to_device(sampling_batch(requests), rows.device)
-            draw = ops.sample(rows, weight, divisor, batch)
+            draw = ops.sample(rows, weight, scale, batch)
             parts = (draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.log_kept_mass)
             drawn.append(
                 sum(_marks(part[:, None]) * (3**place) for place, part in enumerate(parts))  # pyright: ignore

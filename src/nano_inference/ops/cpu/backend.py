@@ -124,6 +124,7 @@ class CpuOps:
         plan: tuple[ForwardBatch, int],
         scale: float,
         sinks: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Tensor:
         """See `Ops.attention`."""
         batch, window = plan
@@ -132,7 +133,7 @@ class CpuOps:
 
         def record(recorder: Recorder, x: Any) -> Any:
             recorder.describe_heads(Heads(num_heads, kv_heads, head_dim))
-            return recorder.attention(x, view, layer, window, scale, sinks)
+            return recorder.attention(x, view, layer, window, scale, sinks, cap)
 
         return self._run(
             record, q.flatten(1).contiguous(), dtype=q.dtype, storage=view, batch=batch

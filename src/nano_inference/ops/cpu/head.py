@@ -14,6 +14,7 @@ from torch import Tensor
 from nano_inference.ops.backend import HeadParts
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.settings import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import COLUMNS, SamplingBatch
@@ -67,10 +68,10 @@ class CpuHead:
         self.head_parts = HeadParts(BLOCK, self._sample_part, self._score_part)
 
     def sample(
-        self, hidden: Tensor, weight: PackedWeight, divisor: float, batch: SamplingBatch
+        self, hidden: Tensor, weight: PackedWeight, scale: LogitScale, batch: SamplingBatch
     ) -> Draw:
         """See `Ops.sample`. The logits are not stored."""
-        return self._draw(self._products(hidden, weight, divisor), batch)
+        return self._draw(self._products(hidden, weight, scale), batch)
 
     def sample_logits(self, logits: Tensor, batch: SamplingBatch) -> Draw:
         """See `Ops.sample_logits`."""
@@ -81,23 +82,23 @@ class CpuHead:
         self,
         hidden: Tensor,
         weight: PackedWeight,
-        divisor: float,
+        scale: LogitScale,
         token_ids: Tensor,
         temperatures: Tensor,
     ) -> Tensor:
         """See `Ops.gather_logprobs`: at temperature 1 the raw logprob, at another that of a sample
         that was drawn there without filters.
         """
-        return self._score(self._products(hidden, weight, divisor), token_ids, temperatures)
+        return self._score(self._products(hidden, weight, scale), token_ids, temperatures)
 
     def score_logits(self, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
         """See `Ops.score_logits`."""
         given, _alive = self._given(logits)
         return self._score(given, token_ids, temperatures)
 
-    def logits(self, hidden: Tensor, weight: PackedWeight, divisor: float = 1.0) -> Tensor:
+    def logits(self, hidden: Tensor, weight: PackedWeight, scale: LogitScale = UNSCALED) -> Tensor:
         """See `Ops.logits`."""
-        given = self._products(hidden, weight, divisor)
+        given = self._products(hidden, weight, scale)
         out = torch.empty((given.num_rows, given.vocab))
         check(self.kernels.nano_logits(ctypes.addressof(given), out.data_ptr()), given)
         return out
@@ -121,14 +122,14 @@ class CpuHead:
         self,
         hidden: Tensor,
         weight: PackedWeight,
-        divisor: float,
+        scale: LogitScale,
         batch: SamplingBatch,
         part: VocabPart,
     ) -> Generator[Tensor, list[Tensor], Draw]:
         """See `HeadParts.sample`."""
         call = DrawCall()
         drawn = call.bind(batch, part.vocab_size)
-        given = _part_of(self._products(hidden, weight, divisor), part)
+        given = _part_of(self._products(hidden, weight, scale), part)
         calls = self.kernels.nano_draw_part, self.kernels.nano_draw_whole
         yield from _exchange(calls, given, call.address, len(batch), part)
         return drawn
@@ -137,14 +138,14 @@ class CpuHead:
         self,
         hidden: Tensor,
         weight: PackedWeight,
-        divisor: float,
+        scale: LogitScale,
         token_ids: Tensor,
         temperatures: Tensor,
         part: VocabPart,
     ) -> Generator[Tensor, list[Tensor], Tensor]:
         """See `HeadParts.score`."""
         targets = Targets(token_ids, temperatures)
-        given = _part_of(self._products(hidden, weight, divisor), part)
+        given = _part_of(self._products(hidden, weight, scale), part)
         calls = self.kernels.nano_score_part, self.kernels.nano_score_whole
         yield from _exchange(calls, given, targets.address, len(token_ids), part)
         return targets.logprobs
@@ -161,7 +162,7 @@ class CpuHead:
         address, stride, threads = logits.data_ptr(), logits.stride(0), self._num_threads
         return HeadInput(None, None, address, 0, stride, rows, vocab, 0, 4, threads, 1.0), logits
 
-    def _products(self, hidden: Tensor, weight: PackedWeight, divisor: float) -> Any:
+    def _products(self, hidden: Tensor, weight: PackedWeight, scale: LogitScale) -> Any:
         """The input of calls that multiply."""
         if (
             hidden.dtype != weight.dtype
@@ -183,7 +184,7 @@ class CpuHead:
             weight.columns,
             hidden.element_size(),
             self._num_threads,
-            divisor,
+            *scale,
         )
 
 

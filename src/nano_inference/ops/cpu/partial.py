@@ -69,7 +69,14 @@ def plan_states(rows: SegmentRows, block_size: int) -> SegmentPlan:
 def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttention:
     """The operations, run by so many threads."""
 
-    def states(q: Tensor, view: KvcacheView, layer: int, plan: SegmentPlan, scale: float) -> Tensor:
+    def states(
+        q: Tensor,
+        view: KvcacheView,
+        layer: int,
+        plan: SegmentPlan,
+        scale: float,
+        cap: float = 0.0,
+    ) -> Tensor:
         (num_rows, num_heads, head_dim), keys = q.shape, view.keys
         unit, place = view.places[layer]
         units = None if view.unit_map is None else view.unit_map.units()[unit].data_ptr()
@@ -82,7 +89,7 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
                 f"{num_rows} rows of {q.dtype} do not fit the plan, or keys of {keys.dtype}."
             )
         out = torch.empty((int(plan.first_states[-1]), num_heads, 1 + LANES + head_dim))
-        shape = Shape(num_heads, keys.shape[1], head_dim, plan.block_size, 0, scale)
+        shape = Shape(num_heads, keys.shape[1], head_dim, plan.block_size, 0, scale, cap)
         addresses = (units, keys[place].data_ptr(), view.values[place].data_ptr())
         problem = Problem(shape, q.dtype == torch.bfloat16, keys.shape[2], *addresses, plan.rows)
         rows = q.contiguous()

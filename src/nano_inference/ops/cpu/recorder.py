@@ -96,7 +96,9 @@ class Recorder:
         self._moe, self._states = moe, states
         self.buffers: list[Buffer] = []
         self.operations: list[Operation] = []
-        self.windows: list[tuple[int, float]] = []  # window and scale of each kind of attention
+        self.windows: list[
+            tuple[int, float, float]
+        ] = []  # window, scale and cap of each kind of attention
         self.heads: Heads | None = None
         self.num_positions = 0
 
@@ -239,6 +241,7 @@ class Recorder:
         window: int,
         scale: float,
         sinks: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Buffer:
         """See `Ops.attention`; its plan is the window."""
         if sinks is not None:
@@ -247,10 +250,10 @@ class Recorder:
                 sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous(),
                 f"sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 ({heads},).",
             )
-        if (window, scale) not in self.windows:
-            self.windows.append((window, scale))
+        if (shape := (window, scale, cap)) not in self.windows:
+            self.windows.append(shape)
         out = self.new(q.columns, self.dtype)
-        values = {"layer": layer, "plan": self.windows.index((window, scale))}
+        values = {"layer": layer, "plan": self.windows.index(shape)}
         self.operations.append(Operation(ATTENTION, (q,), out, bias=sinks, values=values))
         return out
 

@@ -123,6 +123,7 @@ class Attention:
         plan: Plan,
         scale: float,
         sinks: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Tensor:
         """See `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding: their results mean
         nothing.
@@ -154,7 +155,9 @@ class Attention:
                 work.stats,
                 keys.stride(0),
                 self._row_parts,
-                scale * math.log2(math.e),
+                math.log2(math.e) * (1.0 if cap else scale),
+                cap or None,
+                scale / cap if cap else None,
                 KV_HEADS=kv_heads,
                 GROUP=num_heads // kv_heads,
                 HEAD_DIM=head_dim,
@@ -278,9 +281,14 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _walk_tile(q, keys, values, visible, highest, total, acc, scale):
-    """One tile of keys. Maxima are of the bare products; `scale` holds log2(e), for exp2."""
+def _walk_tile(q, keys, values, visible, highest, total, acc, scale, cap, slope):
+    """One tile of keys. Maxima are of the bare products, or of capped scores; `scale` holds
+    log2(e), for exp2.
+    """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    if cap is not None:
+        # cap * tanh(scores * slope); an infinite power leaves the cap
+        scores = cap - 2 * cap / (1 + tl.exp2(scores * (2 * LOG2_E * slope)))
     scores = tl.where(visible, scores, NEVER)
     higher = tl.maximum(highest, tl.max(scores, 1))
     origin = tl.where(higher == NEVER, 0.0, higher)  # nothing seen yet: -inf - -inf is no number
@@ -372,6 +380,8 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
     head_stride,
     most_parts,
     scale,
+    cap,
+    slope,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -436,7 +446,9 @@ def attention_kernel(  # noqa: C901 - two ways to walk, two ways to end
         visible = key[None, :] <= seen
         if WINDOW > 0:
             visible &= key[None, :] > seen - WINDOW
-        highest, total, acc = _walk_tile(q, keys, values, visible, highest, total, acc, scale)
+        highest, total, acc = _walk_tile(
+            q, keys, values, visible, highest, total, acc, scale, cap, slope
+        )
         if BY_SPLIT:  # noqa: SIM102 - known when it is compiled, the other is not
             if (tile + 1) % SPLIT_TILES == 0 or tile + 1 == end_tile:
                 if place >= 0:

@@ -15,6 +15,8 @@ from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
 from nano_inference.ops.flashinfer import FlashInferAttention
+from nano_inference.ops.reference import scaled
+from nano_inference.ops.settings import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
@@ -73,33 +75,32 @@ class CudaOps:
             return product if bias is None else product + bias
         return matmul.product(x, weight, bias)
 
-    def logits(self, hidden: Tensor, weight: Tensor, divisor: float = 1.0) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, scale: LogitScale = UNSCALED) -> Tensor:
         """See `Ops.logits`."""
         if self.batch_invariant:
             whole = matmul.invariant_product(hidden, weight, None, torch.float32)
         else:
             whole = matmul.product_float32(hidden, weight)
-        return whole if divisor == 1 else whole / divisor
+        return scaled(whole, scale)
 
-    def sample(self, hidden: Tensor, weight: Tensor, divisor: float, batch: SamplingBatch) -> Draw:
+    def sample(
+        self, hidden: Tensor, weight: Tensor, scale: LogitScale, batch: SamplingBatch
+    ) -> Draw:
         """See `Ops.sample`."""
-        return sampling.draw(self.logits(hidden, weight, divisor), batch)
+        return sampling.draw(self.logits(hidden, weight, scale), batch)
 
     def gather_logprobs(
         self,
         hidden: Tensor,
         weight: Tensor,
-        divisor: float,
+        scale: LogitScale,
         token_ids: Tensor,
         temperatures: Tensor,
     ) -> Tensor:
         """See `Ops.gather_logprobs`."""
         tiles = zip(*(t.split(SCORE_TILE) for t in (hidden, token_ids, temperatures)), strict=True)
         return torch.cat(
-            [
-                sampling.score(self.logits(rows, weight, divisor), ids, own)
-                for rows, ids, own in tiles
-            ]
+            [sampling.score(self.logits(rows, weight, scale), ids, own) for rows, ids, own in tiles]
         )
 
 

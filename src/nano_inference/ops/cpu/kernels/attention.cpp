@@ -102,7 +102,7 @@ Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq,
                                           size_t(plan.most_lines() * Q_STRIDE + tile) * sizeof(T));
   Walk<T> walk{};
   walk.head_dim = head_dim, walk.state_size = state_size;
-  walk.scale = shape.scale * LOG2E;
+  walk.scale = shape.cap ? shape.scale / shape.cap : shape.scale * LOG2E, walk.cap = shape.cap * LOG2E;
   walk.totals = reinterpret_cast<float*>(memory), walk.states = walk.totals + states;
   walk.q = reinterpret_cast<T*>(walk.states + states), walk.gathered = walk.q + plan.most_lines() * Q_STRIDE;
   walk.positions = reinterpret_cast<int32_t*>(walk.gathered + tile), walk.begins = walk.positions + plan.most_lines();

@@ -34,7 +34,7 @@ struct AttentionShape {
   int64_t head_dim;  // a multiple of 16, at most MAX_HEAD_DIM
   int64_t block_size;
   int64_t window;  // a row at position p sees keys above p - window; 0: all
-  float scale;
+  float scale, cap;  // a score s = scale * q * k; and with a cap, which is not 0, cap * tanh(s / cap)
 
   int64_t group() const { return num_heads / num_kv_heads; }
 };

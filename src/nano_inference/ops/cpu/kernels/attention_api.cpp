@@ -9,7 +9,7 @@ using namespace nano;
 
 // What Python fills in, in this order; all numbers are int64 and all arrays their addresses.
 struct Problem {
-  AttentionShape shape;  // its scale, the last, as a float
+  AttentionShape shape;  // its scale and cap, the last, as floats
   int64_t is_bf16, num_units;
   const int64_t* units;
   void *keys, *values;

@@ -71,7 +71,7 @@ struct State {
 template <class T>
 struct Walk {
   int64_t head_dim, state_size;
-  float scale;         // of scores in base 2
+  float scale, cap;    // of scores in base 2: scale * s, or cap * tanh(scale * s)
   T* q;                // [lines][Q_STRIDE]
   float *states, *totals;  // [lines][state_size]: of the segment, and of the segments before
   int32_t *begins, *positions;  // [lines] the first key and the last
@@ -98,9 +98,11 @@ struct Weights {
   Sight sights[R];
 };
 
-// Scores of one line times the scale, without what it does not see; returns the highest.
-NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, Sight sight) {
+// Scores of one line times the scale, capped, without what it does not see; returns the highest.
+NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, float cap, Sight sight) {
   for (int j = 0; j < GROUPS; j++) s[j] = vmul(s[j], scale);
+  if (cap)
+    for (int j = 0; j < GROUPS; j++) s[j] = vmul(vset(cap), vtanh(s[j]));
   if (sight.begin > 0 || sight.end < KEY_TILE) {
     uint64_t visible = (~uint64_t(0) << sight.begin) & (~uint64_t(0) >> (KEY_TILE - sight.end));
     for (int j = 0; j < GROUPS; j++) s[j] = vselect(Mask(visible >> (j * LANES)) & 0xffff, s[j], vset(MASKED));
@@ -127,7 +129,7 @@ NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Ti
   for (int i = 0; i < R; i++) {
     State state = walk.state(line + i);
     weights.sights[i] = sight(walk, line + i, start);
-    float found = mask(s[i], scale, weights.sights[i]), before = state.highest();
+    float found = mask(s[i], scale, walk.cap, weights.sights[i]), before = state.highest();
     state.highest() = highest[i] = found > before ? found : before;
     weights.rescale[i] = before - highest[i];
     state.seen() = 1;

@@ -20,7 +20,7 @@ struct HeadInput {
   int64_t num_rows, vocab, columns;
   int64_t element_size;  // of hidden and weight: 2 or 4
   int64_t num_threads;
-  float divisor;  // of the products; `logits` are divided already
+  float divisor, cap;  // of the products: z / divisor, and then cap * tanh(z / cap), unless that is 0; `logits` have both
   // A part of a vocabulary: tokens [first, first + vocab) of `whole`. Only the functions that say so take one; first is
   // a multiple of VOCAB_BLOCK. whole 0: it is all there is.
   int64_t first, whole;

@@ -34,6 +34,8 @@ class Source {
       float* z = out + i * VOCAB_BLOCK;
       if (!in_.logits && in_.divisor != 1)
         for (int j = 0; j < count; j += LANES) vstore(z + j, vdiv(vload(z + j), vset(in_.divisor)));
+      if (!in_.logits && in_.cap)
+        for (int j = 0; j < count; j += LANES) vstore(z + j, vmul(vset(in_.cap), vtanh(vdiv(vload(z + j), vset(in_.cap)))));
       for (int j = count; j % LANES; j++) z[j] = -INF;
     }
   }

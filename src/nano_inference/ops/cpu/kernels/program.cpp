@@ -53,7 +53,7 @@ class Program {
     share();
     for (int64_t w = 0; w < spec_.num_windows; w++) {
       AttentionShape shape{spec_.num_heads, spec_.num_kv_heads, spec_.head_dim, spec_.block_size, windows_[w].size,
-                           windows_[w].scale};
+                           windows_[w].scale, windows_[w].cap};
       plans_[w].build(step.rows, shape, int(step.num_threads), sharing_ == Sharing::SEQUENCES ? cuts_.data() : nullptr);
     }
     for (int64_t i = 0; i < spec_.num_ops; i++) taken_[i].store(0, std::memory_order_relaxed);

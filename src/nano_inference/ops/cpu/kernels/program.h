@@ -40,8 +40,7 @@ struct Layer {
 
 struct Window {
   int64_t size;  // 0: none
-  float scale;
-  int32_t unused;
+  float scale, cap;  // as of AttentionShape
 };
 
 struct ProgramSpec {

@@ -112,6 +112,12 @@ inline Vec vexp(Vec x) {
   p = vfma(p, part, vset(1.0f));
   return vscale(p, whole);
 }
+
+// 1 - 2 / (1 + e^2x), which is off by an ulp of 1 near 0. Of NaN, as the second operand, a minimum is NaN.
+inline Vec vtanh(Vec x) {
+  Vec e = vexp(vmax(vset(-88.f), vmin(vset(88.f), vadd(x, x))));
+  return vsub(vset(1.f), vdiv(vset(2.f), vadd(vset(1.f), e)));
+}
 inline float exp2_1(float x) { return vfirst(vexp2(vset(x))); }
 
 // log of a positive normal number, in double and by our own series: a library's log may change with its version.
