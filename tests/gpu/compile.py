@@ -60,6 +60,7 @@ class Shape:
 
 QWEN = Shape("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151_936, head_norms=True)
 LLAMA = Shape("Llama-3-8B", 4096, 32, 8, 128, 14_336, 128_256, head_norms=False)
+GEMMA_2 = Shape("Gemma-2-27B", 4608, 32, 16, 128, 36_864, 256_000, head_norms=False)
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201_088, head_norms=False)
 
 
@@ -171,6 +172,7 @@ def _attention(
     batch_invariant: bool = False,
     window: int = 0,
     has_sinks: bool = False,
+    cap: float = 0.0,
 ) -> None:
     from triton.runtime import driver
 
@@ -181,7 +183,7 @@ def _attention(
     plan = attention.plan(batch, BLOCK_SIZE, window)
     q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
     sinks = shape.empty(shape.heads, dtype=torch.float32) if has_sinks else None
-    attention.attend(q, kv_view(shape), 0, plan, shape.head_dim**-0.5, sinks)
+    attention.attend(q, kv_view(shape), 0, plan, shape.head_dim**-0.5, sinks, cap)
 
 
 def _attention_decode(shape: Shape) -> None:
@@ -200,6 +202,12 @@ def _attention_window(shape: Shape) -> None:
 def _attention_invariant(shape: Shape) -> None:
     _attention(shape, decode_batch(2), batch_invariant=True)
     _attention(shape, prefill_batch(4), batch_invariant=True)
+
+
+def _attention_cap(shape: Shape) -> None:
+    for batch_invariant in (False, True):
+        _attention(shape, decode_batch(2), batch_invariant=batch_invariant, cap=50.0)
+        _attention(shape, prefill_batch(4), batch_invariant=batch_invariant, cap=50.0)
 
 
 def _attention_sinks(shape: Shape) -> None:
@@ -328,6 +336,7 @@ CALLS = [
     Call("attention, any chunks", _attention_any),
     Call("attention, sliding window", _attention_window, shapes=(QWEN,)),
     Call("attention, invariant", _attention_invariant),
+    Call("attention, a cap", _attention_cap, shapes=(GEMMA_2,)),
     Call("attention, sinks", _attention_sinks, shapes=(GPT_OSS,)),
     Call(
         "attention, float32",

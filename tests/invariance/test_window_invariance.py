@@ -24,7 +24,7 @@ from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedu
 from tests.models.tiny import tiny_model
 from tests.structured.vocabularies import with_tokenizer
 
-FAMILIES = ["mistral", "gemma3"]
+FAMILIES = ["mistral", "gemma2", "gemma3"]
 
 
 @pytest.fixture(scope="module")

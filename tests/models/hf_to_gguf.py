@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 
 # Converters that derive from `LlamaModel` reorder query and key rows; Gemma's write norms as 1 + w.
 PERMUTED = frozenset({"llama", "granite", "granitemoe", "mistral3", "smollm3"})
-PLUS_ONE = frozenset({"gemma", "gemma3"})
+PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
 TOKEN_IDS = {f"tokenizer.ggml.{key}_token_id": i for i, key in enumerate(("padding", "bos", "eos"))}
 
 
@@ -281,6 +281,11 @@ def _phi3(config: Config) -> dict[str, Any]:
     }
 
 
+def _gemma2(config: Config) -> dict[str, Any]:
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    return {**_gemma3(config), **{name: config[name] for name in caps}}
+
+
 def _gemma3(config: Config) -> dict[str, Any]:
     return {"attention.sliding_window": config["sliding_window"]}
 
@@ -293,6 +298,7 @@ _EXTRA = {
     "qwen2moe": _qwen2moe,
     "phi3": _phi3,
     "gemma": _gemma,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
     "lfm2": _lfm2,
     "gpt-oss": _gpt_oss,

@@ -71,12 +71,17 @@ def test_the_gate_of_gpt_oss_left_out_is_noticed(
 
 
 @pytest.mark.parametrize("attention", ["flex", "flashinfer"])
-def test_attention_without_sinks_is_refused_by_name(tmp_path: Path, attention: Any) -> None:
-    case = CASES["gpt-oss"]
+@pytest.mark.parametrize(
+    ("family", "what"), [("gpt-oss", "attention sinks"), ("gemma2", "caps of attention scores")]
+)
+def test_an_attention_that_lacks_something_is_refused_by_name(
+    tmp_path: Path, attention: Any, family: str, what: str
+) -> None:
+    case = CASES[family]
     strong_model(tmp_path, case.class_name, **case.config)
     config = EngineConfig(str(tmp_path), attention=attention)
     specs = {"policy": load_spec(tmp_path)}
-    told = f"attention='{attention}' has no attention sinks, which GptOssForCausalLM has"
+    told = f"attention='{attention}' is not possible for {case.class_name}, which has {what}"
     with pytest.raises(ConfigError, match=told):
         choose_ops(config, specs, torch.float32, torch.device("cpu"))
 

@@ -74,6 +74,17 @@ CASES: Mapping[str, Case] = {
     "qwen2": Case("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Case("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": Case("qwen3moe", "Qwen3MoeForCausalLM", {**EXPERTS, "norm_topk_prob": True}),
+    "gemma2": Case(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma3": Case(
         "gemma3",
         "Gemma3ForCausalLM",
@@ -176,7 +187,7 @@ def strong(folder: Path, name: str, tied: bool = False) -> Any:
     """A model of transformers with strong random weights, saved into a folder."""
     case = CASES[name]
     # the converter leaves Gemma's head out
-    tied = tied or case.architecture == "gemma"
+    tied = tied or case.architecture in ("gemma", "gemma2")
     config = {"rope_parameters": ROPE, **COMMON, **case.config, "tie_word_embeddings": tied}
     sizes = {"sinks": 2.0, "gate_up_proj_bias": 2.0, "gate_up_proj": 0.6}  # of gpt-oss
     # transformers changes its arguments

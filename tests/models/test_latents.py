@@ -66,7 +66,9 @@ def test_ranks_do_not_share_latents(name: str) -> None:
 
 @pytest.mark.parametrize("attention", ["flex", "flashinfer"])
 def test_other_attention_is_refused(folder: Path, attention: Any) -> None:
-    with pytest.raises(ConfigError, match="not over latents, which DeepseekV3ForCausalLM has"):
+    with pytest.raises(
+        ConfigError, match="DeepseekV3ForCausalLM, which has attention over latents"
+    ):
         InferenceEngine(EngineConfig(model_path=str(folder), device="cpu", attention=attention))
 
 

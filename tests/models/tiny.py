@@ -163,6 +163,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 3,
+        "sliding_window": 19,
+        "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 2.0,
+    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

@@ -56,6 +56,21 @@ def _gemma3_defaults(config: Config) -> Config:
     }
 
 
+def _gemma2_defaults(config: Config) -> Config:
+    """What every Gemma 2 has and its GGUF file leaves to the reader, as llama.cpp fills it in."""
+    # as of Gemma 3, with another depth
+    split_evenly = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": _every_nth_full(config, 2),
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": split_evenly
+        if config["num_hidden_layers"] == 46
+        else config["head_dim"],
+        "attention_bias": False,
+    }
+
+
 def _exaone4_defaults(config: Config) -> Config:
     """Windows in three layers of four, or in none."""
     if "sliding_window" in config:
@@ -376,6 +391,21 @@ FAMILIES: Mapping[str, Family] = {
         config_keys=_LLAMA_KEYS,
         optional_keys=_ROPE_BASE,
         defaults=lambda config: {"hidden_act": "gelu_pytorch_tanh"},
+        chat_eos_ids=(1, 107),  # <eos>, <end_of_turn>
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        layer_names={**_ATTENTION, **_MLP, **_FOUR_NORMS},
+        plus_one=frozenset((*_FOUR_NORMS, "output_norm.weight")),
+        config_keys=_LLAMA_KEYS,
+        optional_keys={
+            **_ROPE_BASE,
+            _WINDOW: "sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        defaults=_gemma2_defaults,
         chat_eos_ids=(1, 107),  # <eos>, <end_of_turn>
     ),
     "gemma3": Family(

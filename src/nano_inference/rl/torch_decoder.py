@@ -14,7 +14,8 @@ from nano_inference.models.decoder import EXPERT_BIASES
 from nano_inference.models.latent_spec import LatentSpec
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec import ModelSpec
-from nano_inference.ops.reference import rotate
+from nano_inference.ops.reference import rotate, scaled
+from nano_inference.ops.reference_attention import capped
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed
@@ -298,13 +299,19 @@ class TorchDecoder:
         n, kv_heads, head_dim = len(q), k.shape[1], k.shape[2]
         # heads that share keys are rows of one matrix
         q = q.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        out = functional.scaled_dot_product_attention(
+        q, k, v = (
             q.reshape(1, kv_heads, -1, head_dim),
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
-            attn_mask=mask,
-            scale=self.spec.attention_scale,
         )
+        if self.spec.attention_cap:
+            scores = q.float() @ k.float().transpose(2, 3) * self.spec.attention_scale
+            weights = capped(scores, self.spec.attention_cap).add(mask).softmax(dim=-1)
+            out = weights.to(self.dtype) @ v
+        else:
+            out = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=self.spec.attention_scale
+            )
         return out.view(kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
 
     def _mask(self, n: int, length: int, window: int, device: torch.device) -> Tensor:
@@ -363,19 +370,23 @@ class TorchDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of hidden rows [N, H] in `dtype` and of the head, float32 [V, H].
 
-        With z = hidden @ weight.T / divisor, -inf where masks cut, it is (one-hot - softmax(z /
+        With z = hidden @ weight.T, scaled, -inf where masks cut, it is (one-hot - softmax(z /
         temperature)) / temperature by z. The logits are float32 whatever the dtype: rounded ones
         would be other probabilities.
         """
         d_hidden, d_head = torch.zeros_like(hidden), torch.zeros_like(weight32)
-        divisor = self.spec.logits_divisor * temperature
+        scale, cap = self.spec.logit_scale, self.spec.logits_cap
+        divisor = scale.divisor * temperature
         sums = torch.zeros(len(batch.scored_rows), device=hidden.device).index_add_(
             0, batch.owners, batch.gradients
         )
         for first in range(0, len(batch.scored_rows), HEAD_ROWS):
             rows = batch.scored_rows[first : first + HEAD_ROWS]
             own = hidden[rows]
-            logits = functional.linear(own.float(), weight32).div_(divisor)
+            logits = functional.linear(own.float(), weight32)
+            # a cap's slope is 1 - (z / cap)^2
+            slope = 1 - (scaled(logits, scale) / cap).square() if cap else None
+            logits = scaled(logits, scale).div_(temperature) if cap else logits.div_(divisor)
             if len(batch.mask_words):
                 mask_rows = batch.mask_rows[first : first + HEAD_ROWS]
                 may = allowed(mask_rows, batch.mask_words, logits.shape[1])
@@ -384,7 +395,8 @@ class TorchDecoder:
             d_logits.mul_(-sums[first : first + HEAD_ROWS, None])
             here = (batch.owners >= first) & (batch.owners < first + HEAD_ROWS)
             d_logits[batch.owners[here] - first, batch.targets[here]] += batch.gradients[here]
-            d_logits = d_logits.div_(divisor).to(self.dtype)
+            d_logits = d_logits.div_(divisor)
+            d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(self.dtype)
             d_hidden.index_add_(0, rows, d_logits @ weight)  # a row may stand under several masks
             d_head += d_logits.T @ own
         return d_hidden, d_head

@@ -157,7 +157,7 @@ class Attention:
                 self._row_parts,
                 math.log2(math.e) * (1.0 if cap else scale),
                 cap or None,
-                scale / cap if cap else None,
+                2 * math.log2(math.e) * scale / cap if cap else None,
                 KV_HEADS=kv_heads,
                 GROUP=num_heads // kv_heads,
                 HEAD_DIM=head_dim,
@@ -287,8 +287,8 @@ def _walk_tile(q, keys, values, visible, highest, total, acc, scale, cap, slope)
     """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if cap is not None:
-        # cap * tanh(scores * slope); an infinite power leaves the cap
-        scores = cap - 2 * cap / (1 + tl.exp2(scores * (2 * LOG2_E * slope)))
+        # cap * tanh of the scaled scores over the cap; an infinite power leaves the cap
+        scores = cap - 2 * cap / (1 + tl.exp2(scores * slope))
     scores = tl.where(visible, scores, NEVER)
     higher = tl.maximum(highest, tl.max(scores, 1))
     origin = tl.where(higher == NEVER, 0.0, higher)  # nothing seen yet: -inf - -inf is no number
