@@ -19,9 +19,9 @@ from torch import Tensor
 from nano_inference import SamplingParams
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.settings import UNSCALED, LogitScale
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.filters import rank
+from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch

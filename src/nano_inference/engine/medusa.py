@@ -21,7 +21,7 @@ from nano_inference.engine.model_drafts import (
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.draft_heads import HeadWeights, MedusaSpec
 from nano_inference.ops.backend import Ops
-from nano_inference.ops.settings import UNSCALED
+from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.sequence import Sequence

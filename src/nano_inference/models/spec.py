@@ -39,7 +39,7 @@ from nano_inference.models.rope_spec import (
 )
 from nano_inference.models.state_spec import StateSpec, delta_net, short_conv
 from nano_inference.models.text_part import gemma3_text_config, text_config
-from nano_inference.ops.settings import LogitScale
+from nano_inference.sampling.logit_scale import LogitScale
 
 Config = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Moe
-from nano_inference.ops.settings import LogitScale
 from nano_inference.parallel.context import SegmentRows
+from nano_inference.sampling.logit_scale import LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch

@@ -37,9 +37,10 @@ from nano_inference.ops.reference_attention import (
     plan_states,
 )
 from nano_inference.ops.reference_state import delta_net, short_conv, sigmoid, sigmoid_gate
-from nano_inference.ops.settings import CLAMP, SLOPE, UNSCALED, Latent, LogitScale, Routing
+from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum
+from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
 from nano_inference.sampling.parts import VocabPart, sample_part, score_part
 from nano_inference.sampling.pipeline import divide

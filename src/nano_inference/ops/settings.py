@@ -54,15 +54,3 @@ class Latent(NamedTuple):
     def key(self) -> int:
         """Numbers of a key, and of a query that meets it: those that turn, then the latent's."""
         return self.rotary + self.rank
-
-
-class LogitScale(NamedTuple):
-    """From products z of hidden rows and the head to logits: z / divisor, and where there is a cap
-    (above 0), cap * tanh(z / divisor / cap), as in Gemma 2 (arXiv:2408.00118).
-    """
-
-    divisor: float = 1.0
-    cap: float = 0.0
-
-
-UNSCALED = LogitScale()

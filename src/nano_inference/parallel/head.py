@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.ops.settings import UNSCALED, LogitScale
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.sampling.filters import any_is_on
+from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch

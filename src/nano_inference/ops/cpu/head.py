@@ -14,7 +14,7 @@ from torch import Tensor
 from nano_inference.ops.backend import HeadParts
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.settings import UNSCALED, LogitScale
+from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import COLUMNS, SamplingBatch

@@ -16,7 +16,7 @@ from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
 from nano_inference.ops.flashinfer import FlashInferAttention
 from nano_inference.ops.reference import scaled
-from nano_inference.ops.settings import UNSCALED, LogitScale
+from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
