@@ -199,7 +199,12 @@ inline void tile_of(const Linear<T>& job, int64_t row, int height, int64_t panel
     case 1: tile<T, 1, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
     case 2: tile<T, 2, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
 #if defined(NANO_AVX2)  // more rows leave registers for the sums of one panel
-    case 3: one_by_one<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
+    case 3:
+      if constexpr (FETCH == Fetch::STREAMS && sizeof(T) == 4)  // two streams bring more than one
+        tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH);
+      else
+        one_by_one<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums);
+      break;
     case 4: one_by_one<T, 4, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
 #else
     case 3: tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
