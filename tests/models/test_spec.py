@@ -140,7 +140,7 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*LlamaForCausalLM"),
+        (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*Mamba.*lacks"),
         (config(architectures=[]), "missing.*LlamaForCausalLM"),
         (without("architectures"), "missing.*LlamaForCausalLM"),
         (without("hidden_size"), "lacks 'hidden_size'"),

@@ -19,6 +19,7 @@ from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops import reference, reference_state
 from nano_inference.rl import PolicyModel
+from tests.models.families import DELTA, DELTA_WITH_PICTURES, LFM2, NEXT
 from tests.models.strong import (
     LENGTHS,
     NOTICED,
@@ -28,12 +29,6 @@ from tests.models.strong import (
     strong_model,
 )
 from tests.models.tiny import tiny_model
-
-LFM2: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "layer_types": ["conv", "full_attention", "conv", "conv"],
-    "conv_bias": True,
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,36 +45,6 @@ def test_lfm2_agrees_with_transformers(
     folder, oracle = lfm2
     options: dict[str, Any] = {"cache_type": cache_type, "max_chunk_tokens": 33, "block_size": 8}
     assert disagreement(folder, oracle, backend=backend, **options) < TOLERANCE
-
-
-DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-    },
-    # The first token's output of a head is (q . k) u over its own norm: where q . k is nearly 0,
-    # float32 does not decide it. Larger inputs have keys that are like queries. With this seed
-    # transformers itself is 5e-5 from its own float64 at worst.
-    "sizes": {"A_log": 0.5, "in_proj_qkv": 0.6},
-    "seed": 1,
-}
-NEXT: dict[str, Any] = DELTA | {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "seed": 2,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
-    "decoder_sparse_step": 1,
-}
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +68,7 @@ def test_qwen3_next_agrees_with_transformers(tmp_path: Path) -> None:
 
 
 def test_the_text_part_of_a_larger_class_agrees(tmp_path: Path) -> None:
-    text = {name: value for name, value in DELTA.items() if name not in ("sizes", "seed")}
-    pictures = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    oracle = strong_model(
-        tmp_path,
-        "Qwen3_5ForConditionalGeneration",
-        seed=DELTA["seed"],
-        sizes=DELTA["sizes"],
-        text_config=text,
-        vision_config=pictures | {"out_hidden_size": 64, "num_position_embeddings": 16},
-    )
+    oracle = strong_model(tmp_path, "Qwen3_5ForConditionalGeneration", **DELTA_WITH_PICTURES)
     assert disagreement(tmp_path, oracle, lengths=(1, 5, 40)) < TOLERANCE
 
 

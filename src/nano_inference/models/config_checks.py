@@ -199,6 +199,13 @@ def _check_rope(fields: Config, where: str) -> None:
             _check(fields[name], _ROPE_KINDS, f"{where}: {name}")
 
 
+def whole(config: Config, name: str) -> int:
+    """A number that a model must have. Raises `KeyError` where it is absent or null."""
+    if config.get(name) is None:
+        raise KeyError(name)
+    return int(config[name])
+
+
 def check_end_ids(generation_config: Config) -> None:
     """The same of generation_config.json, as far as it is part of a model."""
     _check(generation_config, {"eos_token_id": _ENDS}, "generation_config.json")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.config_checks import whole
 from nano_inference.models.rope_spec import RopeSpec, ropes_by_window
 from nano_inference.ops.settings import Latent
 
@@ -37,7 +38,7 @@ def read_latent(config: Config) -> LatentSpec:
                 "here."
             )
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    rank, rotary, plain, value = (int(config[name]) for name in names)
+    rank, rotary, plain, value = (whole(config, name) for name in names)
     if rotary % 2:
         raise ModelLoadError(
             f"qk_rope_head_dim={rotary} must be even: rotary embedding turns pairs."
@@ -48,7 +49,7 @@ def read_latent(config: Config) -> LatentSpec:
 
 def latent_scale(config: Config) -> dict[str, float]:
     """The scale of whole queries; where yarn stretches them, its factor squared."""
-    scale = (int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])) ** -0.5
+    scale = (whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim")) ** -0.5
     fields: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight, factor = fields.get("mscale_all_dim"), float(fields.get("factor") or 1.0)
     kind = fields.get("rope_type") or fields.get("type") or "default"

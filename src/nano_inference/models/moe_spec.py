@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.config_checks import whole
 from nano_inference.ops.settings import CLAMP, SLOPE, Routing
 
 Config = Mapping[str, Any]
@@ -93,12 +94,12 @@ def qwen_experts(config: Config, num_layers: int) -> MoeSpec | None:
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
     count, per_token = _expert_counts(config)
     routing = Routing(per_token, bool(config.get("norm_topk_prob", False)))
-    return _with_experts(MoeSpec(count, int(config["moe_intermediate_size"]), routing, layers))
+    return _with_experts(MoeSpec(count, whole(config, "moe_intermediate_size"), routing, layers))
 
 
 def qwen2_experts(config: Config, num_layers: int) -> MoeSpec | None:
     """As Qwen 3, with a shared expert, which has a gate."""
-    inner = int(config["shared_expert_intermediate_size"])
+    inner = whole(config, "shared_expert_intermediate_size")
     shared = SharedExpertSpec(inner, "mlp.shared_expert", gate="mlp.shared_expert_gate")
     found = qwen_experts(config, num_layers)
     return found and replace(found, shared=shared)
@@ -107,12 +108,12 @@ def qwen2_experts(config: Config, num_layers: int) -> MoeSpec | None:
 def olmoe_experts(config: Config, num_layers: int) -> MoeSpec | None:
     count, per_token = _expert_counts(config)
     routing = Routing(per_token, bool(config.get("norm_topk_prob", False)))
-    inner = int(config["intermediate_size"])
+    inner = whole(config, "intermediate_size")
     return _with_experts(MoeSpec(count, inner, routing, (True,) * num_layers))
 
 
 def mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    inner, (count, per_token) = int(config["intermediate_size"]), _expert_counts(config)
+    inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
     routing, every = Routing(per_token, True), (True,) * num_layers
     return _with_experts(
         MoeSpec(
@@ -128,7 +129,7 @@ def mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
 
 
 def granite_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    inner, (count, per_token) = int(config["intermediate_size"]), _expert_counts(config)
+    inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
     shared = int(config.get("shared_intermediate_size") or 0)
     moe = "block_sparse_moe"
     return _with_experts(
@@ -160,7 +161,7 @@ def gpt_oss_experts(config: Config, num_layers: int) -> MoeSpec | None:
             raise ModelLoadError(
                 f"config.json has {name}={config[name]!r}; this decoder knows {only} alone."
             )
-    inner, (count, per_token) = int(config["intermediate_size"]), _expert_counts(config)
+    inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
     return _with_experts(
         MoeSpec(
             count,
@@ -185,11 +186,11 @@ def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
         )
     limited = method == "group_limited_greedy"
     routing = Routing(
-        int(config["num_experts_per_tok"]),
+        whole(config, "num_experts_per_tok"),
         False,
         scale=_scaling(config),
-        groups=int(config["n_group"]) if limited else 1,
-        groups_kept=int(config["topk_group"]) if limited else 1,
+        groups=whole(config, "n_group") if limited else 1,
+        groups_kept=whole(config, "topk_group") if limited else 1,
     )
     return _deepseek(config, num_layers, routing)
 
@@ -197,7 +198,7 @@ def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:
 def deepseek_v3_experts(config: Config, num_layers: int) -> MoeSpec | None:
     """Sigmoids, chosen with a bias; a group is as good as its best two."""
     routing = Routing(
-        int(config["num_experts_per_tok"]),
+        whole(config, "num_experts_per_tok"),
         bool(config.get("norm_topk_prob", True)),
         scores="sigmoid",
         scale=_scaling(config),
@@ -219,14 +220,14 @@ def _deepseek(config: Config, num_layers: int, routing: Routing) -> MoeSpec | No
     """Every layer but for the first ones, with shared experts, which are one."""
     dense, inner = (
         int(config.get("first_k_dense_replace") or 0),
-        int(config["moe_intermediate_size"]),
+        whole(config, "moe_intermediate_size"),
     )
     if int(config.get("moe_layer_freq") or 1) != 1:
         raise ModelLoadError(f"config.json has moe_layer_freq={config['moe_layer_freq']!r}, not 1.")
     shared = int(config.get("n_shared_experts") or 0)
     return _with_experts(
         MoeSpec(
-            int(config["n_routed_experts"]),
+            whole(config, "n_routed_experts"),
             inner,
             routing,
             tuple(layer >= dense for layer in range(num_layers)),
@@ -239,7 +240,7 @@ def ernie_experts(config: Config, num_layers: int) -> MoeSpec | None:
     """Every `moe_layer_interval`-th layer from one to another; scores of a softmax, chosen with a
     bias.
     """
-    count, inner = int(config["moe_num_experts"]), int(config["moe_intermediate_size"])
+    count, inner = whole(config, "moe_num_experts"), whole(config, "moe_intermediate_size")
     shared = inner * int(config.get("moe_num_shared_experts") or 0)
     every = int(config.get("moe_layer_interval") or 1)
     first, last = (
@@ -251,7 +252,7 @@ def ernie_experts(config: Config, num_layers: int) -> MoeSpec | None:
         MoeSpec(
             count,
             inner,
-            Routing(int(config["moe_k"]), True, floor=floor),
+            Routing(whole(config, "moe_k"), True, floor=floor),
             tuple(
                 (layer + 1) % every == 0 and first <= layer <= last % num_layers
                 for layer in range(num_layers)
@@ -269,7 +270,7 @@ def _expert_counts(config: Config) -> tuple[int, int]:
     through.
     """
     name = "num_experts" if "num_experts" in config else "num_local_experts"
-    return int(config[name]), int(config["num_experts_per_tok"])
+    return whole(config, name), whole(config, "num_experts_per_tok")
 
 
 def _with_experts(found: MoeSpec) -> MoeSpec | None:

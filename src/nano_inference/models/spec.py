@@ -27,6 +27,7 @@ from nano_inference.models.moe_spec import (
     qwen_experts,
 )
 from nano_inference.models.quantisation import Quantisation, read_quantisation
+from nano_inference.models.refused import refusal
 from nano_inference.models.rope_spec import (
     ReadRopes,
     RopeSpec,
@@ -209,22 +210,16 @@ def spec_from_config(
     Raises `ModelLoadError` for what the decoder lacks, for a quantisation that is not known, and
     for a value that no model has.
     """
+    check_values({"architectures": config.get("architectures")})
+    architectures = config.get("architectures") or []
+    known = [name for name in architectures if name in ARCHITECTURES]
+    if not known:
+        raise ModelLoadError(refusal(architectures, ARCHITECTURES))
     check_values(config)
     check_end_ids(generation_config or {})
-    architectures = config.get("architectures") or []
-    known = [name for name in architectures if name in _ARCHITECTURES]
-    for name in architectures:
-        if name in _REFUSED:
-            raise ModelLoadError(f"{name} is not supported: {_REFUSED[name]}.")
-    if not known:
-        raise ModelLoadError(
-            f"architecture {', '.join(architectures) or 'missing'} is not supported; the decoder "
-            "knows "
-            f"{', '.join(sorted(_ARCHITECTURES))}."
-        )
     quantisation = read_quantisation(config, folder)
     try:
-        spec = _read(known[0], _ARCHITECTURES[known[0]], config, generation_config or {})
+        spec = _read(known[0], ARCHITECTURES[known[0]], config, generation_config or {})
     except KeyError as missing:
         raise ModelLoadError(f"config.json lacks {missing.args[0]!r}.") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as problem:
@@ -430,7 +425,7 @@ def _quarter_turning(config: Config) -> Config:
 
 _LATENT = _Family(latent=read_latent, ropes=latent_ropes, partial_rotary=True, scales=latent_scale)
 
-_ARCHITECTURES: dict[str, _Family] = {
+ARCHITECTURES: dict[str, _Family] = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(windows=_uniform_window),
     "MinistralForCausalLM": _Family(windows=_uniform_window),
@@ -578,10 +573,10 @@ _ARCHITECTURES: dict[str, _Family] = {
 
 
 def _text_part(of: str, read: Callable[[Config], Config] = text_config) -> _Family:
-    return replace(_ARCHITECTURES[of], read=read, is_text_part=True)
+    return replace(ARCHITECTURES[of], read=read, is_text_part=True)
 
 
-_ARCHITECTURES |= {
+ARCHITECTURES |= {
     "Gemma3ForConditionalGeneration": _text_part("Gemma3ForCausalLM", gemma3_text_config),
     "Mistral3ForConditionalGeneration": _text_part("MistralForCausalLM"),
     "Qwen2VLForConditionalGeneration": _text_part("Qwen2ForCausalLM"),
@@ -596,13 +591,6 @@ _REQUIRED = (
     *("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps"),
 )
-_INDEXER = "its attention chooses keys by a sparse indexer, which the decoder lacks"
-_REFUSED = {
-    "DeepseekV32ForCausalLM": _INDEXER,
-    "DeepseekV4ForCausalLM": _INDEXER,
-    "GlmMoeDsaForCausalLM": _INDEXER,
-    "Glm5NextForCausalLM": _INDEXER,
-}
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _UNSUPPORTED = (
     "mlp_bias",

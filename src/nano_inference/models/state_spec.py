@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.config_checks import whole
 
 Config = Mapping[str, Any]
 
@@ -141,8 +142,8 @@ def short_conv(config: Config, num_layers: int) -> ShortConv:
     require_types(types, num_layers, "conv")
     return ShortConv(
         tuple(kind == "conv" for kind in types),
-        int(config["hidden_size"]),
-        int(config["conv_L_cache"]),
+        whole(config, "hidden_size"),
+        whole(config, "conv_L_cache"),
         bool(config.get("conv_bias", False)),
     )
 
@@ -158,11 +159,11 @@ def delta_net(config: Config, num_layers: int, *, joint: bool) -> DeltaNet:
     require_types(types, num_layers, "linear_attention")
     found = DeltaNet(
         tuple(kind == "linear_attention" for kind in types),
-        int(config["linear_num_key_heads"]),
-        int(config["linear_num_value_heads"]),
-        int(config["linear_key_head_dim"]),
-        int(config["linear_value_head_dim"]),
-        int(config["linear_conv_kernel_dim"]),
+        whole(config, "linear_num_key_heads"),
+        whole(config, "linear_num_value_heads"),
+        whole(config, "linear_key_head_dim"),
+        whole(config, "linear_value_head_dim"),
+        whole(config, "linear_conv_kernel_dim"),
         joint,
     )
     if found.value_heads % found.key_heads:
