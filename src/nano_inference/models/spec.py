@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import check_end_ids, check_values
+from nano_inference.models.config_checks import check_end_ids, check_values, shown
 from nano_inference.models.latent_spec import (
     LatentSpec,
     latent_ropes,
@@ -369,7 +369,7 @@ def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
     unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if unknown or len(types) != len(default_types):
         raise ModelLoadError(
-            f"config.json has layer_types {types!r}; {len(default_types)} entries are needed, "
+            f"config.json has layer_types {shown(types)}; {len(default_types)} entries are needed, "
             "each 'full_attention' or "
             "'sliding_attention'."
         )
@@ -437,7 +437,7 @@ ARCHITECTURES: dict[str, _Family] = {
         )
     ),
     "Ministral3ForCausalLM": _Family(windows=_uniform_window),
-    "HeliumForCausalLM": _Family(ropes=interleaved_ropes),
+    "HeliumForCausalLM": _Family(biases=_input_biases, ropes=interleaved_ropes),
     "Ernie4_5ForCausalLM": _Family(
         biases=_ernie_biases, tied_by_default=True, ropes=interleaved_ropes
     ),

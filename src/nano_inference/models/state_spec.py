@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import whole
+from nano_inference.models.config_checks import shown, whole
 
 Config = Mapping[str, Any]
 
@@ -182,6 +182,6 @@ def require_types(types: Any, num_layers: int, own: str) -> None:
     wanted = {"full_attention", own}
     if len(types) != num_layers or set(types) != wanted:
         raise ModelLoadError(
-            f"config.json has layer_types {types!r}; {num_layers} entries are needed, each "
+            f"config.json has layer_types {shown(types)}; {num_layers} entries are needed, each "
             f"'full_attention' or {own!r}, and of each at least one."
         )
