@@ -1,6 +1,8 @@
 """What is said where a name or a folder is no model."""
 
 import json
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from nano_inference import ModelLoadError, WeightUpdateError
 from nano_inference.engine.transports.files import WeightFiles
 from nano_inference.engine.transports.interface import Deadline
 from nano_inference.engine.weights.sources import read_folder
-from nano_inference.models import embedded
+from nano_inference.models import embedded, folders, loading
 from nano_inference.models.embedded import install_command
 from nano_inference.models.folders import load_spec, resolve_model
+from nano_inference.models.loading import load_params
+from nano_inference.progress import Progress, told
+from tests.models.quantisers import write_quantised
 from tests.models.tiny import llama_config, llama_weights, write_model
+from tests.test_progress import Clock
 
 
 class Reply:
@@ -84,10 +90,109 @@ def test_a_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
         list(read_folder(tmp_path))
 
 
+def test_an_adapter_beside_a_config_is_one_too(tmp_path: Path) -> None:
+    config = llama_config()
+    write_model(tmp_path, config, llama_weights(config))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    load_spec(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"holds an adapter \(LORA\)"):
+        load_spec(tmp_path)
+
+
+def test_an_empty_folder_is_told_as_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=rf"^{tmp_path} is empty; a model's folder holds "):
+        load_spec(resolve_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_a_folder_of_pickles_is_told_as_one(tmp_path: Path, described: bool) -> None:
+    config = llama_config()
+    write_model(tmp_path, config, llama_weights(config))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model-00001-of-00002.bin")
+    if not described:
+        (tmp_path / "config.json").unlink()
+    with pytest.raises(
+        ModelLoadError, match=r"holds pickles \(pytorch_model-00001-of-00002.bin\), which run"
+    ):
+        load_params(tmp_path, load_spec(tmp_path), torch.float32, torch.device("cpu"))
+
+
+def hub_that_gives(sizes: list[int], folder: Path, clock: Any) -> Any:
+    """`snapshot_download` as it uses its bars: two of bytes, of which one counts what comes over
+    the net, and one of files.
+    """
+
+    def snapshot_download(_model: str, *, tqdm_class: Any, **_given: Any) -> str:
+        name = "huggingface_hub.snapshot_download"
+        fetched = tqdm_class(name=f"{name}.transfer", total=0, unit="B", disable=False)
+        written = tqdm_class(name=name, total=0, unit="B", disable=False)
+        for size in tqdm_class(sizes, desc="Fetching files"):
+            written.total += size
+            written.refresh()
+            for _ in range(8):
+                clock.now += 1.0
+                fetched.update(size // 16)
+                written.update(size // 8)
+        written.close()
+        return str(folder)
+
+    return snapshot_download
+
+
+def test_a_download_tells_its_bytes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    hub_of = hub_that_gives([2**20, 2**22], tmp_path, clock)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub_of)
+    monkeypatch.setattr(folders, "Progress", partial(Progress, clock=clock))
+    caplog.set_level(logging.INFO, "nano_inference")
+    assert resolve_model("someone/something") == tmp_path
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "downloading someone/something: 256.0 KiB of 1.0 MiB (25%), 128.0 KiB/s",
+        "downloading someone/something: 5.0 MiB in 16 s",
+    ]
+    assert capsys.readouterr().err == ""  # the hub's own bars are not shown
+
+
+def test_what_is_loaded_and_dequantised_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of it, and no more."""
+    config = llama_config()
+    weights = llama_weights(config)
+    write_model(tmp_path / "plain", config, weights)
+    write_quantised(tmp_path / "coded", "gptq", config, weights)
+    clock = Clock()
+
+    class Slow(Progress):
+        def add(self, count: int) -> None:
+            clock.now += 1.0
+            super().add(count)
+
+    monkeypatch.setattr(loading, "Progress", partial(Slow, clock=clock))
+    caplog.set_level(logging.INFO, "nano_inference")
+    whole = told(4 * sum(each.numel() for each in weights.values()))
+    for name, doing in (("plain", "loading"), ("coded", "dequantising and loading")):
+        caplog.clear()
+        folder = tmp_path / name
+        load_params(folder, load_spec(folder), torch.float32, torch.device("cpu"))
+        first, *_, last = [record.getMessage() for record in caplog.records]
+        assert first.startswith(f"{doing} {name}: ")
+        assert f" of {whole} (" in first
+        assert last == f"{doing} {name}: {whole} in {len(weights)} s"
+
+
 def test_a_folder_that_is_no_model_is_named_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(
         ModelLoadError, match=rf"^{tmp_path} is not a model's folder: config\.json is missing\.$"
     ):

@@ -1,8 +1,10 @@
 """Conversion of GGUF files: small synthetic Llamas. Other families: test_gguf_families.py."""
 
 import json
+import logging
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models import gguf as gguf_files
 from nano_inference.models import gguf_weights
 from nano_inference.models.gguf import convert_gguf
+from nano_inference.progress import Progress, told
 from tests.models.tiny_gguf import (
     FFN,
     HEAD_DIM,
@@ -29,6 +33,7 @@ from tests.models.tiny_gguf import (
     stored_weights,
     write_gguf,
 )
+from tests.test_progress import Clock
 
 gguf = pytest.importorskip("gguf")
 
@@ -332,6 +337,28 @@ def test_truncated_anywhere_is_refused_and_leaves_nothing(tmp_path: Path) -> Non
         with pytest.raises(ModelLoadError, match="truncated or damaged"):
             convert(path, tmp_path / "cache")
     assert files_in(tmp_path / "cache") == []
+
+
+def test_reading_and_converting_tell_all_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+
+    class Slow(Progress):
+        def add(self, count: int) -> None:
+            clock.now += 3.0
+            super().add(count)
+
+    for module in (gguf_files, gguf_weights):
+        monkeypatch.setattr(module, "Progress", partial(Slow, clock=clock))
+    caplog.set_level(logging.INFO, "nano_inference")
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
+    folder = convert(path, tmp_path / "cache")
+    lines = [record.getMessage() for record in caplog.records]
+    size = told(path.stat().st_size)
+    assert f"reading m.gguf: {size} in 3 s" in lines
+    written = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
+    assert [line for line in lines if line.startswith(f"converting m.gguf: {told(written)} in ")]
 
 
 def test_second_call_reuses_the_folder(tmp_path: Path) -> None:

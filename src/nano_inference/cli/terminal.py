@@ -6,13 +6,16 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.status import Status
 from rich.text import Text
+
+from nano_inference.progress import shown_by
 
 if TYPE_CHECKING:
     from nano_inference.config import EngineConfig
@@ -63,11 +66,21 @@ def set_up_logging(*, verbose: bool) -> None:
 
 
 def load_engine(config: "EngineConfig") -> "InferenceEngine":
-    """Build an engine; a terminal shows that something is going on."""
-    with errors.status(f"loading {config.model_path}"):
+    """Build an engine; a terminal shows what is going on."""
+    with errors.status(f"loading {config.model_path}") as status, _shown_in(status):
         from nano_inference.engine.engine import InferenceEngine
 
         return InferenceEngine(config)
+
+
+@contextmanager
+def _shown_in(status: Status) -> Iterator[None]:
+    """What takes long is told beside the spinner, where there is one."""
+    if not errors.is_terminal:
+        yield
+        return
+    with shown_by(lambda line: status.update(Text(line))):
+        yield
 
 
 class Interruptible(Generic[Item]):

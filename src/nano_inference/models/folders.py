@@ -3,12 +3,14 @@
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf, describe_gguf, gguf_in
 from nano_inference.models.quantisation import quantisation_of
 from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.progress import Progress
 from nano_inference.regular_files import read_json
 
 
@@ -49,8 +51,9 @@ def load_spec(folder: Path) -> ModelSpec:
     """
     _refuse_adapter(folder)
     if not (folder / "config.json").exists():
+        whole = folder.absolute()
         raise ModelLoadError(
-            f"{folder.absolute()} is not a model's folder: config.json is missing."
+            held_instead(whole) or f"{whole} is not a model's folder: config.json is missing."
         )
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
@@ -70,9 +73,30 @@ def require_plain_weights(folder: Path) -> None:
         )
 
 
+def held_instead(folder: Path) -> str | None:
+    """What a folder without safetensors is, in a sentence; None: nothing that has a name."""
+    try:
+        names = sorted(each.name for each in folder.iterdir())
+    except OSError:
+        return None
+    if not names:
+        return f"{folder} is empty; a model's folder holds config.json and .safetensors files."
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if pickles and not any(name.endswith(".safetensors") for name in names):
+        return (
+            f"{folder} holds pickles ({pickles[0]}), which run whatever code is in them when they "
+            "are read; convert its weights to safetensors first."
+        )
+    return None
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
 def _refuse_adapter(folder: Path) -> None:
     path = folder / "adapter_config.json"
-    if path.exists() and not (folder / "config.json").exists():
+    whole = any(each for each in folder.glob("*.safetensors") if "adapter" not in each.name)
+    if path.exists() and not ((folder / "config.json").exists() and whole):
         fields = read_json(path)
         kind, base = fields.get("peft_type") or "LoRA", fields.get("base_model_name_or_path")
         raise ModelLoadError(
@@ -101,7 +125,9 @@ def _download(model_path: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model_path, allow_patterns=patterns))
+        with Progress(f"downloading {model_path}", 0) as progress:
+            bar = _bytes_to(progress)
+            return Path(snapshot_download(model_path, allow_patterns=patterns, tqdm_class=bar))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as problem:
         near = difflib.get_close_matches(model_path.lower(), EMBEDDED_MODELS, n=1)
         hint = (
@@ -112,6 +138,27 @@ def _download(model_path: str, patterns: list[str]) -> Path:
         raise ModelLoadError(
             f"{model_path!r} is not a folder or file here, and {_hub_problem(problem)}; {hint}"
         ) from problem
+
+
+def _bytes_to(progress: Progress) -> type[Any]:
+    """A bar of the hub's that is not shown, and whose bytes are counted here."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.counts = kwargs.get("unit") == "B" and kwargs.get("name") == _BYTES
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self.counts:
+                progress.total = int(self.total or 0)
+                progress.add(int(n or 0))
+            return None
+
+    return Bar
+
+
+_BYTES = "huggingface_hub.snapshot_download"  # the hub's name of the bar of what is written
 
 
 def _hub_problem(problem: Exception) -> str:

@@ -23,6 +23,7 @@ from nano_inference.models.gguf_header import GgufHeader, read_header
 from nano_inference.models.gguf_tokenizer import write_tokenizer
 from nano_inference.models.gguf_weights import Stored, require_names, write_safetensors
 from nano_inference.models.spec import spec_from_config
+from nano_inference.progress import Progress
 from nano_inference.regular_files import open_regular, read_json
 
 logger = logging.getLogger("nano_inference")
@@ -73,7 +74,7 @@ def convert_gguf(
         with unfinished(folder) as new:
             for file in described.iterdir():
                 shutil.copy(file, new)
-            write_safetensors(new / "model.safetensors", family, config, stored)
+            write_safetensors(new / "model.safetensors", family, config, stored, parts[0].name)
             new.rename(folder)
     except OSError as error:
         # The rename fails where another process was first: its folder holds the same and stays.
@@ -142,10 +143,13 @@ def _parts(path: Path) -> list[Path]:
 
 def _sha256(parts: list[Path]) -> str:
     digest = hashlib.sha256()
-    for part in parts:
-        with open_regular(part) as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
+    size = sum(part.stat().st_size for part in parts)
+    with Progress(f"reading {parts[0].name}", size) as progress:
+        for part in parts:
+            with open_regular(part) as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+                    progress.add(len(chunk))
     return digest.hexdigest()
 
 

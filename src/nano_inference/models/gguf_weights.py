@@ -18,6 +18,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.gguf_families import OPTIONAL_NAMES, Config, Family
 from nano_inference.models.gguf_header import StoredTensor
 from nano_inference.models.spec import spec_from_config
+from nano_inference.progress import Progress
 
 if TYPE_CHECKING:
     from nano_inference.models.weights import FusedTensor
@@ -66,9 +67,11 @@ def require_names(family: Family, config: Config, stored: Stored) -> None:
         )
 
 
-def write_safetensors(path: Path, family: Family, config: Config, stored: Stored) -> None:
-    """Write the tensors one at a time: the header follows from the shapes, so no two are ever in
-    memory at once.
+def write_safetensors(
+    path: Path, family: Family, config: Config, stored: Stored, source: str
+) -> None:
+    """Write the tensors of a file, `source`, one at a time: the header follows from the shapes, so
+    no two are ever in memory at once.
 
     Raises `ModelLoadError` where shapes contradict the config, or the disk has no room, before
     anything is written.
@@ -86,12 +89,13 @@ def write_safetensors(path: Path, family: Family, config: Config, stored: Stored
     _require_room(path, end)
     encoded = json.dumps(header).encode("utf-8")
     encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
-    with path.open("wb") as file:
+    with path.open("wb") as file, Progress(f"converting {source}", end) as progress:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for each in targets:
             for tensor, rows in each.pieces:
                 for chunk in _chunks(tensor, rows, each.dtype, family, config):
                     file.write(chunk.data)
+                    progress.add(chunk.nbytes)
         file.flush()
         # the rename that publishes the folder must not reach the disk before its contents
         os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.folders import held_instead, require_plain_weights
 from nano_inference.models.folders import load_spec as load_spec
-from nano_inference.models.folders import require_plain_weights
 from nano_inference.models.folders import resolve_model as resolve_model
 from nano_inference.models.quantisation import quantisation_of
 from nano_inference.models.quantised_weights import ACTIVATIONS, quantised_weight
@@ -32,6 +33,7 @@ from nano_inference.models.weights import (
     write,
 )
 from nano_inference.ops import reference
+from nano_inference.progress import Progress
 from nano_inference.regular_files import open_regular, read_json
 
 # Buffers that old checkpoints carry, which are computed and not loaded, and what is of activations.
@@ -78,15 +80,27 @@ def load_params(
     weights = _weights(folder, spec, whole, dtype, device)
     _require_all(folder, places, weights)
     params = allocate(table, dtype, device, matrix)
-    for name, slot in sorted(places.items(), key=lambda item: item[0] == HEAD):
-        if name not in weights or 0 in slot.local_shape:  # a tied head; another rank's
-            continue
-        tensor = slot.take(weights[name])
-        if slot.tied_to is None:
-            write(params, slot, tensor)
-        elif not torch.equal(tensor.to(device, dtype), read(params, slot)):
-            raise ModelLoadError(_untied(name, slot))
+    wanted = [  # not a tied head, nor what is another rank's
+        (name, slot)
+        for name, slot in sorted(places.items(), key=lambda item: item[0] == HEAD)
+        if name in weights and 0 not in slot.local_shape
+    ]
+    size = sum(prod(slot.local_shape) for _, slot in wanted) * dtype.itemsize
+    with Progress(_loading(folder, spec, part), size) as progress:
+        for name, slot in wanted:
+            tensor = slot.take(weights[name])
+            if slot.tied_to is None:
+                write(params, slot, tensor)
+            elif not torch.equal(tensor.to(device, dtype), read(params, slot)):
+                raise ModelLoadError(_untied(name, slot))
+            progress.add(prod(slot.local_shape) * dtype.itemsize)
     return params
+
+
+def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None) -> str:
+    doing = "loading" if spec.quantisation is None else "dequantising and loading"
+    rank = "" if part is None or part.place.mesh.world_size == 1 else f" (rank {part.place.rank})"
+    return f"{doing} {folder.name}{rank}"
 
 
 class _PlainWeight:
@@ -258,7 +272,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelLoadError(
-            f"{folder} has no .safetensors file; other formats are not read, convert it first."
+            held_instead(folder)
+            or f"{folder} has no .safetensors file; other formats are not read, convert it first."
         )
     for file in files:
         if not file.exists():

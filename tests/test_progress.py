@@ -1,0 +1,106 @@
+"""How far something long has come: on a terminal, in a log, beside a spinner; and not at all where it
+is short.
+"""
+
+import io
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from nano_inference.progress import OFTEN, SELDOM, SHORT, Progress, shown_by, told
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(stream: io.StringIO, steps: int, seconds: float, total: int = 100 * 2**20) -> None:
+    """A step of `seconds`, each of them a MiB."""
+    clock = Clock()
+    with Progress("loading X", total, stream=stream, clock=clock) as progress:
+        for _ in range(steps):
+            clock.now += seconds
+            progress.add(2**20)
+
+
+def test_a_terminal_has_one_line_that_is_written_anew() -> None:
+    stream = Terminal()
+    run(stream, 100, 0.125)
+    states = stream.getvalue().split("\r\x1b[K")[1:]
+    assert states[0] == "loading X: 16.0 MiB of 100.0 MiB (16%), 8.0 MiB/s"
+    assert states[-1] == "loading X: 100.0 MiB in 12 s\n"
+    assert "\n" not in "".join(states[:-1])
+    assert 30 <= len(states) <= 12.5 / OFTEN + 2
+
+
+def test_a_log_has_plain_lines_at_long_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nano_inference")
+    stream = io.StringIO()
+    run(stream, 100, 1.0)
+    assert stream.getvalue() == ""
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "loading X: 2.0 MiB of 100.0 MiB (2%), 1.0 MiB/s"
+    assert lines[-1] == "loading X: 100.0 MiB in 100 s"
+    assert len(lines) == 1 + (100 - SHORT) // SELDOM + 1
+
+
+@pytest.mark.parametrize("make", [Terminal, io.StringIO])
+def test_what_is_short_says_nothing(
+    caplog: pytest.LogCaptureFixture, make: Callable[[], io.StringIO]
+) -> None:
+    caplog.set_level(logging.INFO, "nano_inference")
+    stream = make()
+    run(stream, 100, (SHORT - 0.1) / 100)
+    assert stream.getvalue() == ""
+    assert not caplog.records
+
+
+def test_a_spinner_gets_it_instead() -> None:
+    stream, lines = Terminal(), list[str]()
+    with shown_by(lines.append):
+        run(stream, 100, 0.125)
+    assert stream.getvalue() == ""
+    assert lines[0].startswith("loading X: 16.0 MiB of")
+    run(stream, 100, 0.125)
+    assert stream.getvalue()
+
+
+def test_without_a_total_there_is_no_share() -> None:
+    stream = Terminal()
+    run(stream, 30, 0.125, total=0)
+    assert "loading X: 16.0 MiB, 8.0 MiB/s" in stream.getvalue()
+    assert "of" not in stream.getvalue()
+
+
+def test_threads_share_it() -> None:
+    stream, clock = Terminal(), Clock()
+    with Progress("downloading X", 8000, stream=stream, clock=clock) as progress:
+        threads = [
+            threading.Thread(target=lambda: [progress.add(1) for _ in range(1000)])
+            for _ in range(8)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(30)
+        clock.now += 60
+        progress.add(0)
+    assert "7.8 KiB of 7.8 KiB (100%)" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 bytes"), (2048, "2.0 KiB"), (3 * 2**29, "1.5 GiB")]
+)
+def test_numbers_of_bytes(count: int, text: str) -> None:
+    assert told(count) == text
