@@ -22,6 +22,8 @@ from nano_inference import (
 )
 from nano_inference.models.weights import param_table, read, slots
 from nano_inference.rl import PolicyModel, score
+from tests.models.families import CASES
+from tests.models.strong import TOLERANCE, disagreement, strong_model
 from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_llama, tiny_model
 from tests.rl.training import SEQUENCES, bits, build, gradients
 
@@ -293,9 +295,29 @@ def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -
     assert loaded.dtype == torch.bfloat16
 
 
-def test_a_model_whose_names_others_do_not_read_is_not_saved(tmp_path: Path) -> None:
-    with build(tiny_model(tmp_path, "phi3")) as engine:
+@pytest.mark.parametrize(
+    "family",
+    ["phi3", "glm4", "qwen2-moe", "granite-moe", "granite-moe-shared", "gpt-oss", "deepseek-v3"],
+)
+def test_fused_tensors_and_experts_are_saved_as_checkpoints_have_them(
+    tmp_path: Path, family: str
+) -> None:
+    """What transformers reads computes the same as what the engine reads, which is what was
+    published.
+    """
+    case = CASES[family]
+    source = tmp_path / "source"
+    kind = type(strong_model(source, case.class_name, **case.config))
+    with build(source) as engine:
         model = PolicyModel(engine)
-        with pytest.raises(ConfigError, match="q, k and v in one tensor"):
-            model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + 0.1 * torch.rand(param.shape, generator=generator))
+        model.publish()
+        model.save_pretrained(tmp_path / "saved")
+        checksum = engine.weights_checksum()
+    with build(tmp_path / "saved") as engine:
+        assert engine.weights_checksum() == checksum
+    oracle = kind.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
+    assert disagreement(tmp_path / "saved", oracle, backend=case.backend) < TOLERANCE

@@ -6,7 +6,7 @@ which part of each checkpoint tensor is its own. It also holds the other names t
 tied head's, and those under which transformers keeps all experts of a layer in one tensor.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any, NamedTuple
@@ -166,6 +166,12 @@ class FusedTensor:
         parts = whole.reshape(self.axes).permute(self.order)
         places = product(*(range(size) for size in parts.shape[: self._leading]))
         return [(name, parts[place]) for name, place in zip(self.parts, places, strict=True)]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`: the whole of its parts, in order."""
+        ordered = torch.stack(list(parts)).reshape([self.axes[axis] for axis in self.order])
+        back = [self.order.index(axis) for axis in range(len(self.axes))]
+        return ordered.permute(back).reshape(self.shape)
 
     def cut(self, whole: Any) -> dict[str, Any]:
         """Each part by its name, of what is read by slices."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from nano_inference.errors import ConfigError
 from nano_inference.models.quantisation import KEYS
 from nano_inference.models.spec import ModelSpec
+from nano_inference.models.weights import ParamSpec, fused_tensors
 
 COPIED = (
     "tokenizer*",
@@ -35,17 +36,23 @@ def require_savable(source: Path, spec: ModelSpec) -> None:
             f"checkpoints of {spec.architecture} hold more than the text's tensors, which are all "
             "that is here; save state_dict() yourself."
         )
-    together = None
-    if spec.fused_qkv or spec.fused_gate_up:
-        together = "q, k and v" if spec.fused_qkv else "gate and up"
-    if spec.moe is not None and spec.moe.stacked:
-        together = "a layer's experts"
-    if together is not None:
-        raise ConfigError(
-            f"checkpoints of {spec.architecture} hold {together} in one tensor, and the "
-            "parameters are apart; save "
-            "state_dict() yourself."
-        )
+
+
+def as_stored(
+    weights: Mapping[str, Tensor], spec: ModelSpec, table: tuple[ParamSpec, ...]
+) -> dict[str, Tensor]:
+    """Weights by the names of the model's checkpoints: all experts of a layer in one tensor, where
+    these hold them so.
+    """
+    found = dict(weights)
+    if spec.moe is None or not spec.moe.stacked:
+        return found
+    fused = fused_tensors(table)
+    for param in table:
+        if param.fused and len(param.sources) > 1:
+            name = param.fused[0].name
+            found[name] = fused[name].join([found.pop(each.name) for each in param.sources])
+    return found
 
 
 def save_checkpoint(

@@ -22,7 +22,7 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.weights import allocate, param_table, read, slots, write
-from nano_inference.rl.checkpoint import require_savable, save_checkpoint
+from nano_inference.rl.checkpoint import as_stored, require_savable, save_checkpoint
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import (
@@ -168,13 +168,14 @@ class PolicyModel(nn.Module):
             dtype: of the tensors; None: each as the engine holds it, so that an engine on the
                 checkpoint has the bits of `publish`.
 
-        Raises `ConfigError` for a folder that holds a model, and for a model whose names others do
-        not read.
+        Raises `ConfigError` for a folder that holds a model, and for a model whose checkpoints hold
+        more than the text's tensors.
         """
         require_savable(self.engine.model_folder, self.engine.spec)
         own = self.engine.model  # which may hold norms in float32
         dtypes = {name: dtype or own.params[slot.param].dtype for name, slot in self._slots.items()}
         weights = {name: param.detach().to(dtypes[name]) for name, param in self.named_parameters()}
+        weights = as_stored(weights, self.engine.spec, self._table)
         save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or own.dtype)
 
     def close(self) -> None:
