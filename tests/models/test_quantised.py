@@ -3,6 +3,9 @@ by the method's name, or by the tensor that does not fit.
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +70,54 @@ def test_a_checkpoint_is_what_it_stands_for(
     assert not wrong
     rounded = load(tmp_path, torch.bfloat16)
     assert all(torch.equal(rounded[each], found[each].bfloat16()) for each in found)
+
+
+LOAD_AND_WATCH = """
+import json, sys, threading, torch
+from pathlib import Path
+from nano_inference.models import quantised_weights
+from nano_inference.models.loading import load_params, load_spec
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    while not over.wait(0.001):
+        seen.append(anonymous())
+
+folder, quantised_weights.PANEL = Path(sys.argv[1]), 2**16
+spec = load_spec(folder)
+torch.randn(300, 300) @ torch.randn(300, 300)  # starts its threads
+over, seen, before = threading.Event(), [], anonymous()
+watcher = threading.Thread(target=watch)
+watcher.start()
+params = load_params(folder, spec, torch.bfloat16, torch.device("cpu"))
+over.set()
+watcher.join()
+size = sum(each.nbytes for each in params.values())
+print(json.dumps({"peak": max(seen) - before, "end": anonymous() - before, "size": size}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-ordered", "bitsandbytes-nested"])
+def test_memory_of_loading_is_the_parameters_and_one_tensor(tmp_path: Path, name: str) -> None:
+    """Not a tensor in float32, nor the codes of the whole model; in a process of its own."""
+    hidden, inner = 512, 16384
+    config = llama_config(hidden=hidden, inner=inner, layers=1)
+    write_quantised(tmp_path, name, config, family_weights(config))
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_AND_WATCH, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed is given back
+    )
+    found = json.loads(done.stdout)
+    tensor = 2 * hidden * inner
+    assert found["size"] <= found["end"] + 2**21
+    assert found["peak"] < found["size"] + 1.75 * tensor
 
 
 @pytest.mark.parametrize("name", QUANTISERS)

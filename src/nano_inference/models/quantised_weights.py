@@ -181,18 +181,20 @@ class QuantisedWeight:
         return torch.stack(found) if found else self._empty((0, *self._stored.shape[1:]))[given]
 
     def _matrix(self, which: Place, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """A part of a matrix, panel by panel."""
+        """A part of a matrix, panel by panel into the memory for it."""
         height, width = self._stored.shape[-2:]
         start, stop, _ = rows.indices(height)
         last = min(_ceil(stop, self._unit) * self._unit, height)
         size = max(1, PANEL // width // self._unit) * self._unit
-        found = [
-            self._panel(which, at, min(at + size, last))[
-                max(start - at, 0) : stop - at, columns
-            ].to(self._dtype)
-            for at in range(start // self._unit * self._unit, stop, size)
-        ]
-        return torch.cat(found) if found else self._empty((0, width))[:, columns]
+        shape = (max(stop - start, 0), len(range(width)[columns]))
+        found: Tensor | None = None
+        for at in range(start // self._unit * self._unit, stop, size):
+            begin, end = max(at, start), min(at + size, stop)
+            panel = self._panel(which, at, min(at + size, last))
+            if found is None:
+                found = panel.new_empty(shape, dtype=self._dtype)
+            found[begin - start : end - start] = panel[begin - at : end - at, columns]
+        return self._empty(shape) if found is None else found
 
     def _empty(self, shape: Shape) -> Tensor:
         return torch.empty(shape, dtype=self._dtype)
