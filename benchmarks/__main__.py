@@ -20,7 +20,8 @@ app = typer.Typer(
 
 ALL, THE_SIX = ",".join(NAMES), ",".join(BASE)
 Model = Annotated[
-    str, typer.Option(help="a path or name that the engine takes, or qwen3-0.6b-random")
+    str,
+    typer.Option(help="a path or name that the engine takes, or one of benchmarks/models.py"),
 ]
 Workloads = Annotated[str, typer.Option(help=f"of {', '.join(NAMES)}; separated by commas")]
 Repeats = Annotated[int, typer.Option(help="timed runs of each", min=1)]
@@ -216,12 +217,17 @@ def peers(
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
-    engines: Annotated[str, typer.Option(help="who takes part")] = "nano-inference,vllm,llama.cpp",
+    engines: Annotated[
+        str, typer.Option(help="who takes part; there is also transformers")
+    ] = "nano-inference,vllm,llama.cpp",
     vllm: Annotated[
         str, typer.Option(help="settings of vLLM by name, separated by semicolons; or all")
     ] = "",
     llama: Annotated[
         str, typer.Option(help="settings of llama.cpp by name, separated by semicolons; or all")
+    ] = "",
+    transformers: Annotated[
+        str, typer.Option(help="settings of transformers by name, separated by semicolons; or all")
     ] = "",
     limit: Annotated[
         float, typer.Option(help="seconds; who takes longer in a round sits out the rest")
@@ -230,15 +236,16 @@ def peers(
     out: Out = None,
 ) -> None:
     """Ours and the installed peers in turns; ratios to each peer's best setting."""
-    from benchmarks.peers import compare, install, llama_cpp, vllm_cpu
+    from benchmarks.peers import compare, install, llama_cpp, transformers_cpu, vllm_cpu
 
     # so that the engines are stopped on the way out
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = Options(model, dtype, backend, threads, repeats)
     choice = compare.Choice(
-        engines=names(engines, ("nano-inference", "vllm", "llama.cpp")),
+        engines=names(engines, (compare.OURS, *compare.PEERS)),
         vllm=settings(vllm, tuple(vllm_cpu.SETTINGS)),
         llama=settings(llama, tuple(llama_cpp.SETTINGS)),
+        transformers=settings(transformers, tuple(transformers_cpu.SETTINGS)),
         limit=limit,
         cache=cache or install.CACHE,
     )

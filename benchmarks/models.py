@@ -1,10 +1,11 @@
-"""Models by the names that the benchmarks use. One is made from a seed: its shape is real and its
-weights are noise.
+"""Models by the names that the benchmarks use. Some are made from a seed: their shapes are real and
+their weights are noise.
 """
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,6 @@ from nano_inference.models.spec import spec_from_config
 from nano_inference.models.weights import param_table, slots
 
 CACHE = cache_folder("benchmarks")
-RANDOM_QWEN = "qwen3-0.6b-random"
 STD = 0.02
 QWEN_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -40,25 +40,59 @@ QWEN_CONFIG = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
+# Three layers of the gated delta rule to one of gated attention, as in Qwen3.5-0.8B; 0.63 billion
+# weights.
+QWEN35_CONFIG = QWEN_CONFIG | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 24,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+}
+# Half of Qwen3-30B-A3B's widths, a quarter of its experts: 0.84 billion weights, of which 0.32
+# compute a token.
+MOE_CONFIG = QWEN_CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+RANDOM = {
+    "qwen3-0.6b-random": QWEN_CONFIG,
+    "qwen3.5-0.6b-random": QWEN35_CONFIG,
+    "qwen3-moe-0.8b-random": MOE_CONFIG,
+}
 
 
 def model_path(name: str) -> Path:
-    """The folder of a model: any path that the engine takes, or `qwen3-0.6b-random`, made when
-    first asked for.
+    """The folder of a model: any path that the engine takes, or one of `RANDOM`, made when first
+    asked for.
     """
-    return random_qwen(CACHE / RANDOM_QWEN) if name == RANDOM_QWEN else resolve_model(name)
+    return random_model(CACHE / name, RANDOM[name]) if name in RANDOM else resolve_model(name)
 
 
-def random_qwen(folder: Path, seed: int = 0) -> Path:
-    """Write the shape of Qwen3-0.6B with normal weights, and SmolLM2's tokenizer, which peers want
-    to see.
-    """
+def random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """Write a shape with normal weights, and SmolLM2's tokenizer, which peers want to see."""
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
-    for name, slot in slots(param_table(spec_from_config(QWEN_CONFIG))).items():
+    for name, slot in slots(param_table(spec_from_config(config))).items():
         if len(slot.shape) == 1:
             weights[name] = torch.ones(slot.shape, dtype=torch.bfloat16)
         else:
@@ -67,5 +101,5 @@ def random_qwen(folder: Path, seed: int = 0) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model("smollm2-135m") / name, folder)
     # last: it says that all is there
-    (folder / "config.json").write_text(json.dumps(QWEN_CONFIG, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return folder

@@ -138,6 +138,15 @@ def _long_prompt(seed: int) -> list[Request]:
     return [Request(_ids(random.Random(seed), 4096), 1)]
 
 
+def _short_prompt(seed: int) -> list[Request]:
+    return [Request(_ids(random.Random(seed), 1024), 1)]
+
+
+def _batch(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    return [Request(_ids(rng, 128), 64) for _ in range(8)]
+
+
 def _shared_prefix(seed: int) -> list[Request]:
     rng = random.Random(seed)
     prefix = _ids(rng, 2048)
@@ -167,6 +176,8 @@ _TABLE = {
     "W4": ("long prompt: 4,096 -> 1", _long_prompt, {}),
     "W5": ("shared prefix: 16 x (2,048 shared + 64 -> 32)", _shared_prefix, {}),
     "W6": ("long-tailed rollout: 8 prompts x 8 samples, 256 -> 16..1,024", _rollout, {}),
+    "W1-batch": ("batch: 8 x (128 -> 64)", _batch, {}),
+    "W4-short": ("prompt: 1,024 -> 1", _short_prompt, {}),
     "W2-filters": (f"{_GROUP_SHAPE}, top_p 0.95, top_k 50", _group, {"top_p": 0.95, "top_k": 50}),
     "W2-penalties": (
         f"{_GROUP_SHAPE}, all three penalties",

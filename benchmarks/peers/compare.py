@@ -20,11 +20,12 @@ import psutil
 from benchmarks import machine, models
 from benchmarks.measure import Row, Stopwatch, cell, console, show, spread
 from benchmarks.ours import Options, figures
-from benchmarks.peers import install, llama_cpp, vllm_cpu
+from benchmarks.peers import install, llama_cpp, transformers_cpu, vllm_cpu
 from benchmarks.peers.process import Engine, PeerFailed, Worker
 from benchmarks.workloads import warm_up, workload
 
 OURS = "nano-inference"
+PEERS = ("vllm", "llama.cpp", "transformers")
 FIRST_TOKEN_VARIANT = 500  # the run for the first token alone has ids of its own
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "workload": lambda row: row["workload"],
@@ -35,6 +36,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "prompt tok/s": lambda row: row.get("prompt_tokens_per_s"),
     "decode tok/s": lambda row: row.get("decode_tokens_per_s"),
     "first token, s": lambda row: row.get("first_token_s"),
+    "CPU s": lambda row: row["cpu_seconds"],
     "memory, MiB": lambda row: row["memory_mib"],
     "cores": lambda row: row["placement"],
 }
@@ -48,6 +50,8 @@ class Entrant:
     whole: Stopwatch = field(default_factory=Stopwatch)
     first: Stopwatch = field(default_factory=Stopwatch)
     memory: int = 0
+    cpu: list[float] = field(default_factory=list[float])  # seconds of its processes
+    others: list[float] = field(default_factory=list[float])  # cores busy while all engines stood
 
     @property
     def label(self) -> str:
@@ -64,8 +68,10 @@ class Entrant:
             self.first.add(
                 self.engine.run(workload(name, FIRST_TOKEN_VARIANT + number).cut(1)), before
             )
-        before = machine.handover_ns()
+        self.others.append(machine.others_load())
+        before, used = machine.handover_ns(), self.engine.cpu_seconds()
         self.whole.add(self.engine.run(workload(name, number)), before)
+        self.cpu.append(self.engine.cpu_seconds() - used)
         self.memory = self.engine.memory()
 
     def row(self, name: str) -> Row:
@@ -76,6 +82,8 @@ class Entrant:
             setting=engine.setting,
             config=engine.config,
             memory_mib=round(self.memory / 2**20),
+            cpu_seconds=spread(self.cpu),
+            others_busy_cores=spread(self.others),
             **figures(workload(name), self.whole.seconds, self.first.seconds),
         )
 
@@ -85,14 +93,15 @@ class Choice:
     """Which engines take part. Empty settings: the default one of each workload.
 
     Attributes:
-        engines: names, of "nano-inference", "vllm", "llama.cpp".
-        vllm, llama: settings by name; a name that is not known is an error.
+        engines: names, of "nano-inference", "vllm", "llama.cpp", "transformers".
+        vllm, llama, transformers: settings by name; a name that is not known is an error.
         limit: seconds; an engine that took longer in one round is left out of the rest.
     """
 
     engines: tuple[str, ...] = (OURS, "vllm", "llama.cpp")
     vllm: tuple[str, ...] = ()
     llama: tuple[str, ...] = ()
+    transformers: tuple[str, ...] = ()
     limit: float = 60.0
     cache: Path = install.CACHE
 
@@ -103,7 +112,8 @@ def measure(options: Options, workloads: Sequence[str], choice: Choice) -> list[
     """
     options = replace(options, threads=options.threads or psutil.cpu_count(logical=False) or 1)
     rows: list[Row] = []
-    for number in range(max(len(choice.vllm), len(choice.llama), 1)):
+    asked = (choice.vllm, choice.llama, choice.transformers)
+    for number in range(max(1, *map(len, asked))):
         with ExitStack() as running:
             loaded: dict[tuple[str, str], Engine | None] = {}
             for name in workloads:
@@ -128,6 +138,7 @@ def wanted(name: str, choice: Choice, number: int) -> list[tuple[str, str]]:
     for peer, asked, table in (
         ("vllm", choice.vllm, vllm_cpu),
         ("llama.cpp", choice.llama, llama_cpp),
+        ("transformers", choice.transformers, transformers_cpu),
     ):
         default = table.DEFAULTS.get(name, next(iter(table.SETTINGS)))
         settings = (asked or (default,))[number : number + 1]
@@ -148,7 +159,7 @@ def opened(
     if key not in loaded:
         name, setting = key
         try:
-            if name != OURS and install.installed(cache, name) is None:
+            if name in ("vllm", "llama.cpp") and install.installed(cache, name) is None:
                 raise PeerFailed("it is not installed; `make peers` does that.")
             engine = loaded[key] = start(name, setting, options, cache)
             running.callback(engine.stop)
@@ -166,6 +177,8 @@ def start(name: str, setting: str, options: Options, cache: Path) -> Engine:
     )
     if name == "vllm":
         return vllm_cpu.vllm_worker(setting, folder, options.dtype, threads, cache, log)
+    if name == "transformers":
+        return transformers_cpu.transformers_worker(setting, folder, options.dtype, threads, log)
     if name == "llama.cpp":
         return llama_cpp.LlamaServer(setting, llama_cpp.gguf_of(folder, cache), threads, cache, log)
     command = [sys.executable, "-m", "benchmarks.peers.ours_worker", json.dumps(options.as_dict())]
@@ -222,7 +235,7 @@ def ratios(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     for name in dict.fromkeys(row["workload"] for row in rows):
         ours = best(rows, name, OURS)
-        found = {peer: best(rows, name, peer) for peer in ("vllm", "llama.cpp")}
+        found = {peer: best(rows, name, peer) for peer in PEERS}
         parts = [
             f"{cell(ratio(ours, row))} x {peer} ({row['setting']})"
             for peer, row in found.items()

@@ -146,6 +146,9 @@ class LlamaServer:
     def memory(self) -> int:
         return self.processes.memory() if self.processes else 0
 
+    def cpu_seconds(self) -> float:
+        return self.processes.cpu_seconds() if self.processes else 0.0
+
     def stop(self) -> None:
         if self.processes is not None:
             self.processes.stop()

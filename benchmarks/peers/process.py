@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from benchmarks.cpu_time import cpu_seconds
 from benchmarks.machine import ROOT
 from benchmarks.workloads import Workload
 
@@ -48,6 +49,10 @@ class Engine(Protocol):
         """Bytes that its processes hold now."""
         ...
 
+    def cpu_seconds(self) -> float:
+        """CPU seconds that its processes have taken so far."""
+        ...
+
 
 class Processes:
     """A process in a group of its own, with all that it starts."""
@@ -77,6 +82,10 @@ class Processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         return total
+
+    def cpu_seconds(self) -> float:
+        """Of all of it that runs, and of what it started and has ended."""
+        return sum(cpu_seconds(process.pid) for process in self.members())
 
     def sleep(self) -> None:
         """Stop all of it; returns when it has stopped."""
@@ -177,6 +186,9 @@ class Worker:
 
     def memory(self) -> int:
         return self.processes.memory()
+
+    def cpu_seconds(self) -> float:
+        return self.processes.cpu_seconds()
 
     def stop(self) -> None:
         self.processes.stop()

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks import latency, prefill, throughput
 from benchmarks.machine import ROOT
+from benchmarks.models import RANDOM
 from benchmarks.ours import Options, opened
 from benchmarks.peers import compare
 from benchmarks.peers.compare import OURS, Choice, best, compete, ratio, wanted
 from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.workloads import workload
+from nano_inference.models.spec import spec_from_config
+from nano_inference.models.weights import num_bytes, param_table
 from tests.models.tiny import tiny_llama
 
 
@@ -75,6 +79,29 @@ def test_a_worker_takes_its_turn_and_is_stopped_in_between(
     finally:
         worker.stop()
     assert not process.is_running()
+
+
+def test_transformers_takes_turns_with_ours(options: Options, tmp_path: Path) -> None:
+    choice = Choice(engines=(OURS, "transformers"), cache=tmp_path)
+    rows = compare.measure(options, ["W1"], choice)
+    assert [row["engine"] for row in rows] == [OURS, "transformers"]
+    assert "transformers, float32, 1 threads" in rows[1]["config"]
+    for row in rows:
+        for figure in ("seconds", "decode_tokens_per_s", "cpu_seconds", "others_busy_cores"):
+            assert len(row[figure]["runs"]) == 1
+        assert row["cpu_seconds"]["min"] > 0
+
+
+def test_models_of_the_benchmarks_are_of_the_size_in_their_names() -> None:
+    sizes = {
+        name: num_bytes(param_table(spec_from_config(config)), torch.bfloat16) / 2
+        for name, config in RANDOM.items()
+    }
+    assert {name: round(size / 1e9, 1) for name, size in sizes.items()} == {
+        "qwen3-0.6b-random": 0.6,
+        "qwen3.5-0.6b-random": 0.6,
+        "qwen3-moe-0.8b-random": 0.8,
+    }
 
 
 def test_a_worker_that_ends_says_its_last_words(tmp_path: Path) -> None:
