@@ -494,6 +494,16 @@ CASES = {
             "shared experts": moe_with(shared=None),
         },
     ),
+    "nanochat": Case(
+        "NanoChatForCausalLM",
+        {"final_logit_softcapping": 3.0},
+        {
+            "norms of queries and keys": spec_with(qk_norm=None),
+            "norm of embeddings": spec_with(embed_norm=False),
+            "rope backwards": with_ropes(factor=1.0),
+            "final_logit_softcapping": spec_with(logits_cap=0.0),
+        },
+    ),
     "apertus": Case(
         "ApertusForCausalLM",
         {

@@ -174,6 +174,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 0.5,
         "final_logit_softcapping": 2.0,
     },
+    "nanochat": {
+        "architectures": ["NanoChatForCausalLM"],
+        "model_type": "nanochat",
+        "hidden_act": "relu2",
+        "final_logit_softcapping": 2.0,
+    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

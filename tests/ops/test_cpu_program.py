@@ -106,9 +106,11 @@ def test_a_program_gives_the_bits_of_its_operations(
         for got, other in ((recorded.keys, plain.keys), (recorded.values, plain.values)):
             assert torch.equal(got.view(torch.uint8), other.view(torch.uint8))
     # The gate is joined to its product, and so are additions; a norm between a product and its
-    # addition stays. Experts are one operation, and their sum is added by the next norm.
-    of_a_layer = (8 if model.spec.norms == "pre" else 10) - (model.spec.moe is not None)
-    assert len(program.operations) == 2 + of_a_layer * model.spec.num_layers
+    # addition stays. Experts are one operation, and their sum is added by the next norm. An
+    # activation without a gate is a call.
+    spec = model.spec
+    of_a_layer = (8 if spec.norms == "pre" else 10) - (spec.moe is not None) + (not spec.gated)
+    assert len(program.operations) == 2 + spec.embed_norm + of_a_layer * spec.num_layers
 
 
 @NEEDS_COMPILER

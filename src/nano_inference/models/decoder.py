@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
 from nano_inference.columns import to_device
-from nano_inference.models.activations import xielu
+from nano_inference.models.activations import UNGATED
 from nano_inference.models.context import SharedContext
 from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.rank_exchange import RankExchange
@@ -98,6 +98,12 @@ class Decoder:
         # one entry a layer; layers that turn alike share tables
         self.ropes = tuple(tables[rope] for rope in spec.ropes)
         self.layers: Sequence[int] = range(spec.num_layers)  # that a forward goes through
+        # weights of norms that have none
+        self._ones = (
+            torch.ones(max(spec.hidden_size, spec.head_dim), dtype=self.dtype, device=self.device)
+            if spec.bare_norms
+            else None
+        )
         # rounded as the model was trained
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         # where the experts of every row are noted, if anybody wants to know
@@ -323,7 +329,9 @@ class Decoder:
             batch.slot_mapping,
             spec.num_heads,
             spec.num_kv_heads,
-            (self._norm(name + "q_norm"), self._norm(name + "k_norm")) if spec.qk_norm else None,
+            tuple(self._norm(name + each, spec.head_dim) for each in ("q_norm", "k_norm"))
+            if spec.qk_norm
+            else None,
             rope.interleaved,
             rope.query_scales,
         )
@@ -391,10 +399,17 @@ class Decoder:
             return ops.call(batch, rank_exchange.receive, (), hidden, torch.float32)
         weight = self.params["embed"]
         if rank_exchange.tensor is None:
-            return ops.embed(batch.input_ids, weight, self.embed_scale)
+            return self._embedded(ops, ops.embed(batch.input_ids, weight, self.embed_scale))
         part = (self.part.vocab.start, self.part.whole.vocab_size)
         rows = ops.embed(batch.input_ids, weight, self.embed_scale, part)
-        return ops.call(batch, rank_exchange.add_up, (rows,), hidden, torch.float32)
+        rows = ops.call(batch, rank_exchange.add_up, (rows,), hidden, torch.float32)
+        return self._embedded(ops, rows)
+
+    def _embedded(self, ops: Operations, rows: Tensor) -> Tensor:
+        """Embeddings, normalised where the model does that."""
+        if not self.spec.embed_norm:
+            return rows
+        return ops.rms_norm(None, rows, self._norm("norm")._replace(dtype=torch.float32), 1.0)[0]
 
     def _row_parallel(
         self,
@@ -439,7 +454,7 @@ class Decoder:
                 ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation
             )
         else:
-            activate = partial(_activated, self.params[name + "act"])
+            activate = partial(_activated, self.spec.activation, self.params.get(name + "act"))
             up = ops.linear(normed, self.params[name + "up"], None)
             inner = ops.call(batch, activate, (up,), self.spec.intermediate_size, self.dtype)
         return self._row_parallel(ops, batch, inner, name + "down", self.part.inner_segments)
@@ -475,17 +490,22 @@ class Decoder:
         norm = self._norm(name)._replace(dtype=torch.float32)
         return ops.rms_norm(None, x, norm, 1.0)[0]
 
-    def _norm(self, name: str) -> Norm:
-        """A norm of the model; where it has none, what rounds the residual stream for the next
-        product.
+    def _norm(self, name: str, width: int | None = None) -> Norm:
+        """A norm of the model, as wide as the hidden state unless told; where it has none, what
+        rounds the residual stream for the next product.
         """
-        return Norm(
-            self.params.get(name), self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype
+        weight = (
+            self.params.get(name)
+            if self._ones is None
+            else self._ones[: width or self.spec.hidden_size]
         )
+        return Norm(weight, self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype)
 
 
-def _activated(numbers: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
-    out.copy_(xielu(x.float(), numbers))
+def _activated(
+    activation: str, numbers: Tensor | None, _batch: ForwardBatch, out: Tensor, x: Tensor
+) -> None:
+    out.copy_(UNGATED[activation](x.float(), numbers))
 
 
 @torch.inference_mode()

@@ -68,6 +68,16 @@ def ropes_by_window(
     return tuple(sliding_rope if window else rope for window in windows)
 
 
+def ropes_backwards(
+    config: Config, max_position: int, windows: tuple[int, ...]
+) -> tuple[RopeSpec, ...]:
+    """nanochat: heads turn the other way."""
+    found = ropes_by_window(config, max_position, windows)
+    if any(rope.kind != "default" for rope in found):
+        raise ModelLoadError(f"rope scaling {found[0].kind!r} of nanochat is not supported.")
+    return tuple(replace(rope, kind="linear", factor=-1.0) for rope in found)
+
+
 def ropes_unscaled_in_windows(
     config: Config, max_position: int, windows: tuple[int, ...]
 ) -> tuple[RopeSpec, ...]:

@@ -32,6 +32,7 @@ from nano_inference.models.rope_spec import (
     ReadRopes,
     RopeSpec,
     interleaved_ropes,
+    ropes_backwards,
     ropes_but_for_some,
     ropes_by_window,
     ropes_in_windows_alone,
@@ -43,7 +44,7 @@ from nano_inference.models.text_part import gemma3_text_config, text_config
 from nano_inference.sampling.logit_scale import LogitScale
 
 Config = Mapping[str, Any]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu", "relu2"]
 NormPlacement = Literal["pre", "post", "both"]
 QkNorm = Literal["head", "full"]
 
@@ -77,7 +78,9 @@ class ModelSpec:
             (`"post"`), or `"both"`.
         norm_offset: added to the weights of norms; such weights are kept in float32.
         activation: of the MLP's gate, `"silu"`, `"gelu_tanh"` or `"clamped_swiglu"`; or of an MLP
-            without a gate, `"xielu"`.
+            without a gate, `"xielu"` or `"relu2"`.
+        bare_norms: norms have no weights.
+        embed_norm: embeddings are normalised, by the last norm.
         attention_scale: multiplies queries times keys.
         attention_cap, logits_cap: such a score, or a logit, s becomes cap * tanh(s / cap); 0: it
             stays.
@@ -121,6 +124,8 @@ class ModelSpec:
     norms: NormPlacement = "pre"
     norm_offset: float = 0.0
     activation: Activation = "silu"
+    bare_norms: bool = False
+    embed_norm: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
@@ -138,7 +143,7 @@ class ModelSpec:
     @property
     def gated(self) -> bool:
         """Whether MLPs have a gate."""
-        return self.activation != "xielu"
+        return self.activation not in ("xielu", "relu2")
 
     @property
     def logit_scale(self) -> LogitScale:
@@ -186,6 +191,9 @@ class _Family:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     tied_by_default: bool = False
+    bare_norms: bool = False
+    embed_norm: bool = False
+    caps: tuple[str, ...] = ()  # of `_CAPS`, which config.json may name
     # (config, layers); None: the family has none
     windows: Callable[[Config, int], tuple[int, ...]] | None = None
     ropes: ReadRopes = ropes_by_window
@@ -234,7 +242,7 @@ def _read(
 ) -> ModelSpec:
     config = family.read(config)
     for name in _UNSUPPORTED:
-        if config.get(name) and not (name in _CAPS and family.scales is _gemma_scales):
+        if config.get(name) and name not in family.caps:
             raise ModelLoadError(
                 f"config.json has {name}={config[name]!r}; this decoder has no {name}."
             )
@@ -274,6 +282,7 @@ def _read(
                 f"{turning // 2}."
             )
     scales: dict[str, Any] = {"attention_scale": head_dim**-0.5} | family.scales(config)
+    scales |= {_CAPS[name]: float(config.get(name) or 0) for name in family.caps}
     return ModelSpec(
         architecture=architecture,
         hidden_size=int(config["hidden_size"]),
@@ -297,6 +306,8 @@ def _read(
         attention_sinks=family.attention_sinks,
         norms=family.norms,
         norm_offset=family.norm_offset,
+        bare_norms=family.bare_norms,
+        embed_norm=family.embed_norm,
         activation=_activation(config, family),
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
@@ -377,12 +388,13 @@ def _windows(config: Config, default_types: list[str]) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
+_CAPS = {"attn_logit_softcapping": "attention_cap", "final_logit_softcapping": "logits_cap"}
+
+
 def _gemma_scales(config: Config) -> dict[str, float]:
     return {
         "embed_scale": float(config["hidden_size"]) ** 0.5,
         "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        "attention_cap": float(config.get("attn_logit_softcapping") or 0),
-        "logits_cap": float(config.get("final_logit_softcapping") or 0),
     }
 
 
@@ -473,6 +485,7 @@ ARCHITECTURES: dict[str, _Family] = {
         tied_by_default=True,
         windows=partial(_alternating_windows, usual=6),
         scales=_gemma_scales,
+        caps=tuple(_CAPS),
     ),
     "Gemma2ForCausalLM": _Family(
         norms="both",
@@ -481,6 +494,7 @@ ARCHITECTURES: dict[str, _Family] = {
         tied_by_default=True,
         windows=partial(_alternating_windows, usual=2),
         scales=_gemma_scales,
+        caps=tuple(_CAPS),
         read=_gemma2,
     ),
     "GemmaForCausalLM": _Family(
@@ -524,6 +538,16 @@ ARCHITECTURES: dict[str, _Family] = {
             (".input_layernorm.", ".attention_layernorm."),
             (".post_attention_layernorm.", ".feedforward_layernorm."),
         ),
+    ),
+    "NanoChatForCausalLM": _Family(
+        qk_norm="head",
+        bare_norms=True,
+        embed_norm=True,
+        activations={"relu2": "relu2"},
+        ropes=ropes_backwards,
+        caps=("final_logit_softcapping",),
+        read=lambda config: {"final_logit_softcapping": 15.0, **config},
+        renamed=((".mlp.up_proj.", ".mlp.fc1."), (".mlp.down_proj.", ".mlp.fc2.")),
     ),
     "GptOssForCausalLM": _Family(
         biases=partial(_every_bias, usual=True),
@@ -591,7 +615,6 @@ _REQUIRED = (
     *("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("max_position_embeddings", "rms_norm_eps"),
 )
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _UNSUPPORTED = (
     "mlp_bias",
     "clip_qkv",

@@ -330,6 +330,8 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         table.append(_norm(spec, "norm", "model.norm.weight", hidden))
     if part.has_head:
         table.append(_plain("head", Source(HEAD, (vocab, hidden), 0, _of(part.vocab, vocab))))
+    if spec.bare_norms:
+        table = [param for param in table if not param.name.endswith("norm")]
     found = tuple(_renamed(param, spec.renamed) for param in table)
     return tuple(map(_also_named, found)) if spec.is_text_part else found
 
@@ -496,10 +498,13 @@ def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
         rows = {"gate_up_proj": (2 * inner, parts)}
     if not spec.gated:
         rows = {"up_proj": (inner, (part.inner,))}
-    numbers = tuple(Source(f"{hf}.act_fn.{name}", (1,)) for name in XIELU)
+    numbers: list[ParamSpec] = []
+    if spec.activation == "xielu":
+        sources = tuple(Source(f"{hf}.act_fn.{name}", (1,)) for name in XIELU)
+        numbers.append(ParamSpec(f"{own}.act", (4,), sources, keep_float32=True))
     return [
         _stacked(f"{own}.gate_up" if spec.gated else f"{own}.up", hf, "weight", rows, (hidden,)),
-        *([] if spec.gated else [ParamSpec(f"{own}.act", (4,), numbers, keep_float32=True)]),
+        *numbers,
         _plain(
             f"{own}.down",
             Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(part.inner, inner)),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nano_inference.models.activations import xielu
+from nano_inference.models.activations import UNGATED
 from nano_inference.models.decoder import EXPERT_BIASES
 from nano_inference.models.latent_spec import LatentSpec
 from nano_inference.models.rope import Rotation
@@ -96,7 +96,9 @@ class TorchDecoder:
         """Rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
         spec = self.spec
         routes = self._routes(batch)
-        residual = embedded
+        if spec.bare_norms:
+            params = {**params, **self._bare_norms(embedded)}
+        residual = self._normed(embedded, params["norm"]) if spec.embed_norm else embedded
         for layer in range(spec.num_layers):
             if len(residual) > KEPT_ROWS:
                 residual = checkpoint(
@@ -112,6 +114,15 @@ class TorchDecoder:
             else:
                 residual = self._layer(residual, params, layer, batch, routes.get(layer))
         return self._norm(residual, params["norm"])
+
+    def _bare_norms(self, rows: Tensor) -> dict[str, Tensor]:
+        """Weights of norms that have none."""
+        hidden, size = self.spec.hidden_size, self.spec.head_dim
+        ones = rows.new_ones(max(hidden, size))
+        sizes = {"attn_norm": hidden, "mlp_norm": hidden, "q_norm": size, "k_norm": size}
+        layers = range(self.spec.num_layers)
+        own = {f"layers.{i}.{name}": ones[:to] for i in layers for name, to in sizes.items()}
+        return {"norm": ones[:hidden], **own}
 
     def _layer(
         self,
@@ -210,9 +221,12 @@ class TorchDecoder:
         if ids is not None:
             return self._experts(normed, params, name, ids)
         if not self.spec.gated:
-            trained, fixed = params[name + "act"].split([2, 2])
+            numbers = params.get(name + "act")
+            if numbers is not None:
+                trained, fixed = numbers.split([2, 2])
+                numbers = torch.cat((trained, fixed.detach()))
             up = functional.linear(normed, params[name + "up"]).float()
-            inner = xielu(up, torch.cat((trained, fixed.detach()))).to(self.dtype)
+            inner = UNGATED[self.spec.activation](up, numbers).to(self.dtype)
             return functional.linear(inner, params[name + "down"])
         gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
         return functional.linear(gated, params[name + "down"])
