@@ -494,6 +494,33 @@ CASES = {
             "shared experts": moe_with(shared=None),
         },
     ),
+    "vaultgemma": Case(
+        "VaultGemmaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        {
+            "windows": without_windows,
+            "attn_logit_softcapping": spec_with(attention_cap=0.0),
+            "activation": spec_with(activation="silu"),
+        },
+    ),
+    "arcee": Case(
+        "ArceeForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        {"yarn": with_ropes(kind="default", attention_factor=1.0)},
+    ),
     "nanochat": Case(
         "NanoChatForCausalLM",
         {"final_logit_softcapping": 3.0},

@@ -58,7 +58,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its layers have several residual streams": (
         *("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     ),
-    "its MLPs square what is above zero and have no gate": ("ArceeForCausalLM",),
     "its attention subtracts one softmax from another": ("DiffLlamaForCausalLM",),
     "it has norms inside attention and MLP, and weights of three values": (
         *("BitNetForCausalLM", "BitnetForCausalLM"),

@@ -497,6 +497,16 @@ ARCHITECTURES: dict[str, _Family] = {
         caps=tuple(_CAPS),
         read=_gemma2,
     ),
+    "VaultGemmaForCausalLM": _Family(
+        norm_offset=1.0,
+        activation_key="hidden_activation",
+        tied_by_default=True,
+        windows=partial(_alternating_windows, usual=2),
+        scales=_gemma_scales,
+        caps=tuple(_CAPS),
+        read=_gemma2,
+        renamed=((".post_attention_layernorm.", ".pre_feedforward_layernorm."),),
+    ),
     "GemmaForCausalLM": _Family(
         norm_offset=1.0,
         activations=_GEMMA_ACTIVATIONS,
@@ -539,6 +549,7 @@ ARCHITECTURES: dict[str, _Family] = {
             (".post_attention_layernorm.", ".feedforward_layernorm."),
         ),
     ),
+    "ArceeForCausalLM": _Family(activations={"relu2": "relu2"}),
     "NanoChatForCausalLM": _Family(
         qk_norm="head",
         bare_norms=True,
