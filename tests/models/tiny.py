@@ -231,8 +231,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Families of which the tests of every family know enough; tests/parity/test_experts.py and
-# tests/invariance/test_state_invariance.py have them.
+# Families of which the tests of every family know enough; tests/parity/test_experts.py,
+# tests/invariance/test_state_invariance.py and test_latent_invariance.py have them.
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
@@ -256,6 +256,24 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 48,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
     },
     "qwen3-moe": {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -103,6 +103,7 @@ class Shape(NamedTuple):
     window: int = 0
     has_sinks: bool = False
     cap: float = 0.0
+    one_tensor: bool = False  # its keys are its values
 
     @property
     def scale(self) -> float:
@@ -172,7 +173,8 @@ def make_texts(
         if common:
             for part, before in zip(parts[1:], (texts[-1].k, texts[-1].v), strict=True):
                 part[:common] = before[:common]
-        texts.append(Text(*parts))
+        q, k, v = parts
+        texts.append(Text(q, k, k if shape.one_tensor else v))
     return texts
 
 
@@ -191,8 +193,7 @@ class Kernels:
         units = self._units(num_blocks, paging)
         num_units = num_blocks + 3
         size = (self.shape.num_kv_heads, num_units, paging.block_size * self.shape.head_dim)
-        nan = 0x7FC0 if self.shape.is_bf16 else np.nan
-        cache = tuple(np.full(size, nan, self.dtype) for _ in range(2))
+        cache = self._cache(size, 0x7FC0 if self.shape.is_bf16 else np.nan)
         for index, chunk in enumerate(chunks):
             self._store(chunk, tables[index], units, cache, paging)
         counts = [chunk.end - chunk.start for chunk in chunks]
@@ -263,7 +264,7 @@ class Kernels:
         tables, num_blocks = self._tables([chunk], paging)
         units = self._units(num_blocks, paging)
         size = (self.shape.num_kv_heads, num_blocks + 3, paging.block_size * self.shape.head_dim)
-        cache = tuple(np.zeros(size, self.dtype) for _ in range(2))
+        cache = self._cache(size, 0)
         self._store(chunk, tables[0], units, cache, paging)
         positions = np.arange(chunk.start, chunk.end)
         problem, kept = self._problem(
@@ -276,6 +277,11 @@ class Kernels:
         )
         del kept
         return keys, values
+
+    def _cache(self, size: tuple[int, ...], fill: float) -> tuple[NDArray[np.generic], ...]:
+        """Keys and values; where they are one, twice the same."""
+        keys, values = (np.full(size, fill, self.dtype) for _ in range(2))
+        return keys, keys if self.shape.one_tensor else values
 
     def _cast(self, x: Floats) -> NDArray[np.generic]:
         return np.ascontiguousarray(round_bf16(x) if self.shape.is_bf16 else x)

@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,12 +47,25 @@ shapes = st.builds(
     Shape,
     num_kv_heads=st.integers(1, 3),
     group=st.sampled_from((1, 2, 3, 4, 8)),
-    head_dim=st.sampled_from((16, 64, 80, 96, 128, 256)),
+    head_dim=st.sampled_from((16, 64, 80, 96, 128, 256, 304)),
     is_bf16=st.booleans(),
     window=st.sampled_from((0, 0, 0, 1, 7, 64, 100, 700)),
     has_sinks=st.booleans(),
     cap=st.sampled_from((0.0, 0.0, 0.5, 50.0)),
+    one_tensor=st.just(False),
+) | st.builds(
+    Shape,
+    num_kv_heads=st.just(1),
+    group=st.sampled_from((1, 3, 8, 34)),
+    head_dim=st.sampled_from((48, 64, 288)),
+    is_bf16=st.booleans(),
+    window=st.sampled_from((0, 0, 100)),
+    has_sinks=st.just(False),
+    cap=st.just(0.0),
+    one_tensor=st.just(True),
 )
+# of DeepSeek-V3
+LATENTS = Shape(1, 128, 576, True, one_tensor=True)
 pagings = st.builds(
     Paging,
     block_size=st.sampled_from(BLOCK_SIZES),
@@ -96,6 +110,13 @@ def with_cuts(paging: Paging, num_rows: int, data: st.DataObject) -> Paging:
     ([Chunk(i, 600 + i, 601 + i) for i in range(4)], [0, 600, 600, 600]),
     Paging(),
     1,
+)
+@example(LATENTS, ([Chunk(0, 62, 66)], [0]), Paging(num_threads=3), 0)
+@example(
+    LATENTS._replace(is_bf16=False, group=16),
+    ([Chunk(0, 62, 66), Chunk(1, 530, 531)], [0, 0]),
+    Paging(24),
+    0,
 )
 def test_attention_is_that_of_double_precision(library, shape, drawn, paging, seed) -> None:
     chunks, shared = drawn
@@ -146,10 +167,30 @@ def test_nan_in_a_row_does_not_reach_the_rows_before_it(library, is_bf16, window
         texts = make_texts(shape, [chunk.end], [0], 0)
 
 
+def test_how_many_heads_are_shared_out_changes_no_bit(library) -> None:
+    """Query heads of one KV head whose keys are its values: 72 are four times 18."""
+    whole = Shape(1, 72, 64, True, one_tensor=True)
+    chunks = [Chunk(0, 70, 75), Chunk(1, 599, 600)]
+    texts = make_texts(whole, [c.end for c in chunks], [0, 0], 0)
+    together = Kernels(library, whole, texts, [0, 0]).attention(chunks, Paging(num_threads=2))
+    for heads in (slice(1), slice(5, 38)):
+        shape = whole._replace(group=len(range(72)[heads]))
+        some = [replace(text, q=text.q[:, heads]) for text in texts]
+        own = Kernels(library, shape, some, [0, 0]).attention(chunks, Paging())
+        for a, b in zip(together, own, strict=True):
+            assert (a.reshape(len(a), 72, -1)[:, heads] == b.reshape(len(b), shape.group, -1)).all()
+
+
 @FEW
-@given(chunk_lists(), st.sampled_from(BLOCK_SIZES), st.booleans(), st.booleans())
-def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16) -> None:
-    shape = Shape(2, 1, 80, is_bf16)
+@given(
+    chunk_lists(),
+    st.sampled_from(BLOCK_SIZES),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([Shape(2, 1, 80, False), Shape(1, 1, 80, False, one_tensor=True)]),
+)
+def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16, shape) -> None:
+    shape = shape._replace(is_bf16=is_bf16)
     chunk = drawn[0][0]
     kernels = Kernels(library, shape, make_texts(shape, [chunk.end], [0], 0), [0])
     keys, values = kernels.read_back(chunk, Paging(block_size, units=units))
@@ -170,8 +211,11 @@ def test_every_build_gives_the_same_bits(
         pytest.skip("not on this processor, or nothing to compare it with")
     long = 300 if machine == "portable" else 1100
     chunks = [Chunk(0, 0, 70), Chunk(1, long, long + 1), Chunk(2, long, long + 3)]
-    for head_dim in (16, 80, 64):
-        shape = Shape(2, 3, head_dim, is_bf16, window, has_sinks, cap)
+    ordinary = Shape(2, 3, 16, is_bf16, window, has_sinks, cap)
+    for shape in (
+        *(ordinary._replace(head_dim=head_dim) for head_dim in (16, 80, 64, 304)),
+        Shape(1, 36, 48, is_bf16, window, has_sinks, cap, one_tensor=True),
+    ):
         texts = make_texts(shape, [c.end for c in chunks], [0, 0, long], 3)
         one, other = (
             Kernels(libraries[name], shape, texts, [0, 0, long]).attention(

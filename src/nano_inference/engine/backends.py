@@ -225,6 +225,7 @@ def lookahead_of(config: EngineConfig, device: torch.device) -> int:
     return config.lookahead if config.lookahead is not None else int(device.type == "cuda")
 
 
+MOST_HEAD_DIM = 576  # of the CPU kernels: MAX_HEAD_DIM of kernels/attention.h
 MOST_THREADS = 64  # or as many as there are cores: a process cannot be sure to get more
 
 
@@ -305,10 +306,10 @@ def _no_kernels_for(
     backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why a backend's kernels cannot run these models, or None."""
-    for spec in specs.values():
-        if spec.latent is not None:
-            return f"the attention over latents of {spec.architecture} has no {backend} kernels."
     if backend == "cuda":
+        for spec in specs.values():
+            if spec.latent is not None:
+                return f"the attention over latents of {spec.architecture} has no CUDA kernels."
         if (
             config.attention == "flashinfer"
             and (problem := availability.problem_with_flashinfer(dtype)) is not None
@@ -331,8 +332,11 @@ def _width_without_kernels(spec: ModelSpec) -> str | None:
     """Why the CPU kernels cannot run a model, or None."""
     if spec.state is not None and any(size % 16 for size in spec.state.widths):
         return f"{spec.state} has no CPU kernels; widths that are multiples of 16 have."
-    if spec.head_dim % 16 or spec.head_dim > 256:
-        return f"head_dim={spec.head_dim} has no CPU kernels; multiples of 16 up to 256 have."
+    if spec.latent is not None and (spec.latent.sizes.rank % 16 or spec.latent.sizes.value % 16):
+        return f"{spec.latent.sizes} has no CPU kernels; ranks and values of multiples of 16 have."
+    if spec.head_dim % 16 or spec.head_dim > MOST_HEAD_DIM:
+        most = MOST_HEAD_DIM
+        return f"head_dim={spec.head_dim} has no CPU kernels; multiples of 16 up to {most} have."
     for inner in _expert_sizes(spec):
         if spec.hidden_size % 16 or inner % 16:
             sizes = f"{spec.hidden_size} x {inner}"

@@ -20,6 +20,7 @@ from nano_inference.models.spec import ModelSpec
 from nano_inference.models.state_spec import DeltaNet, ShortConv
 from nano_inference.models.text_part import other_names
 from nano_inference.ops import reference
+from nano_inference.ops.settings import Latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class ParamSpec:
         other_names: what a checkpoint may call a source or the tied head instead: ours, theirs.
         fused: each tensor that holds all sources, in order, in a trainer's memory or in
             checkpoints.
+        latent: it is what `LatentOps` multiplies by.
     """
 
     name: str
@@ -86,6 +88,7 @@ class ParamSpec:
     tied: str | None = None
     fused: tuple[Fused, ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +276,7 @@ class FusedPart:
 # of a quantisation: without their scales they are other numbers.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], Any]  # `Ops.allocate`
+Allocate = Callable[..., Any]  # `Ops.allocate`
 
 
 BLOCKS = "_blocks"  # the end of a name under which a checkpoint holds codes of MXFP4
@@ -479,7 +482,10 @@ def _latent_attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
         norms["q_a_norm"] = ("q_a_layernorm", latent.query_rank)
     return [
         *(
-            _plain(f"{own}.{name}", Source(f"{hf}.{source}.weight", (rows, columns)))
+            replace(
+                _plain(f"{own}.{name}", Source(f"{hf}.{source}.weight", (rows, columns))),
+                latent=sizes if name == "kv_b" else None,
+            )
             for name, (source, rows, columns) in matrices.items()
         ),
         *(
@@ -729,13 +735,17 @@ def allocate(
 ) -> dict[str, Any]:
     """Uninitialised parameters by name. Matrices are what `matrix` makes, vectors are tensors."""
     return {
-        param.name: matrix(param.shape, dtype, device)
+        param.name: matrix(param.shape, dtype, device, *_sizes_of(param))
         if len(param.shape) == 2 and not param.keep_float32
         else torch.empty(
             param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device
         )
         for param in table
     }
+
+
+def _sizes_of(param: ParamSpec) -> tuple[Latent, ...]:
+    return () if param.latent is None else (param.latent,)
 
 
 def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:

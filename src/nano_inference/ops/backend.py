@@ -143,9 +143,10 @@ class Ops:
             as `sample` reports of that token.
         score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that
             are there already.
-        allocate: ([out, in], dtype, device) -> a weight as the products read it, not initialised: a
-            tensor, or what keeps the numbers in an order of its own, like
-            `ops.cpu.weights.PackedWeight`.
+        allocate: ([out, in], dtype, device, latent) -> a weight as the products read it, not
+            initialised: a tensor, or what keeps the numbers in an order of its own, like
+            `ops.cpu.weights.PackedWeight`. With the sizes of attention over latents it is the one
+            that `LatentOps` reads.
         compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops,
             batch, view)` gives; None: the trunk is called in every step.
         call: (batch, function, inputs, columns, dtype) -> [N, columns]: a Python function in the
@@ -178,7 +179,7 @@ class Ops:
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]
     gather_logprobs: Callable[[Tensor, Any, LogitScale, Tensor, Tensor], Tensor]
     score_logits: Callable[[Tensor, Tensor, Tensor], Tensor]
-    allocate: Callable[[tuple[int, ...], torch.dtype, torch.device], Any]
+    allocate: Callable[..., Any]  # latent may be left out
     compile: (
         Callable[
             [Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype],

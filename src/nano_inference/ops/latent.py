@@ -9,10 +9,6 @@ whose values are its keys.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from nano_inference.ops.settings import Latent
-
 
 class LatentOps(NamedTuple):
     """`kv` is a weight [heads * (plain + value), rank]: of each head the rows that make its keys
@@ -25,5 +21,5 @@ class LatentOps(NamedTuple):
         values: (attended [N, heads * key], kv, sizes) -> [N, heads * value].
     """
 
-    meet: Callable[[Tensor, Tensor, Any, Any, Latent], Tensor]  # norm is a `Norm`
-    values: Callable[[Tensor, Any, Latent], Tensor]
+    meet: Callable[..., Any]  # norm is a `Norm`, sizes are a `Latent`
+    values: Callable[..., Any]

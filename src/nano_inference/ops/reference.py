@@ -286,7 +286,12 @@ def score_of_part(
     return torch.cat(scores)
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    _latent: Latent | None = None,
+) -> Tensor:
     """A weight is a plain tensor."""
     return torch.empty(shape, dtype=dtype, device=device)
 

@@ -13,6 +13,7 @@ from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import KvcacheView, Norm, Ops, call
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.head import CpuHead
+from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.partial import partial_attention
@@ -20,6 +21,8 @@ from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.recorder import Heads, Recorder
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.latent import LatentOps
+from nano_inference.ops.settings import Latent
 
 VERSION = 3  # counted up whenever any bit may change
 DTYPES = (torch.bfloat16, torch.float32)
@@ -35,6 +38,7 @@ class CpuOps:
         self.states = CpuStates(self.kernels, num_threads)
         self.short_conv, self.delta_net = self.states.short_conv, self.states.delta_net
         self.sigmoid_gate = self.states.sigmoid_gate
+        self.latent = LatentOps(self._meet, self._latent_values)
         self.arena = Arena()
         self.partial = partial_attention(self.kernels, num_threads)
         head = CpuHead(self.kernels, num_threads)
@@ -143,11 +147,28 @@ class CpuOps:
         """See `Ops.gate`; `dtype` is what it is rounded to, by default that of x."""
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
 
+    def _meet(self, q: Tensor, c: Tensor, kv: LatentWeight, norm: Norm, sizes: Latent) -> Tensor:
+        return self._run(
+            lambda r, q, c: r.latent.meet(q, c, kv, norm, sizes),
+            q.float().contiguous(),
+            c.float().contiguous(),
+            dtype=kv.dtype,
+        )[0]
+
+    def _latent_values(self, attended: Tensor, kv: LatentWeight, sizes: Latent) -> Tensor:
+        return self._run(lambda r, x: r.latent.values(x, kv, sizes), attended, dtype=kv.dtype)[0]
+
     def allocate(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> PackedWeight:
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        latent: Latent | None = None,
+    ) -> PackedWeight | LatentWeight:
         """See `Ops.allocate`."""
         rows, columns = shape
+        if latent is not None:
+            return LatentWeight(rows, latent, dtype, self.num_threads, self.arena)
         return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)
 
     def compile(

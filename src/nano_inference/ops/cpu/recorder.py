@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.backend import Joint, Norm
+from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Exchange, Experts
+from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
-EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE = range(6)  # Kind of program.h
+EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE, MEET = range(7)  # Kind of program.h
 CALL = -1  # of Python: what stands between two runs of C++
 STORE, ADD, SILU, GELU, CLAMPED = range(5)  # Finish of linear.h
 GATES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED}
@@ -94,6 +97,7 @@ class Recorder:
     ) -> None:
         self.dtype = dtype
         self._moe, self._states = moe, states
+        self.latent = LatentOps(self._meet, self._latent_values)
         self.buffers: list[Buffer] = []
         self.operations: list[Operation] = []
         self.windows: list[
@@ -257,6 +261,46 @@ class Recorder:
         self.operations.append(Operation(ATTENTION, (q,), out, bias=sinks, values=values))
         return out
 
+    def _meet(self, q: Buffer, c: Buffer, kv: LatentWeight, norm: Norm, sizes: Latent) -> Buffer:
+        """See `LatentOps.meet`. One product a head, then a pass over the rows."""
+        query = sizes.plain + sizes.rotary
+        _require(
+            kv.sizes == sizes and q.columns == kv.heads * query and c.columns == sizes.key,
+            f"rows of {q.columns} and {c.columns} numbers do not fit {kv.heads} heads of {sizes}.",
+        )
+        _require(q.dtype == c.dtype == torch.float32, f"rows are {q.dtype} and {c.dtype}.")
+        out = self.new((kv.heads + 2) * sizes.key, torch.float32)
+        steps = {"heads": kv.heads, "input_step": query, "output_step": sizes.key}
+        self._by_heads(self._rounded(q), kv.keys, out, steps | {"first_output": sizes.rotary})
+        values = steps | {"turning": sizes.rotary, "columns": sizes.rank}
+        norms = (_checked(norm, sizes.rank),)
+        self.operations.append(Operation(MEET, (c,), out, q, norms=norms, values=values))
+        return out
+
+    def _latent_values(self, attended: Buffer, kv: LatentWeight, sizes: Latent) -> Buffer:
+        """See `LatentOps.values`. One product a head."""
+        _require(
+            kv.sizes == sizes and attended.columns == kv.heads * sizes.key,
+            f"rows of {attended.columns} numbers are not those of {kv.heads} heads of {sizes}.",
+        )
+        out = self.new(kv.heads * sizes.value, torch.float32)
+        steps = {"heads": kv.heads, "input_step": sizes.key, "output_step": sizes.value}
+        latents = self.columns(attended, sizes.rotary, attended.columns)
+        self._by_heads(latents, kv.values, out, steps)
+        return self._rounded(out)
+
+    def _by_heads(
+        self, x: Buffer, weight: PackedWeight, out: Buffer, steps: dict[str, int]
+    ) -> None:
+        """Products of some columns of x by a part of the weight's rows each."""
+        _require(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}.")
+        size = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
+        self.operations.append(Operation(LINEAR, (x,), out, weight=weight, values=size | steps))
+
+    def _rounded(self, x: Buffer) -> Buffer:
+        """As products read it."""
+        return self.rms_norm(None, x, Norm(None, 0.0, 0.0, self.dtype))[0]
+
     def short_conv(
         self, projected: Buffer, weights: ShortConvWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
@@ -365,6 +409,7 @@ class Recorder:
             if (
                 operation.kind == NORM
                 and following.kind == LINEAR
+                and "heads" not in following.values  # reads a part of each row
                 and following.inputs == (operation.output,)
             ):
                 once = (

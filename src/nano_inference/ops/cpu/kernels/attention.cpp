@@ -50,6 +50,17 @@ Tile<T> locate(const Plan& plan, const Plan::Job& job, int64_t head, const Walk<
   return tile;
 }
 
+// Where keys are the values: the tile with values of its own, made of them.
+template <class T>
+Tile<T> with_values(Tile<T> tile, const Walk<T>& walk) {
+  for (int j = 0; j < GROUPS; j++) {
+    T* values = walk.gathered + j * LANES * walk.head_dim;
+    values_of_keys(tile.keys[j], walk.head_dim, values);
+    tile.values[j] = values;
+  }
+  return tile;
+}
+
 // The rows of a task that lines stand for, one call of use(row, first line) each.
 template <class F>
 void each_row(const Plan& plan, const Plan::Task& task, F use) {
@@ -66,7 +77,7 @@ template <class T, class F>
 void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T>& walk, const KvLayer<T>& layer,
                F end_segment) {
   const Plan::Item& item = plan.item(index);
-  bool packed = is_packed(plan.shape().block_size);
+  bool packed = is_packed(plan.shape().block_size), turned = packed && layer.keys_are_values();
   Tile<T> tile = locate(plan, plan.job(item.first_job), item.head, walk, layer);
   for (int32_t number = item.first_job; number < item.last_job; number++) {
     const Plan::Job& job = plan.job(number);
@@ -77,6 +88,7 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
       const Plan::Item& other = plan.item(next_index);
       next = locate(plan, plan.job(other.first_job), other.head, walk, layer);
     }
+    if (turned) tile = with_values(tile, walk);
     int64_t lines = job.last - job.first, parts = (lines + MOST_LINES - 1) / MOST_LINES;
     for (int64_t part = 0; part < parts; part++) {  // the first part fetches the next tile
       int64_t from = job.first + lines * part / parts, to = job.first + lines * (part + 1) / parts;
@@ -92,25 +104,27 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
 // Lay out the scratch of an item (totals, states, q, a gathered tile, what lines see; each part but the last is a
 // multiple of 32 bytes), bring its lines' queries and what they see there, and clear the states.
 template <class T>
-Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq, float* own_states,
-              AttentionScratch& scratch) {
+Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq, const KvLayer<T>& layer,
+              float* own_states, AttentionScratch& scratch) {
   const Plan::Task& task = plan.task(item.task);
   const AttentionShape& shape = plan.shape();
   int64_t head_dim = shape.head_dim, group = shape.group(), state_size = plan.state_size();
-  int64_t states = plan.most_lines() * state_size, tile = is_packed(shape.block_size) ? 0 : 2 * KEY_TILE * head_dim;
-  unsigned char* memory = scratch.reserve(size_t(2 * (states + plan.most_lines())) * sizeof(float) +
-                                          size_t(plan.most_lines() * Q_STRIDE + tile) * sizeof(T));
+  int64_t states = plan.most_lines() * state_size;
+  int64_t tile = !is_packed(shape.block_size) ? 2 * KEY_TILE * head_dim : layer.keys_are_values() ? KEY_TILE * head_dim : 0;
   Walk<T> walk{};
   walk.head_dim = head_dim, walk.state_size = state_size;
+  int64_t q_stride = walk.q_stride(), queries = plan.most_lines() * q_stride;
+  unsigned char* memory = scratch.reserve(size_t(2 * (states + plan.most_lines())) * sizeof(float) +
+                                          size_t(queries + tile) * sizeof(T));
   walk.scale = shape.cap ? shape.scale / shape.cap : shape.scale * LOG2E, walk.cap = shape.cap * LOG2E;
   walk.totals = reinterpret_cast<float*>(memory), walk.states = walk.totals + states;
-  walk.q = reinterpret_cast<T*>(walk.states + states), walk.gathered = walk.q + plan.most_lines() * Q_STRIDE;
+  walk.q = reinterpret_cast<T*>(walk.states + states), walk.gathered = walk.q + queries;
   walk.positions = reinterpret_cast<int32_t*>(walk.gathered + tile), walk.begins = walk.positions + plan.most_lines();
   if (own_states) walk.states = own_states;
   each_row(plan, task, [&](int64_t row, int64_t line) {
     const T* from = q + row * ldq + item.head * group * head_dim;
     for (int64_t i = 0; i < group; i++, from += head_dim) {
-      memcpy(walk.q + (line + i) * Q_STRIDE, from, size_t(head_dim) * sizeof(T));
+      memcpy(walk.q + (line + i) * q_stride, from, size_t(head_dim) * sizeof(T));
       walk.positions[line + i] = int32_t(plan.batch().positions[row]);
       walk.begins[line + i] = int32_t(plan.first_key(row));
     }
@@ -142,7 +156,7 @@ void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q
   const AttentionShape& shape = plan.shape();
   int64_t group = shape.group(), state_size = plan.state_size(), lines = task.num_lines;
   bool split = item.segment >= 0;
-  Walk<T> walk = begin(plan, item, q, ldq, split ? plan.partial(task, item.head, item.segment) : nullptr, scratch);
+  Walk<T> walk = begin(plan, item, q, ldq, layer, split ? plan.partial(task, item.head, item.segment) : nullptr, scratch);
   walk_jobs(plan, index, next, walk, layer, [&](int64_t) {
     for (int64_t line = 0; line < lines; line++) {
       merge(walk.total(line), walk.state(line), state_size);
@@ -172,7 +186,7 @@ void run_item_states(const AttentionPlan& plan, int64_t index, int64_t next, con
   const Plan::Task& task = plan.task(item.task);
   const AttentionShape& shape = plan.shape();
   int64_t group = shape.group(), width = plan.state_size() - LANES + 1;
-  Walk<T> walk = begin(plan, item, q, ldq, nullptr, scratch);
+  Walk<T> walk = begin(plan, item, q, ldq, layer, nullptr, scratch);
   auto put = [&](int64_t segment) {
     each_row(plan, task, [&](int64_t row, int64_t first_line) {
       int64_t state = first_states[row] + segment - plan.first_key(row) / SEGMENT;

@@ -15,7 +15,7 @@ namespace nano {
 
 constexpr int64_t KEY_TILE = 64, SEGMENT = 512;
 constexpr int GROUPS = KEY_TILE / LANES;
-constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_HEAD_DIM = 576;
 
 // The rows of one step. The arrays belong to the caller and outlive the plans made from them.
 struct BatchRows {
@@ -37,6 +37,13 @@ struct AttentionShape {
   float scale, cap;  // a score s = scale * q * k; and with a cap, which is not 0, cap * tanh(s / cap)
 
   int64_t group() const { return num_heads / num_kv_heads; }
+  // Where keys are the values, all query heads share a KV head. As many equal ones that threads can share, and of which
+  // each still has lines enough to be worth turning its keys.
+  AttentionShape with_equal_heads() const {
+    AttentionShape shape = *this;
+    for (shape.num_kv_heads = 1; shape.group() > 32 && shape.group() % 2 == 0;) shape.num_kv_heads *= 2;
+    return shape;
+  }
 };
 
 // Memory that grows and is never initialised, aligned to cache lines.

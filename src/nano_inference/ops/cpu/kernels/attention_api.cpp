@@ -19,7 +19,11 @@ struct Problem {
 template <class T>
 KvLayer<T> layer_of(const Problem& problem) {
   int64_t size = problem.shape.block_size * problem.shape.head_dim;  // stored as [kv heads][num_units][size]
-  return {static_cast<T*>(problem.keys), static_cast<T*>(problem.values), problem.num_units * size, size, problem.units};
+  return kv_layer<T>(problem.keys, problem.values, problem.num_units, size, problem.units);
+}
+
+AttentionShape shape_of(const Problem& problem) {
+  return problem.keys == problem.values ? problem.shape.with_equal_heads() : problem.shape;
 }
 
 template <class T, class F>
@@ -56,7 +60,7 @@ template <class T>
 void attend(const Problem& problem, const void* q, const float* sinks, void* out, int num_threads,
             const int64_t* row_cuts) {
   static AttentionPlan plan;  // the tests call from one thread
-  plan.build(problem.batch, problem.shape, num_threads, row_cuts);
+  plan.build(problem.batch, shape_of(problem), num_threads, row_cuts);
   int64_t stride = problem.shape.num_heads * problem.shape.head_dim;
   std::atomic<int64_t> next{0};
   auto work = [&](Team& team) {
@@ -79,7 +83,7 @@ template <class T>
 void find_states(const Problem& problem, const int64_t* begins, const void* q, const int64_t* first_states,
                  float* states, int num_threads) {
   static thread_local AttentionPlan plan;
-  plan.build(problem.batch, problem.shape, num_threads, nullptr, begins);
+  plan.build(problem.batch, shape_of(problem), num_threads, nullptr, begins);
   std::atomic<int64_t> next{0};
   const AttentionPlan& shared = plan;  // the caller's, for all threads
   auto work = [&](Team& team) {

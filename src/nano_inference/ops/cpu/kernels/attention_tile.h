@@ -7,8 +7,8 @@
 namespace nano {
 namespace {
 
-// Lines of q lie this far apart: a constant, and no power of two, which would crowd into few places of the cache.
-constexpr int Q_STRIDE = MAX_HEAD_DIM + 32;
+// Lines of q lie so far apart: a constant, and no power of two, which would crowd into few places of the cache.
+constexpr int NARROW = 256, Q_STRIDE = NARROW + 32, WIDE_STRIDE = MAX_HEAD_DIM + 32;
 constexpr float MASKED = -1e30f;  // a score that weighs nothing; finite, since exp2 subtracts it from itself
 
 // Lines by vectors of a product: as many sums as there are registers for.
@@ -72,11 +72,12 @@ template <class T>
 struct Walk {
   int64_t head_dim, state_size;
   float scale, cap;    // of scores in base 2: scale * s, or cap * tanh(scale * s)
-  T* q;                // [lines][Q_STRIDE]
+  T* q;                // [lines][q_stride()]
   float *states, *totals;  // [lines][state_size]: of the segment, and of the segments before
   int32_t *begins, *positions;  // [lines] the first key and the last
-  T* gathered;         // where a tile is packed, if blocks are not
+  T* gathered;         // where a tile is packed, if blocks are not; or values made of keys
 
+  int64_t q_stride() const { return head_dim <= NARROW ? Q_STRIDE : WIDE_STRIDE; }
   State state(int64_t line) const { return {states + line * state_size}; }
   State total(int64_t line) const { return {totals + line * state_size}; }
 };
@@ -110,7 +111,7 @@ NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, float cap, Sight sight) {
   return vhighest(vmax(vmax(s[0], s[1]), vmax(s[2], s[3])));
 }
 
-template <class T, int R>
+template <int STRIDE, class T, int R>
 NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Tile<T>& tile, const Tile<T>& next,
            Weights<T, R>& weights) {
   Vec s[R][GROUPS];
@@ -120,7 +121,7 @@ NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Ti
       for (Vec& v : row) v = vset(0);
     const T *keys[MOST_VECS], *ahead[MOST_VECS];
     for (int j = 0; j < MOST_VECS; j++) keys[j] = tile.keys[first + j], ahead[j] = next.keys[first + j];
-    multiply<Q_STRIDE>(acc, walk.q + line * Q_STRIDE, keys, LANES * DEPTH<T>, walk.head_dim / DEPTH<T>, ahead);
+    multiply<STRIDE>(acc, walk.q + line * STRIDE, keys, LANES * DEPTH<T>, walk.head_dim / DEPTH<T>, ahead);
     for (int i = 0; i < R; i++)
       for (int j = 0; j < MOST_VECS; j++) s[i][first + j] = acc[i][j];
   }
@@ -219,7 +220,8 @@ template <class T, int R>
 void attend(const Walk<T>& walk, int64_t line, int32_t start, const Tile<T>& tile, const Tile<T>& next) {
   constexpr int depth = DEPTH<T>;
   Weights<T, R> weights;
-  score<T, R>(walk, line, start, tile, next, weights);
+  walk.head_dim <= NARROW ? score<Q_STRIDE>(walk, line, start, tile, next, weights)
+                          : score<WIDE_STRIDE>(walk, line, start, tile, next, weights);
   int begin = 0, end = KEY_TILE, first = KEY_TILE;  // what all lines see, in whole pairs; the first key that any sees
   for (Sight sight : weights.sights) {
     begin = std::max(begin, (sight.begin + depth - 1) / depth * depth);

@@ -4,7 +4,7 @@
 // multiple of 16, they are packed in groups of 16 tokens, so that products read them as they lie:
 //   bf16: keys [group][head_dim / 2][16][2], values [group][8][head_dim][2]: pairs of dimensions, pairs of tokens
 //   float: keys [group][head_dim][16], values [group][16][head_dim]
-// Other block sizes hold plain rows [block_size][head_dim].
+// Other block sizes hold plain rows [block_size][head_dim]. Where values are the keys, one KV head has these alone.
 #pragma once
 #include <cstdint>
 
@@ -22,7 +22,15 @@ struct KvLayer {
   int64_t start(int64_t head, int64_t block) const {
     return head * head_stride + (units ? units[block] : block) * unit_stride;
   }
+  bool keys_are_values() const { return keys == values; }
 };
+
+// A layer whose heads' blocks of `size` numbers lie one head after the other. Of keys that are the values there is one
+// head, which every head is.
+template <class T>
+KvLayer<T> kv_layer(void* keys, void* values, int64_t num_units, int64_t size, const int64_t* units) {
+  return {static_cast<T*>(keys), static_cast<T*>(values), keys == values ? 0 : num_units * size, size, units};
+}
 
 inline bool is_packed(int64_t block_size) { return block_size % LANES == 0; }
 
@@ -52,5 +60,9 @@ inline void pack_value(T* group, int64_t head_dim, int64_t lane, const T* value)
   T* to = group + lane / DEPTH<T> * DEPTH<T> * head_dim + lane % DEPTH<T>;
   for (int64_t d = 0; d < head_dim; d++) to[d * DEPTH<T>] = value[d];
 }
+
+// A packed group of keys, as one of values.
+template <class T>
+void values_of_keys(const T* keys, int64_t head_dim, T* values);
 
 }  // namespace nano

@@ -54,6 +54,7 @@ class Program {
     for (int64_t w = 0; w < spec_.num_windows; w++) {
       AttentionShape shape{spec_.num_heads, spec_.num_kv_heads, spec_.head_dim, spec_.block_size, windows_[w].size,
                            windows_[w].scale, windows_[w].cap};
+      if (keys_are_values()) shape = shape.with_equal_heads();
       plans_[w].build(step.rows, shape, int(step.num_threads), sharing_ == Sharing::SEQUENCES ? cuts_.data() : nullptr);
     }
     for (int64_t i = 0; i < spec_.num_ops; i++) taken_[i].store(0, std::memory_order_relaxed);
@@ -178,10 +179,22 @@ class Program {
 
   template <class T>
   void product(size_t index, int64_t row, int64_t end_row, int part, int parts, const T* own = nullptr) const {
-    Linear<T> job = linear_of<T>(ops_[index]);
+    const Op& op = ops_[index];
+    Linear<T> job = linear_of<T>(op);
     if (own) job.x = own, job.ldx = job.w.columns;
-    const int64_t panels = job.num_panels();
-    linear(job, row, end_row, panels * part / parts, panels * (part + 1) / parts, next_weights<T>(index, part, parts));
+    const int64_t panels = job.num_panels(), first = panels * part / parts, last = panels * (part + 1) / parts;
+    const Panels<T> next = next_weights<T>(index, part, parts);
+    if (!op.heads) return linear(job, row, end_row, first, last, next);
+    const int64_t size = panels / op.heads;  // of a head
+    for (int64_t from = first, to; from < last; from = to) {
+      const int64_t head = from / size;
+      to = std::min(last, (head + 1) * size);
+      Linear<T> own_job = job;
+      own_job.x += head * op.input_step;
+      own_job.w = {job.w.panel(head * size), size * LANES, job.w.columns};
+      own_job.out = static_cast<float*>(job.out) + op.first_output + head * op.output_step;
+      linear(own_job, row, end_row, from - head * size, to - head * size, to < last ? panels_at(job, to) : next);
+    }
   }
 
   // What this thread reads after operation `index`: its first panels of the next product.
@@ -218,9 +231,9 @@ class Program {
   template <class T>
   KvLayer<T> layer_of(int32_t index) const {
     const Layer& layer = layers_[size_t(index)];
-    const int64_t size = spec_.block_size * spec_.head_dim;
-    return {static_cast<T*>(layer.keys), static_cast<T*>(layer.values), spec_.num_units * size, size, layer.units};
+    return kv_layer<T>(layer.keys, layer.values, spec_.num_units, spec_.block_size * spec_.head_dim, layer.units);
   }
+  bool keys_are_values() const { return !layers_.empty() && layers_[0].keys == layers_[0].values; }
 
   // Operations that take one row after another.
   template <class T>
@@ -237,6 +250,10 @@ class Program {
           else rms_norm<T>(in, op.scale, at<float>(op.residual, i), op.norm, op.columns, at<T>(op.output, i));
           break;
         case Kind::ROPE_AND_STORE: rope_and_store<T>(op, i); break;
+        case Kind::MEET:
+          meet<T>(at<const float>(op.residual, i), at<float>(op.input, i),
+                  {op.heads, op.input_step, op.output_step, op.turning, op.columns}, op.norm, at<float>(op.output, i));
+          break;
         case Kind::GATE: gate<T>(in, op.rows, op.finish, at<T>(op.output, i)); break;
         default: break;
       }

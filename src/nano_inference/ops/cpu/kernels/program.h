@@ -9,25 +9,28 @@
 
 namespace nano {
 
-enum class Kind : int32_t { EMBED = 0, LINEAR = 1, NORM = 2, ROPE_AND_STORE = 3, ATTENTION = 4, GATE = 5 };
+enum class Kind : int32_t { EMBED = 0, LINEAR = 1, NORM = 2, ROPE_AND_STORE = 3, ATTENTION = 4, GATE = 5, MEET = 6 };
 
 // One operation.
 struct Op {
   Kind kind;
   Finish finish;        // LINEAR, GATE
   int32_t input, output;  // buffers, -1 for none
-  int32_t residual;     // buffer: NORM
+  int32_t residual;     // buffer: NORM; MEET: queries
   int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION
   int32_t wide;         // NORM: out is float32
   float scale;          // EMBED; NORM and ADD: of what is added
   int32_t read_once;    // NORM: nothing but the product that follows reads its output
   int64_t first_column;  // LINEAR, ROPE_AND_STORE: where in a row of `in` what it reads begins
+  int64_t heads;         // LINEAR: products by so many equal parts of the weight's rows, 0: one; MEET
+  int64_t input_step, output_step, first_output;  // LINEAR by heads: from one to the next in a row of `in` and of the
+                                                  // output, and where the first begins there; MEET: of a query
   const void *weight, *bias;  // EMBED, LINEAR; ATTENTION: bias are its sinks, float
-  int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output
-  NormWeight norm, key_norm;  // NORM; ROPE_AND_STORE: of queries and of keys, data null for none
+  int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output; MEET: columns are the latent's
+  NormWeight norm, key_norm;  // NORM; MEET; ROPE_AND_STORE: of queries and of keys, data null for none
   const float *cos, *sin;     // ROPE_AND_STORE: [positions, turning / 2]
   const float* query_scales;  // ROPE_AND_STORE: [positions], or null
-  int64_t turning;            // ROPE_AND_STORE: numbers of a head that turn
+  int64_t turning;            // ROPE_AND_STORE, MEET: numbers of a head that turn
   int64_t interleaved;        // ROPE_AND_STORE: neighbours are pairs
   Segments segments;          // LINEAR
   int64_t first_token, vocab;  // EMBED: the token of the weight's first row; tokens of all ranks, 0: the weight's rows

@@ -127,6 +127,17 @@ void rope(const float* x, const float* cos, const float* sin, const Turn& turn, 
 }
 
 template <class T>
+void meet(const float* q, float* c, const LatentHeads& size, const NormWeight& norm, float* out) {
+  const size_t turning = size_t(size.turning) * sizeof(float);
+  for (int64_t h = 0; h < size.heads; h++)
+    memcpy(out + h * size.key, q + (h + 1) * size.query - size.turning, turning);
+  float* key = out + size.heads * size.key;
+  memcpy(key, c + size.rank, turning);
+  rms_norm<T>(nullptr, 1.f, c, norm, size.rank, key + size.turning);
+  memcpy(key + size.key, key, size_t(size.key) * sizeof(float));
+}
+
+template <class T>
 void gate(const float* x, int64_t size, Finish activation, T* out) {
   for (int64_t i = 0; i < size; i += LANES) {
     const int n = left(size, i);
@@ -142,6 +153,7 @@ void round_row(const float* x, int64_t size, T* out) {
 #define NANO_ROWS(T)                                                                          \
   template void embed(Matrix<T>, int64_t, float, float*);                                     \
   template void norm_heads<T>(float*, int64_t, const NormWeight&);                            \
+  template void meet<T>(const float*, float*, const LatentHeads&, const NormWeight&, float*);  \
   template void rope(const float*, const float*, const float*, const Turn&, float, T*);       \
   template void gate(const float*, int64_t, Finish, T*);                                      \
   template void rms_norm<T, T>(const float*, float, float*, const NormWeight&, int64_t, T*);

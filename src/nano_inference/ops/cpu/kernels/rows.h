@@ -38,6 +38,18 @@ struct Turn {
 template <class T>
 void rope(const float* x, const float* cos, const float* sin, const Turn& turn, float scale, T* out);
 
+// Heads of which so much turns, beside latents.
+struct LatentHeads {
+  int64_t heads, query, key;  // numbers of a query before it meets the latents, and of one that does
+  int64_t turning, rank;
+};
+
+// Of a row of attention over latents (ops/latent.py) all but the products: what turns of the queries q [heads * query]
+// to its place in out [(heads + 2) * key], and behind the queries twice the key of c [rank + turning], which is what
+// turns, then the normed latent.
+template <class T>
+void meet(const float* q, float* c, const LatentHeads& size, const NormWeight& norm, float* out);
+
 // out = activation(x[i]) * x[size + i]
 template <class T>
 void gate(const float* x, int64_t size, Finish activation, T* out);
