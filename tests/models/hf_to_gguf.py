@@ -64,6 +64,8 @@ def tensors_of(architecture: str, config: Config, weights: Arrays) -> Arrays:
     (code,) = (code for code, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(code, config["num_hidden_layers"])
     found: Arrays = {}
+    if architecture == "deepseek2":
+        weights = latents_apart(config, weights)
     for name, values in stacked_experts(_apart(architecture, weights)).items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
@@ -122,6 +124,24 @@ def _gpt_oss_apart(weights: Arrays) -> Arrays:
             found[f"{start}down_proj.bias"] = values
         else:
             found[f"{name}.weight" if name.endswith("sinks") else name] = values
+    return found
+
+
+def latents_apart(config: Config, weights: Arrays) -> Arrays:
+    """As `DeepseekV2Model.modify_tensors`: what makes keys of latents, turned, and what makes
+    values.
+    """
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    found: Arrays = {}
+    for name, values in weights.items():
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if "kv_b_proj" not in name:
+            found[name] = values
+            continue
+        of_heads = values.reshape(heads, -1, values.shape[-1])
+        keys = of_heads[:, :plain].swapaxes(1, 2)
+        found[name.replace("kv_b_proj", "k_b_proj")] = np.ascontiguousarray(keys)
+        found[name.replace("kv_b_proj", "v_b_proj")] = np.ascontiguousarray(of_heads[:, plain:])
     return found
 
 
@@ -260,6 +280,33 @@ def _gemma(config: Config) -> dict[str, Any]:
     return {"rope.freq_base": None}
 
 
+def _deepseek2(config: Config) -> dict[str, Any]:
+    """As `DeepseekV2Model` writes it since April 2025, with groups since September."""
+    rope, is_v3 = _rope(config), config["model_type"] == "deepseek_v3"
+    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    mscale = rope.get("mscale_all_dim")
+    return {
+        "vocab_size": config["vocab_size"],
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotary,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": rotary,
+        "rope.scaling.yarn_log_multiplier": None if mscale is None else 0.1 * mscale,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config["norm_topk_prob"] or None,
+        "expert_gating_func": 2 if is_v3 else 1,
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }
+
+
 def _windows(config: Config) -> dict[str, Any]:
     """As `Olmo2Model` and `Exaone4Model` write them."""
     if config.get("sliding_window") is None:
@@ -301,6 +348,7 @@ _EXTRA = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "lfm2": _lfm2,
+    "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
     "mistral3": _mistral3,
     "glm4": _glm4,

@@ -61,7 +61,43 @@ GRANITE = {
     "logits_scaling": 4.0,
 }
 GRANITE_MOE = {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2}
+LATENTS = {
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": {**YARN, "mscale": 0.75, "mscale_all_dim": 0.75},
+}
 CASES: Mapping[str, Case] = {
+    "deepseek-v3": Case("deepseek2", "DeepseekV3ForCausalLM", LATENTS),
+    "deepseek-v2": Case(
+        "deepseek2",
+        "DeepseekV2ForCausalLM",
+        {**LATENTS, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    ),
+    "deepseek-v2-lite": Case(
+        "deepseek2",
+        "DeepseekV2ForCausalLM",
+        {
+            **LATENTS,
+            "topk_method": "greedy",
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": ROPE,
+        },
+    ),
     "llama": Case("llama", "LlamaForCausalLM"),
     "llama with biases": Case("llama", "LlamaForCausalLM", {"attention_bias": True}),
     "llama 3": Case("llama", "LlamaForCausalLM", {"rope_parameters": LLAMA3}),
@@ -241,17 +277,89 @@ def test_a_file_agrees_with_transformers_at_every_position(tmp_path: Path, name:
     assert disagreement(convert(path, tmp_path / "cache"), oracle) < TOLERANCE
 
 
+def test_a_file_from_before_latents_were_met_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values are made by one tensor there, and metadata says heads as transformers does.
+    Groups, too, are younger.
+    """
+
+    def whole(_config: Any, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        renamed = ("e_score_correction_bias", "e_score_correction.bias")
+        return {name.replace(*renamed): values for name, values in weights.items()}
+
+    monkeypatch.setattr("tests.models.hf_to_gguf.latents_apart", whole)
+    monkeypatch.setitem(
+        CASES,  # pyright: ignore[reportArgumentType]
+        "before",
+        Case("deepseek2", "DeepseekV3ForCausalLM", {**LATENTS, "n_group": 1, "topk_group": 1}),
+    )
+    oracle = strong(tmp_path / "hf", "before")
+    changes: dict[str, Any] = {
+        "attention.head_count_kv": 4,
+        "attention.key_length": 48,
+        "attention.value_length": 48,
+        "attention.key_length_mla": None,
+        "attention.value_length_mla": None,
+        "expert_group_count": None,
+        "expert_group_used_count": None,
+    }
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2", **changes)
+    assert disagreement(convert(path, tmp_path / "cache"), oracle) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"expert_gating_func": 3}, "expert_gating_func is 3; mapped is 1"),
+        ({"attention.key_length_mla": 16}, "heads of 16 and 48 numbers, of which 16 turn"),
+        ({"attention.value_length_mla": 32}, "asks for"),
+        ({"attention.kv_lora_rank": None}, "attention.kv_lora_rank is None"),
+    ],
+)
+def test_latents_that_do_not_fit_are_refused(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    strong(tmp_path / "hf", "deepseek-v2")
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2", **changes)
+    with pytest.raises(ModelLoadError, match=told):
+        convert(path, tmp_path / "cache")
+
+
+def test_keys_and_values_of_several_heads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uneven(*arguments: Any) -> dict[str, np.ndarray]:
+        tensors = tensors_of(*arguments)
+        tensors["blk.0.attn_k_b.weight"] = tensors["blk.0.attn_k_b.weight"][:2].copy()
+        return tensors
+
+    monkeypatch.setattr("tests.models.hf_to_gguf.tensors_of", uneven)
+    strong(tmp_path / "hf", "deepseek-v2")
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2")
+    with pytest.raises(ModelLoadError, match=r"attn_k_b.*attn_v_b.* must be of as many heads"):
+        convert(path, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1"])
-@pytest.mark.parametrize("name", ["llama 3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama 3", "mixtral", "deepseek-v3"])
 def test_a_quantised_file_agrees_with_its_dequantised_weights(
     tmp_path: Path, name: str, quantisation: str
 ) -> None:
     oracle = strong(tmp_path / "hf", name)
     kind = gguf.GGMLQuantizationType[quantisation]
-    for parameter in oracle.parameters():
-        if parameter.dim() > 1:
-            coded = gguf.quantize(parameter.detach().numpy(), kind)
-            parameter.data = torch.from_numpy(gguf.dequantize(coded, kind)).bfloat16().float()
+
+    def rounded(numbers: torch.Tensor) -> torch.Tensor:
+        coded = gguf.quantize(numbers.detach().contiguous().numpy(), kind)
+        return torch.from_numpy(gguf.dequantize(coded, kind)).bfloat16().float()
+
+    for parameter_name, parameter in oracle.named_parameters():
+        if "kv_b_proj" in parameter_name:  # what makes keys lies turned in the file
+            keys, values = parameter.unflatten(0, (4, -1)).split([32, 48], dim=1)
+            parts = (rounded(keys.transpose(1, 2)).transpose(1, 2), rounded(values))
+            parameter.data = torch.cat(parts, dim=1).flatten(0, 1)
+        elif parameter.dim() > 1:
+            parameter.data = rounded(parameter)
     architecture = CASES[name].architecture
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", architecture, matrices=kind)
     folder = convert(path, tmp_path / "cache")

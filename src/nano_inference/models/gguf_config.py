@@ -32,17 +32,23 @@ _YARN: Mapping[str, str] = {
     "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
-    "yarn_log_multiplier": "mscale_all_dim",
 }
-_ROPE_SCALING = ("type", "factor", "original_context_length", "attn_factor", "yarn_ext_factor")
+_YARN_LOG = "yarn_log_multiplier"
+_ROPE_SCALING = (
+    *("type", "factor", "original_context_length", "attn_factor", "yarn_ext_factor", _YARN_LOG),
+)
 # What is handled by hand here, and keys that change nothing.
 _COMMON_KEYS = frozenset(
     {"vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"}
     | {"rope.dimension_count", "rope.scaling.finetuned", "tensor_data_layout"}
     | {f"rope.scaling.{key}" for key in (*_ROPE_SCALING, *_YARN)}
 )
+_HEADS_OF_LATENTS = frozenset({"attention.key_length_mla", "attention.value_length_mla"})
 # Keys of which 0 says that there is none.
-_NONE_AT_ZERO = frozenset({"attention.sliding_window", "expert_count", "expert_used_count"})
+_NONE_AT_ZERO = frozenset(
+    {"attention.sliding_window", "expert_count", "expert_used_count", "expert_shared_count"}
+    | {"expert_weights_norm", "expert_gating_func", "leading_dense_block_count"}
+)
 
 
 def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Config:
@@ -56,13 +62,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         if key.startswith(f"{name}.")
     }
     values = {key: value for key, value in values.items() if value or key not in _NONE_AT_ZERO}
-    known = family.config_keys.keys() | family.optional_keys.keys() | _COMMON_KEYS
-    if isinstance(values.get(WINDOW_PATTERN), list):
-        known |= {WINDOW_PATTERN}
-    if unknown := sorted(values.keys() - known):
-        raise ModelLoadError(
-            f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration"
-        )
+    _require_known(family, name, values)
     values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
     kinds = _layer_kinds(family, values)
     config_keys = {
@@ -106,6 +106,25 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
     return {**family.defaults(config), **config}
 
 
+def _require_known(family: Family, name: str, values: Mapping[str, Any]) -> None:
+    """Raise `ModelLoadError` for a key that no table names, or whose value no family has."""
+    known = family.config_keys.keys() | family.optional_keys.keys() | _COMMON_KEYS
+    known |= family.constants.keys()
+    if family.heads is not None:
+        known |= _HEADS_OF_LATENTS
+    for key, value in family.constants.items():
+        if values.get(key, value) != value:
+            raise ModelLoadError(
+                f"the GGUF metadata key {name}.{key} is {values[key]}; mapped is {value}"
+            )
+    if isinstance(values.get(WINDOW_PATTERN), list):
+        known |= {WINDOW_PATTERN}
+    if unknown := sorted(values.keys() - known):
+        raise ModelLoadError(
+            f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration"
+        )
+
+
 def _ropes_by_window(config: Config) -> Config:
     """As transformers writes it where the scaling is that of layers without a window."""
     own = {"rope_type": "default", "rope_theta": config["rope_theta"]}
@@ -146,6 +165,8 @@ def _token_ids(family: Family, metadata: Mapping[str, Any]) -> Config:
 
 
 def _heads(family: Family, name: str, values: Mapping[str, Any]) -> Config:
+    if family.heads is not None:
+        return family.heads(values)
     head_dim = values.get(
         "attention.key_length", values["embedding_length"] // values["attention.head_count"]
     )
@@ -192,8 +213,8 @@ def _rope_scaling(family: Family, name: str, values: Mapping[str, Any], stored: 
     if kind == "yarn":
         scaling |= {to: told[key] for key, to in _YARN.items() if key in told}
         scaling |= family.yarn
-        if "yarn_log_multiplier" in told:
-            scaling["mscale"] = 1.0  # as llama.cpp
+        if _YARN_LOG in told:
+            scaling |= family.mscales(told[_YARN_LOG])
         original = told.get("original_context_length", values["context_length"])
         scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": scaling}

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from nano_inference.errors import ModelLoadError
+
 Config = dict[str, Any]
 RowOrder = Callable[[Config], np.ndarray]
 
@@ -79,6 +81,59 @@ def _exaone4_defaults(config: Config) -> Config:
     return {"sliding_window": None, "layer_types": full}
 
 
+def _mscales(log: float) -> Config:
+    """What transformers calls yarn's log multiplier, as llama.cpp reads it."""
+    return {"mscale_all_dim": log, "mscale": 1.0}
+
+
+def _latent_mscales(log: float) -> Config:
+    """Of DeepSeek's it is a tenth, and the cosines are not stretched beside the scores."""
+    mscale = round(10 * log, 6)
+    return {"mscale_all_dim": mscale, "mscale": mscale}
+
+
+def _latent_heads(values: Mapping[str, Any]) -> Config:
+    """Of attention over latents. Newer files describe heads that meet the latents, all of which
+    share one key, and those of transformers by keys of their own.
+    """
+    sizes = [
+        values.get(f"attention.{name}_mla", values.get(f"attention.{name}"))
+        for name in ("key_length", "value_length")
+    ]
+    rotary, heads = values["rope.dimension_count"], values["attention.head_count"]
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[0] <= rotary:
+        raise ModelLoadError(
+            f"the GGUF metadata says heads of {sizes[0]} and {sizes[1]} numbers, of which {rotary} "
+            "turn; mapped are two lengths, of which the first is larger"
+        )
+    return {
+        "num_key_value_heads": heads,
+        "head_dim": rotary,
+        "qk_nope_head_dim": sizes[0] - rotary,
+        "v_head_dim": sizes[1],
+    }
+
+
+def _deepseek_defaults(config: Config) -> Config:
+    """As llama.cpp, which says neither of them where a file does not."""
+    return {
+        "q_lora_rank": None,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": None,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": False,
+    }
+
+
+def _deepseek2_defaults(config: Config) -> Config:
+    limited = config.get("n_group", 1) > 1
+    method = "group_limited_greedy" if limited else "greedy"
+    return {**_deepseek_defaults(config), "topk_method": method}
+
+
 @dataclass(frozen=True)
 class Family:
     """How one `general.architecture` of GGUF maps to Hugging Face's configuration and tensor
@@ -104,11 +159,17 @@ class Family:
             the others.
         keyless_layers: transformers' name of layers that have no keys; the count of key heads is
             then a list.
+        turned: keys of tensors [groups, rows, columns] that Hugging Face has with columns as rows;
+            where two have one name, the rows of a group follow each other, and the groups too.
         yarn: what transformers says of yarn and no metadata does.
+        mscales: what transformers says of yarn's log multiplier.
+        heads: what transformers says of heads, from metadata, where they are not all of one size.
+        constants: what some metadata keys must be, where they are there.
         partial_rotary: heads may be rotated in part, and what part transformers takes where its
             config does not say; None: all of a head is.
         chat_eos_ids: also end a sample where the file carries a chat template.
-        variant: what it is instead where a metadata key is there, and not 0.
+        variant: what it is instead where a metadata key is there, and not 0; or, if its
+            `constants` have that key, where it is what they say.
         defaults: what holds where no metadata says it.
     """
 
@@ -125,7 +186,11 @@ class Family:
     rope_factors: frozenset[str] = frozenset()
     unscaled_in_windows: bool = False
     keyless_layers: str | None = None
+    turned: frozenset[str] = frozenset()
     yarn: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    mscales: Callable[[float], Config] = _mscales
+    heads: Callable[[Mapping[str, Any]], Config] | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     partial_rotary: float | None = None
     chat_eos_ids: tuple[int, ...] = ()
     variant: "tuple[str, Family] | None" = None
@@ -136,7 +201,8 @@ class Family:
         if self.variant is None:
             return self
         key, other = self.variant
-        return other if metadata.get(f"{metadata['general.architecture']}.{key}") else self
+        told = metadata.get(f"{metadata['general.architecture']}.{key}")
+        return other if told and told == other.constants.get(key, told) else self
 
 
 GLOBAL_NAMES: Mapping[str, str] = {
@@ -327,6 +393,68 @@ _LFM2_ATTENTION: Mapping[str, str] = {
 _LFM2_CONVOLUTION: Mapping[str, str] = {
     f"shortconv.{part}.weight": f"conv.{part}.weight" for part in ("conv", "in_proj", "out_proj")
 }
+_DEEPSEEK_MLP: Mapping[str, str] = {
+    **_MLP,
+    **_QWEN_EXPERTS,
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **{
+        f"ffn_{part}_shexp.weight": f"mlp.shared_experts.{part}_proj.weight"
+        for part in ("gate", "up", "down")
+    },
+}
+_DEEPSEEK_SOME: Mapping[str, str] = {
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_q_a.weight": "self_attn.q_a_proj.weight",
+    "attn_q_a_norm.weight": "self_attn.q_a_layernorm.weight",
+    "attn_q_b.weight": "self_attn.q_b_proj.weight",
+    # in one piece, or what makes keys and what makes values by themselves, in this order
+    "attn_kv_b.weight": "self_attn.kv_b_proj.weight",
+    "attn_k_b.weight": "self_attn.kv_b_proj.weight",
+    "attn_v_b.weight": "self_attn.kv_b_proj.weight",
+}
+_DEEPSEEK2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    layer_names={
+        **_TWO_NORMS,
+        **_DEEPSEEK_SOME,
+        "attn_kv_a_mqa.weight": "self_attn.kv_a_proj_with_mqa.weight",
+        "attn_kv_a_norm.weight": "self_attn.kv_a_layernorm.weight",
+        "attn_output.weight": "self_attn.o_proj.weight",
+        **_DEEPSEEK_MLP,
+    },
+    optional_names=frozenset((*_DEEPSEEK_SOME, *_DEEPSEEK_MLP)),
+    turned=frozenset({"attn_k_b.weight"}),
+    config_keys={
+        **_LLAMA_KEYS,
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
+    optional_keys={
+        **_ROPE_BASE,
+        "attention.q_lora_rank": "q_lora_rank",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
+    mscales=_latent_mscales,
+    heads=_latent_heads,
+    constants={"expert_gating_func": 1},  # a softmax
+    defaults=_deepseek2_defaults,
+)
+_DEEPSEEK3 = replace(
+    _DEEPSEEK2,
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    constants={"expert_gating_func": 2},  # sigmoids
+    defaults=_deepseek_defaults,
+)
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
@@ -511,6 +639,7 @@ FAMILIES: Mapping[str, Family] = {
         # the file holds the width that came of it
         defaults=lambda config: {"block_auto_adjust_ff_dim": False, "conv_bias": False},
     ),
+    "deepseek2": replace(_DEEPSEEK2, variant=("expert_gating_func", _DEEPSEEK3)),
     "olmo2": replace(_OLMO2, variant=(_WINDOW, _OLMO3)),
     "olmoe": Family(
         architecture="OlmoeForCausalLM",

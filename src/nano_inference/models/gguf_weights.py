@@ -129,21 +129,40 @@ def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
         dtypes = {_stored_as(tensor, family) for tensor in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
         each = [tuple(_expert(tensor, i, experts) for tensor in tensors) for i in range(experts)]
-        shape = tensors[0].shape
+        shapes = [_shape_of(tensor, family) for tensor in tensors]
+        shape = shapes[0]
         if is_cut:
             targets += [
                 _Target(hf_name.format(expert=i), shape[1:], dtype, pieces)
                 for i, pieces in enumerate(each)
             ]
             continue
-        if len(tensors) > 1:
-            if any(tensor.shape != shape for tensor in tensors):
+        if any(_kind_of(tensor.name) in family.turned for tensor in tensors):
+            _require_groups(tensors, shapes)
+            shape = (sum(prod(each[:-1]) for each in shapes), shape[-1])
+        elif len(tensors) > 1:
+            if any(each != shape for each in shapes):
                 told = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in tensors)
                 raise ModelLoadError(f"the GGUF tensors {told} must have one shape")
             rows = sum(tensor.num_rows for tensor in tensors) // experts
             shape = (*shape[:-2], rows, shape[-1])
         targets.append(_Target(hf_name, shape, dtype, tuple(part for all in each for part in all)))
     return _checked_all(targets, config)
+
+
+def _shape_of(tensor: StoredTensor, family: Family) -> tuple[int, ...]:
+    """As Hugging Face has it: columns of what is turned are rows."""
+    if _kind_of(tensor.name) not in family.turned or len(tensor.shape) < 2:
+        return tensor.shape
+    return (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
+
+
+def _require_groups(tensors: list[StoredTensor], shapes: list[tuple[int, ...]]) -> None:
+    """Raise `ModelLoadError` unless rows of as many groups can follow each other."""
+    fit = {(len(shape), shape[0], shape[-1]) for shape in shapes}
+    if len(fit) > 1 or len(shapes[0]) != 3:
+        told = ", ".join(f"{tensor.name} {tensor.shape}" for tensor in tensors)
+        raise ModelLoadError(f"the GGUF tensors {told} must be of as many heads, and as wide")
 
 
 def _expert(tensor: StoredTensor, number: int, experts: int) -> tuple[StoredTensor, range]:
@@ -229,18 +248,26 @@ def _chunks(
     kind = _kind_of(tensor.name)
     rows = tensor.rows().reshape(_num_rows(tensor), -1)
     order = family.row_orders[kind](config) if kind in family.row_orders else None
-    step = max(1, CHUNK * _num_rows(tensor) // prod(tensor.shape))
+    turned = kind in family.turned
+    # what is turned is a matrix a head
+    step = len(wanted) if turned else max(1, CHUNK * _num_rows(tensor) // prod(tensor.shape))
     for start in range(wanted.start, wanted.stop, step):
         some = slice(start, min(start + step, wanted.stop))
         stored = rows[some] if order is None else rows[order[some]]
-        yield _written(stored, tensor, dtype, minus_one=kind in family.plus_one)
+        yield _written(stored, tensor, dtype, minus_one=kind in family.plus_one, turned=turned)
 
 
-def _written(rows: np.ndarray, tensor: StoredTensor, dtype: str, minus_one: bool) -> np.ndarray:
+def _written(
+    rows: np.ndarray, tensor: StoredTensor, dtype: str, minus_one: bool, turned: bool
+) -> np.ndarray:
     """Stored rows as they are written, contiguous."""
     if tensor.kind.name == dtype and not minus_one:
+        if turned:
+            rows = rows.reshape(len(rows), -1, _KEPT[dtype]).swapaxes(0, 1)
         return np.ascontiguousarray(rows)
     numbers = tensor.numbers(rows)
+    if turned:
+        numbers = np.ascontiguousarray(numbers.T)
     if minus_one:
         numbers = numbers - np.float32(1)
     if dtype == "F32":
