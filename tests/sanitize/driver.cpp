@@ -20,6 +20,7 @@ int nano_program_run(void* program, const nano::Step* step);
 }
 
 void experts_round();  // experts.cpp
+void states_round();  // states.cpp
 
 namespace {
 
@@ -266,6 +267,7 @@ int main(int argc, char** argv) {
     round<bf16>();
     round<float>();
     experts_round();
+    states_round();
   }
   std::printf("%d rounds of both dtypes: the same bits under every schedule\n", rounds);
 }

@@ -6,13 +6,7 @@
 #include <vector>
 
 #include "linear.h"
-
-extern "C" {
-void nano_moe_route(const void*, int64_t, int64_t, const void*, int64_t, int64_t, int64_t, int64_t, int64_t*, float*, int64_t);
-int nano_moe_products(const void*, int64_t, const int64_t*, const int64_t*, int64_t, int64_t, int64_t, int64_t, const void*,
-                      const void*, const void*, const void*, int64_t, int64_t, float*, int64_t);
-void nano_moe_combine(const float*, const float*, int64_t, int64_t, int64_t, float*, int64_t);
-}
+#include "moe.h"
 
 namespace {
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The kernels under address, undefined-behaviour and thread sanitizers: tests/sanitize/driver.cpp and experts.cpp on their own.
+# The kernels under address, undefined-behaviour and thread sanitizers: driver.cpp, experts.cpp and states.cpp of
+# tests/sanitize on their own.
 set -euo pipefail
 cd "$(dirname "$0")"
 kernels=../../src/nano_inference/ops/cpu/kernels
@@ -15,7 +16,7 @@ elif grep -q avx2 /proc/cpuinfo 2>/dev/null; then
 fi
 for kind in address,undefined thread; do
     echo "== $kind"
-    for source in "$kernels"/*.cpp driver.cpp experts.cpp; do
+    for source in "$kernels"/*.cpp driver.cpp experts.cpp states.cpp; do
         "$compiler" "${flags[@]}" -fsanitize="$kind" -fno-sanitize-recover=all -c "$source" -o "$folder/$(basename "$source").o" &
         [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n
     done

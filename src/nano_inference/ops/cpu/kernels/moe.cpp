@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "moe.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -18,15 +19,6 @@ constexpr int64_t PANELS_OF_GATE = 12;  // and panels of its outputs
 constexpr int64_t PANELS_OF_DOWN = 24;
 
 int64_t up_to_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-// How a row's experts are chosen and weighed: see `Routing` of ops/moe.py.
-struct Routing {
-  int64_t num_experts, per_token, sigmoid, renormalized, groups, groups_kept, group_best;
-  int64_t shared;     // 1: a last weight of 1, 2: of the sigmoid of the last logit; 0: none
-  const float* bias;    // [num_experts], or null
-  const float* logits;  // [num_experts], added to the logits, or null
-  float scale, floor;
-};
 
 // What the choice of a row needs; with room for whole panels of experts.
 struct Choice {

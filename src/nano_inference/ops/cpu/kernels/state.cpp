@@ -7,39 +7,12 @@
 
 #include "pool.h"
 #include "simd.h"
+#include "state.h"
 
 namespace nano {
 namespace {
 
 enum Problem { NONE = 0, BAD_SLOT = 1, BAD_TABLE = 2, BAD_LENGTHS = 3, BAD_UNIT = 4 };
-
-// Rows of sequences, and which units what is kept of them lies in.
-struct StateStep {
-  int64_t num_rows, num_chunks, block_size, table_stride, num_blocks, num_units;
-  int64_t window;  // how many tokens back a row reads, itself included
-  const int64_t *positions, *slot_mapping, *row_chunks, *cu_seqlens_q, *block_tables;
-  const int64_t* units;  // block -> unit; null: a block is the unit of its number
-};
-
-// A convolution of each channel by itself; channels are a multiple of 16.
-struct Convolution {
-  void* inputs;        // what is kept: [slots of units, channels]
-  const void* weight;  // [channels, taps]
-  const void* bias;    // [channels], or null
-  int64_t channels, taps;
-};
-
-// The rule's weights and what is kept; widths are multiples of 16.
-struct DeltaRule {
-  const float* projected;  // rows of the convolution's inputs, gates, betas, decays
-  int64_t stride;          // from one row to the next
-  float* mixed;            // [rows, channels]: for what the convolution gives
-  float *keys, *values, *decays, *state;
-  const float *log_decay, *decay_bias;  // [value heads]
-  const void* norm;                     // [value_dim]
-  int64_t key_heads, value_heads, key_dim, value_dim;
-  float eps;
-};
 
 constexpr float L2_EPS = 1e-6f;
 constexpr int64_t MOST_KEY_DIM = 256;

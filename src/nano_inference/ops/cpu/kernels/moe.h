@@ -1,0 +1,27 @@
+// What the kernels of experts are told: see moe.cpp.
+#pragma once
+#include <cstdint>
+
+namespace nano {
+
+// How a row's experts are chosen and weighed: see `Routing` of ops/moe.py.
+struct Routing {
+  int64_t num_experts, per_token, sigmoid, renormalized, groups, groups_kept, group_best;
+  int64_t shared;     // 1: a last weight of 1, 2: of the sigmoid of the last logit; 0: none
+  const float* bias;    // [num_experts], or null
+  const float* logits;  // [num_experts], added to the logits, or null
+  float scale, floor;
+};
+
+}  // namespace nano
+
+extern "C" {
+void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void* router, int64_t rows, int64_t is_bf16,
+                    const nano::Routing* routing, int64_t* ids, float* weights, int64_t num_threads);
+int nano_moe_products(const void* x, int64_t num_rows, const int64_t* rows, const int64_t* experts, int64_t count,
+                      int64_t num_experts, int64_t hidden, int64_t inner, const void* gate_up, const void* gate_up_bias,
+                      const void* down, const void* down_bias, int64_t is_bf16, int64_t activation, float* out,
+                      int64_t num_threads);
+void nano_moe_combine(const float* products, const float* weights, int64_t num_rows, int64_t per_token, int64_t hidden,
+                      float* out, int64_t num_threads);
+}
