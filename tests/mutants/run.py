@@ -21,6 +21,8 @@ SCHEDULE = "tests/scheduling/test_schedule.py"
 OPERATIONS = "tests/ops/test_reference.py"
 BATCHES = "tests/test_batch.py"
 DRAFTS = "tests/speculation/test_bits.py"
+MODEL_DRAFTS = "tests/speculation/test_model_drafts.py"
+STATES = "tests/ops/test_cpu_states.py"
 SIMULATION = "tests/simulation/test_simulation.py"
 POLICIES = "tests/engine/test_kv_policies.py"
 ON_CUDA = "tests/invariance/test_triton_invariance.py -k"
@@ -57,6 +59,19 @@ CATCHES = {
     "penalties_without_drafts": f"{DRAFTS} -k 'llama and penalties'",
     "drafts_take_reserved_blocks": f"{SIMULATION} -k drafts",
     "eagle_skips_accepted_rows": "tests/speculation/test_heads.py -k 'formula and eagle'",
+    "medusa_head_off_by_one": "tests/speculation/test_heads.py -k 'formula and medusa'",
+    "wrong_drafts_stay_computed": f"{MODEL_DRAFTS} -k computes_anew",
+    "silent_model_takes_the_texts_place": f"{MODEL_DRAFTS} -k knows_nothing",
+    "cpu_state_lacks_the_last_row": f"{STATES} -k reference_computes",
+    "cpu_state_of_another_sequence": f"{STATES} -k reference_computes",
+    "cpu_decay_left_out": f"{STATES} -k reference_computes",
+    "state_one_row_early": "tests/models/test_states.py -k 'qwen3_5_agrees and reference'",
+    "state_taken_one_token_early": f"{STATES} -k behind_the_window",
+    "cpu_sink_of_the_groups_first_head": "tests/models/test_families.py -k 'agrees and gpt-oss and cpu'",
+    "latents_without_their_norm": "tests/models/test_families.py -k 'agrees and deepseek-v3'",
+    "quantised_scales_of_another_group": "tests/models/test_quantised.py -k stands_for",
+    "gguf_neighbours_stay_together": "tests/models/test_gguf.py -k round_trip",
+    "harmony_commentary_is_reasoning": "tests/serving/parsing/test_harmony.py",
     "masked_odds_keep_all": "tests/ops/test_cpu_head.py -k masked_draw",
     "vocabulary_tie_to_the_later_rank": "tests/parallel/test_head.py -k lower",
     "prefix_match_one_too_long": INVARIANCE,

@@ -115,6 +115,24 @@ def test_chunks_change_no_bit(spec: StateSpec, backend: str) -> None:
         assert all(torch.equal(*pair) for pair in zip([*got, *own], [*whole, *kept], strict=True))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("spec", [CONV, DELTA])
+def test_nothing_behind_the_window_is_read(spec: StateSpec, backend: str) -> None:
+    """Its memory is anybody's: what the scheduler gives away is what the window leaves behind."""
+    states: Any = CpuStates(kernels(), 1) if backend == "cpu" else reference_state
+    operation = states.delta_net if isinstance(spec, DeltaNet) else states.short_conv
+    whole, _ = computed(spec, torch.float32, states)
+    projected, weights = numbers(spec, torch.float32)
+    view = StateStorage(spec, 10, SIZE, torch.float32, torch.device("cpu"))
+    for position in range(LENGTHS[0]):
+        behind = max(0, position - spec.window(SIZE) + 1) // SIZE
+        for tensor in view.tensors.values():
+            tensor[:, TABLES[0][:behind]] = torch.nan
+        batch = batch_of_rows([Rows([0], position, TABLES[0])], SIZE)
+        row = operation(projected[position : position + 1], weights, batch, view, 0)
+        assert torch.equal(row[0], whole[0][position])
+
+
 def test_a_block_without_a_unit_is_not_read() -> None:
     projected, weights = numbers(CONV, torch.float32)
     view = StateStorage(CONV, 10, SIZE, torch.float32, torch.device("cpu"))

@@ -125,6 +125,38 @@ def test_another_model_is_wrong_and_harms_nothing(model: Path, other: Path) -> N
         assert engine.stats().speculation.sources[-1] == "model"  # type: ignore[union-attr]
 
 
+def test_behind_wrong_drafts_it_computes_anew(
+    model: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It guesses what a model would that sees the text for the first time; also where it was not
+    asked meanwhile.
+    """
+    asked = compared = 0
+    with engine_of(model, draft_model=str(other), max_drafts=4) as engine:
+        assert isinstance(engine.drafter, Drafter)
+        source = engine.drafter.model
+        assert isinstance(source, ModelDrafts)
+        propose = source.propose
+
+        def checked(seqs: Any, most: int) -> Any:
+            nonlocal asked, compared
+            asked += 1
+            if asked % 3:
+                return [NO_GUESS] * len(seqs)
+            guesses = propose(seqs, most)
+            assert source._computed is not None
+            source._computed.clear()
+            assert propose(seqs, most) == guesses
+            compared += sum(len(guess.token_ids) for guess in guesses)
+            return guesses
+
+        monkeypatch.setattr(source, "propose", checked)
+        engine.generate(PROMPTS, SamplingParams(max_tokens=30, ignore_eos=True, seed=5))
+        drafted, drawn = drafts_of(engine, "model")
+        assert drawn < drafted
+    assert compared > 60
+
+
 def test_drafts_of_new_weights_are_the_new_weights(model: Path) -> None:
     """Nothing has to be done for it: the layers are the policy's."""
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
