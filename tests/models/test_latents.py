@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nano_inference import EngineConfig, InferenceEngine
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.loading import load_params, load_spec
@@ -99,3 +99,34 @@ def test_layers_that_predict_further_tokens_are_not_read(folder: Path) -> None:
     rewrite_config(folder, num_nextn_predict_layers=0)
     with pytest.raises(ModelLoadError, match=r"eh_proj\.weight' is not part of"):
         load_params(folder, load_spec(folder), torch.float32, CPU)
+
+
+def logprobs_of(engine: InferenceEngine) -> list[float]:
+    params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True, prompt_logprobs=True)
+    (sample,) = engine.generate([list(range(3, 60))], params)
+    assert sample.prompt_logprobs is not None
+    return [*sample.prompt_logprobs[1:], *sample.logprobs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_packed_weight_is_updated_patched_and_put_aside(folder: Path, dtype: Any) -> None:
+    """An engine whose weights have changed has the bits of one that read them so."""
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    weights = load_file(folder / "model.safetensors")
+    new, places = weights[name] * 1.5, torch.tensor([0, 5, 31, 32, 24 * 32 + 3, 2303])
+    patched = new.clone()
+    patched.view(-1)[places] = torch.arange(6.0)
+    options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "kv_cache_memory": 2**22}
+    with InferenceEngine(EngineConfig(str(folder), backend="cpu", **options)) as engine:
+        before = logprobs_of(engine)
+        engine.update_weights({name: new})
+        changed = logprobs_of(engine)
+        engine.update_weights([(name, places, torch.arange(6.0))])
+        found = logprobs_of(engine)
+        engine.sleep(weights=True)
+        engine.wake()
+        assert logprobs_of(engine) == found
+    assert before != changed != found
+    save_file(weights | {name: patched}, folder / "model.safetensors", metadata={"format": "pt"})
+    with InferenceEngine(EngineConfig(str(folder), backend="cpu", **options)) as engine:
+        assert logprobs_of(engine) == found
