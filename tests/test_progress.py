@@ -8,7 +8,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from rich.console import Console
 
+from nano_inference import EngineConfig
+from nano_inference.cli import terminal
+from nano_inference.engine import engine
 from nano_inference.progress import OFTEN, SELDOM, SHORT, Progress, shown_by, told
 
 
@@ -104,3 +108,26 @@ def test_threads_share_it() -> None:
 )
 def test_numbers_of_bytes(count: int, text: str) -> None:
     assert told(count) == text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_command_line_has_it_beside_its_spinner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_terminal: bool
+) -> None:
+    caplog.set_level(logging.INFO, "nano_inference")
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, width=200)
+    monkeypatch.setattr(terminal, "errors", console)
+
+    class Engine:
+        def __init__(self, config: EngineConfig) -> None:
+            run(io.StringIO(), 30, 1.0)
+
+    monkeypatch.setattr(engine, "InferenceEngine", Engine)
+    terminal.load_engine(EngineConfig("some/model"))
+    lines = [record.getMessage() for record in caplog.records]
+    if is_terminal:
+        assert "loading X: 30.0 MiB in 30 s" in shown.getvalue()
+        assert not lines
+    else:
+        assert lines[-1] == "loading X: 30.0 MiB in 30 s"

@@ -74,6 +74,15 @@ def shared_with(**fields: Any) -> Change:
 
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GLM4_MOE: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 GRANITE: dict[str, Any] = {
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
@@ -355,6 +364,22 @@ CASES = {
             "norms after": spec_with(norms="pre"),
         },
     ),
+    "glm4-moe": Case(
+        "Glm4MoeForCausalLM",
+        GLM4_MOE | {"use_qk_norm": True, "attention_bias": True},
+        {
+            "a half that turns": with_ropes(share=1.0),
+            "biases": spec_with(qkv_bias=False),
+            "norms of queries and keys": spec_with(qk_norm=None),
+            "scores": routing_with(scores="softmax"),
+            "correction bias": moe_with(bias=None),
+            "groups": routing_with(groups=1, groups_kept=1),
+            "scale of experts": routing_with(scale=1.0),
+            "weights of experts": routing_with(renormalized=False),
+            "shared experts": moe_with(shared=None),
+        },
+    ),
+    "glm4-moe without norms": Case("Glm4MoeForCausalLM", GLM4_MOE),
     "seed-oss": Case(
         "SeedOssForCausalLM",
         {"attention_out_bias": True},

@@ -86,6 +86,7 @@ _KINDS: Mapping[str, _Kind] = {
     "attention_bias": _SWITCH,
     "qkv_bias": _SWITCH,
     "use_bias": _SWITCH,
+    "use_qk_norm": _SWITCH,
     "attention_out_bias": _SWITCH,
     "torch_dtype": _NAME,
     "dtype": _NAME,

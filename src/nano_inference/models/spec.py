@@ -183,6 +183,7 @@ class _Family:
     # config -> whether q, k and v have biases, and whether the output projection has one
     biases: Callable[[Config], tuple[bool, bool]] = _every_bias
     qk_norm: QkNorm | None = None
+    qk_norm_if: str | None = None  # what says that there are such norms; None: there always are
     attention_sinks: bool = False
     norms: NormPlacement = "pre"
     norm_offset: float = 0.0
@@ -302,7 +303,7 @@ def _read(
         quantized_source="nano_inference_converted_from" in config,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if _told(config, family.qk_norm_if) else None,
         attention_sinks=family.attention_sinks,
         norms=family.norms,
         norm_offset=family.norm_offset,
@@ -320,6 +321,10 @@ def _read(
         unused=(*family.unused, *_unused(config, num_layers)),
         **scales,
     )
+
+
+def _told(config: Config, switch: str | None) -> bool:
+    return switch is None or bool(config.get(switch))
 
 
 def _uniform_window(config: Config, num_layers: int) -> tuple[int, ...]:
@@ -430,9 +435,12 @@ def _lfm2(config: Config) -> Config:
     return {**config, **own, "tie_word_embeddings": tied}
 
 
-def _quarter_turning(config: Config) -> Config:
-    """Of Qwen3-Next and Qwen3.5, where config.json does not say which part of a head turns."""
-    return {"partial_rotary_factor": 0.25, **config}
+def _partly_turning(config: Config, share: float) -> Config:
+    """The part of a head that turns where config.json does not say it."""
+    return {"partial_rotary_factor": share, **config}
+
+
+_quarter_turning = partial(_partly_turning, share=0.25)  # Qwen3-Next and Qwen3.5
 
 
 _LATENT = _Family(latent=read_latent, ropes=latent_ropes, partial_rotary=True, scales=latent_scale)
@@ -471,6 +479,14 @@ ARCHITECTURES: dict[str, _Family] = {
         ),
         ropes=interleaved_ropes,
         partial_rotary=True,
+    ),
+    "Glm4MoeForCausalLM": _Family(
+        biases=_input_biases,
+        qk_norm="head",
+        qk_norm_if="use_qk_norm",
+        partial_rotary=True,
+        read=partial(_partly_turning, share=0.5),
+        moe=deepseek_v3_experts,
     ),
     "SmolLM3ForCausalLM": _Family(
         tied_by_default=True, windows=_windows_without_rope, ropes=ropes_but_for_some
