@@ -1,0 +1,215 @@
+"""`python -m tests.models.measure`: measures every case of `tests/models/families.py` and every
+quantised format, and writes `measured.json`, from which `docs/make_models.py` makes its tables.
+
+`--only NAME…` measures those alone and keeps the rest of the file.
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.errors import NanoInferenceError
+from nano_inference.models.folders import load_spec
+from nano_inference.models.shard import shard_of
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.reference import reference_ops
+from nano_inference.parallel.mesh import Mesh, Place
+from nano_inference.rl import PolicyModel, score
+from tests.interpreter import interpret
+from tests.models.families import CASES, STATE_CASES, Case
+from tests.models.quantisers import QUANTISERS, write_quantised
+from tests.models.strong import BEST, LENGTHS, disagreement, strong_model, strong_prompts
+from tests.models.tiny import llama_config, llama_weights, write_model
+from tests.parallel.test_tensor_parallel import check
+from tests.parity.compare import ROWS, compare_rows
+from tests.rl.training import SEQUENCES, bits, build
+
+TARGET = Path(__file__).parent / "measured.json"
+ROW_BY_ROW = (1, 5, 40)  # lengths of prompts where the reference computes states in Python
+INTERPRETED = (36,)  # and of Triton's interpreter
+Outcome = dict[str, Any]  # "difference", "equal" and "of", or "refused"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A strong model of a case."""
+
+    name: str
+    case: Case
+    folder: Path
+    oracle: Any
+
+
+def on_cpu(model: Model) -> Outcome:
+    return {"difference": disagreement(model.folder, model.oracle)}
+
+
+def on_reference(model: Model) -> Outcome:
+    lengths = ROW_BY_ROW if model.name in STATE_CASES else LENGTHS
+    found = disagreement(model.folder, model.oracle, backend="reference", lengths=lengths)
+    return {"difference": found}
+
+
+def on_triton(model: Model) -> Outcome:
+    found = disagreement(
+        model.folder, model.oracle, backend="cuda", lengths=INTERPRETED, max_tokens=1
+    )
+    return {"difference": found}
+
+
+def in_other_schedules(model: Model) -> Outcome:
+    """Samples with the same bits in other configurations, in bfloat16."""
+    prompts = strong_prompts(model.oracle.get_input_embeddings().num_embeddings, (1, 50))
+    common: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 2**24}
+    state, rows = load_spec(model.folder).state, ROWS
+    if state is not None and state.by_block:  # its bits are those of one block size
+        rows = tuple(replace(row, block_size=EngineConfig("any").block_size) for row in ROWS)
+    results = compare_rows(
+        str(model.folder), "bfloat16", prompts, 4, rows, backend=model.case.backend, **common
+    )
+    return {
+        "equal": sum(each["equal"] for each in results),
+        "of": sum(each["samples"] for each in results),
+    }
+
+
+def on_ranks(model: Model) -> Outcome:
+    """Two ranks with half of the heads each: hidden states, logprobs and draws to the bit."""
+    shard_of(load_spec(model.folder), Place(Mesh(tensor=2), 1))  # refuses what cannot be shared
+    ops = reference_ops() if model.case.backend == "reference" else cpu_ops(1)
+    check(model.folder, ops, torch.float32, (2,))
+    return {"equal": 1, "of": 1}
+
+
+def in_policy(model: Model) -> Outcome:
+    """Sequences of which `PolicyModel` has the engine's logprobs to the bit."""
+    with build(model.folder, backend=model.case.backend) as engine:
+        logprobs = PolicyModel(engine, micro_batch_tokens=64).logprobs(SEQUENCES)
+        same = [
+            bits(one) == bits(other)
+            for one, other in zip(score(engine, SEQUENCES), logprobs, strict=True)
+        ]
+    return {"equal": sum(same), "of": len(same)}
+
+
+KINDS: dict[str, Callable[[Model], Outcome]] = {
+    "cpu": on_cpu,
+    "reference": on_reference,
+    "triton": on_triton,
+    "schedules": in_other_schedules,
+    "ranks": on_ranks,
+    "policy": in_policy,
+}
+
+
+def measured(name: str, case: Case) -> Outcome:
+    """Everything of one case; a refusal must name its class."""
+    found: Outcome = {"class": case.class_name}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        oracle = strong_model(folder, case.class_name, **case.config)
+        found["config"] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for kind, measure in KINDS.items():
+            began = time.perf_counter()
+            try:
+                found[kind] = measure(Model(name, case, folder, oracle))
+            except NanoInferenceError as refusal:
+                if case.class_name not in str(refusal):
+                    raise
+                found[kind] = {"refused": str(refusal)}
+            print(f"{name}, {kind}: {time.perf_counter() - began:.1f} s", flush=True)
+    return found
+
+
+def measured_format(name: str) -> Outcome:
+    """A Llama with quantised projections beside the same numbers stored as they are: the largest
+    difference of a logprob in float32, and samples with the same bits in bfloat16.
+    """
+    config = llama_config()
+    with tempfile.TemporaryDirectory() as path:
+        coded, plain = Path(path) / "coded", Path(path) / "plain"
+        numbers = write_quantised(coded, name, config, llama_weights(config))
+        write_model(plain, config, {each: tensor.float() for each, tensor in numbers.items()})
+        exact = [_logprobs(folder, "float32") for folder in (coded, plain)]
+        rounded = [_logprobs(folder, "bfloat16") for folder in (coded, plain)]
+    difference = max(float((one - two).abs().max()) for one, two in zip(*exact, strict=True))
+    same = [torch.equal(one, two) for one, two in zip(*rounded, strict=True)]
+    return {
+        "method": QUANTISERS[name].fields["quant_method"],
+        "difference": difference,
+        "equal": sum(same),
+        "of": len(same),
+    }
+
+
+def _logprobs(folder: Path, dtype: Any) -> list[torch.Tensor]:
+    """Of each prompt's tokens and of the best at each place."""
+    config = EngineConfig(str(folder), dtype=dtype, device="cpu", kv_cache_memory=2**24)
+    params = SamplingParams(
+        max_tokens=1, temperature=0, prompt_logprobs=True, prompt_top_logprobs=BEST
+    )
+    with InferenceEngine(config) as engine:
+        samples = engine.generate(strong_prompts(300, (5, 40, 200)), params)
+    found: list[torch.Tensor] = []
+    for sample in samples:
+        assert sample.prompt_logprobs is not None
+        assert sample.prompt_top_logprobs is not None
+        best = [sorted(each.logprobs) for each in sample.prompt_top_logprobs[1:]]
+        found.append(torch.tensor(sample.prompt_logprobs[1:]))
+        found.append(torch.tensor(best))
+    return found
+
+
+def main() -> None:
+    import transformers
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=None, help="cases and formats")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable()
+    interpret()
+    cases = {**CASES, **STATE_CASES}
+    old = json.loads(TARGET.read_text(encoding="utf-8")) if TARGET.exists() else {}
+    found: dict[str, dict[str, Outcome]] = {
+        "cases": {name: each for name, each in old.get("cases", {}).items() if name in cases},
+        "formats": {n: each for n, each in old.get("formats", {}).items() if n in QUANTISERS},
+    }
+    for name in arguments.only if arguments.only is not None else [*cases, *QUANTISERS]:
+        with redirect_stderr(StringIO()):
+            if name in cases:
+                result = found["cases"][name] = measured(name, cases[name])
+            else:
+                result = found["formats"][name] = measured_format(name)
+        print(name, {key: each for key, each in result.items() if key != "config"}, flush=True)
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        written = {"versions": versions, **{kind: found[kind] for kind in ("cases", "formats")}}
+        TARGET.write_text(_lines(written), encoding="utf-8")
+
+
+def _lines(written: dict[str, Any]) -> str:
+    """As JSON, a line a case."""
+    parts = [f'"versions": {json.dumps(written["versions"])}']
+    for kind in ("cases", "formats"):
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps(each, sort_keys=True)}"
+            for name, each in sorted(written[kind].items())
+        ]
+        parts.append(f'"{kind}": {{\n' + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()
