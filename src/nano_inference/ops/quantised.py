@@ -90,10 +90,11 @@ def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Ten
         largest = part.abs().amax(dim=1, keepdim=True)
         known = (part * 0).sum(dim=1, keepdim=True)  # NaN where something is not finite
         tiny = ~(largest > TINY)
-        inverse = torch.where(tiny, 0.0, MOST / largest)
+        most = torch.full_like(largest, MOST)  # by a number torch may divide otherwise
+        inverse = torch.where(tiny, 0.0, most / largest)
         whole = torch.round(part * inverse)
         codes[:, first:last] = torch.where(known == 0, whole, 0.0)
-        scales[:, g : g + 1] = torch.where(tiny, 0.0, largest / MOST) + known
+        scales[:, g : g + 1] = torch.where(tiny, 0.0, largest / most) + known
     return codes, scales
 
 
@@ -115,7 +116,7 @@ def quantise_weight(
         place = part.abs().argmax(dim=1, keepdim=True)  # of equal ones the first
         largest = part.gather(1, place)
         if form.bits == 8:
-            scale, low, high = largest.abs() / MOST, -MOST, MOST
+            scale, low, high = largest.abs() / torch.full_like(largest, MOST), -MOST, MOST
         else:
             scale, low, high = largest / -8, -8, 7
         scale = torch.where(largest.abs() > TINY, scale, 0.0) + known

@@ -18,10 +18,12 @@ from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.partial import partial_attention
 from nano_inference.ops.cpu.program import Program, run_once
+from nano_inference.ops.cpu.quantised import QuantisedWeight
 from nano_inference.ops.cpu.recorder import Heads, Recorder
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.latent import LatentOps
+from nano_inference.ops.quantised import Format
 from nano_inference.ops.settings import Latent
 
 VERSION = 3  # counted up whenever any bit may change
@@ -164,9 +166,14 @@ class CpuOps:
         dtype: torch.dtype,
         device: torch.device,
         latent: Latent | None = None,
-    ) -> PackedWeight | LatentWeight:
+        form: Format | None = None,
+        segments: tuple[int, ...] | None = None,
+    ) -> PackedWeight | LatentWeight | QuantisedWeight:
         """See `Ops.allocate`."""
         rows, columns = shape
+        if form is not None:
+            threads, arena = self.num_threads, self.arena
+            return QuantisedWeight(rows, columns, dtype, threads, form, segments, arena)
         if latent is not None:
             return LatentWeight(rows, latent, dtype, self.num_threads, self.arena)
         return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)

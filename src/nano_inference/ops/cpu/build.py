@@ -53,15 +53,16 @@ _AVX512 = (
     "-mf16c",
     "-DNANO_AVX512",
 )
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DNANO_AVX2")
 # Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All
 # give the same bits.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512_bf16": (
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}),
-        (*_AVX512, "-mavx512bf16", "-DNANO_BF16"),
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}),
+        (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-DNANO_BF16", "-DNANO_VNNI"),
     ),
     "avx512": (frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}), _AVX512),
-    "avx2": (frozenset({"avx2", "fma"}), ("-mavx2", "-mfma", "-DNANO_AVX2")),
+    "avx2": (frozenset({"avx2", "fma", "f16c"}), _AVX2),
     "portable": (frozenset(), ()),
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nano_inference.ops.backend import HeadParts
 from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.quantised import codes_ptr
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
@@ -173,7 +174,7 @@ class CpuHead:
                 f"hidden rows must be {weight.dtype} [L, {weight.columns}] with whole rows, "
                 f"not {hidden.dtype} {list(hidden.shape)}."
             )
-        return HeadInput(
+        given = HeadInput(
             hidden.data_ptr(),
             weight.data_ptr(),
             None,
@@ -186,6 +187,8 @@ class CpuHead:
             self._num_threads,
             *scale,
         )
+        given.codes = codes_ptr(weight)
+        return given
 
 
 class Targets:

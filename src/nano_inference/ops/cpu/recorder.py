@@ -19,6 +19,7 @@ from torch import Tensor
 from nano_inference.ops.backend import Joint, Norm
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.quantised import QuantisedWeight, codes_ptr
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.latent import LatentOps
@@ -114,13 +115,14 @@ class Recorder:
     def embed(
         self,
         _input_ids: Any,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantisedWeight,
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Buffer:
         """See `Ops.embed`."""
         out = self.new(weight.columns, torch.float32)
         values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
+        values["codes"] = codes_ptr(weight)
         if part is not None:
             values |= {"first_token": part[0], "vocab": part[1]}
         self.operations.append(Operation(EMBED, (), out, weight=weight, values=values))
@@ -129,7 +131,7 @@ class Recorder:
     def linear(
         self,
         x: Buffer,
-        weight: PackedWeight,
+        weight: PackedWeight | QuantisedWeight,
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Buffer:
@@ -146,7 +148,8 @@ class Recorder:
             bias = bias.to(weight.dtype).contiguous()
         out = self.new(weight.rows, torch.float32)
         values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
-        if segments is not None:
+        values["codes"] = codes_ptr(weight)
+        if segments is not None and not values["codes"]:  # codes have their own
             check_segments(segments, weight.columns)
             _require(
                 all(bound % 2 == 0 for bound in segments[:-1]),

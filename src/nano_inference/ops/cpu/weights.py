@@ -1,5 +1,7 @@
 """`PackedWeight`: a matrix laid out as the kernels read it, written and read by rows."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,19 @@ from nano_inference.ops.cpu.memory import Arena
 
 LANES = 16
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+def require_rows(weight: Any, start: int, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` [n, columns] can be rows [start, start + n) of a weight."""
+    if (
+        tensor.dim() != 2
+        or tensor.shape[1] != weight.columns
+        or not 0 <= start <= weight.rows - len(tensor)
+    ):
+        raise ValueError(
+            f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
+            f"{tuple(weight.shape)}."
+        )
 
 
 class PackedWeight:
@@ -51,15 +66,7 @@ class PackedWeight:
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
-        if (
-            tensor.dim() != 2
-            or tensor.shape[1] != self.columns
-            or not 0 <= start <= self.rows - len(tensor)
-        ):
-            raise ValueError(
-                f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
-                f"{tuple(self.shape)}."
-            )
+        require_rows(self, start, tensor)
         source = tensor.detach().to(self.device)
         source = (source if source.dtype in DTYPES else source.float()).contiguous()
         load().nano_pack(

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "filters.h"
+#include "quantised.h"
 
 namespace nano::head {
 
@@ -24,6 +25,7 @@ struct HeadInput {
   // A part of a vocabulary: tokens [first, first + vocab) of `whole`. Only the functions that say so take one; first is
   // a multiple of VOCAB_BLOCK. whole 0: it is all there is.
   int64_t first, whole;
+  const Quantised* codes;  // how the weight is stored instead, or null
 
   int64_t num_tokens() const { return whole ? whole : vocab; }
 };

@@ -44,10 +44,10 @@ class Source {
   template <class T>
   void multiply(int64_t row, int64_t num_rows, int64_t block, int64_t next, float* out) const {
     constexpr int64_t PANELS = VOCAB_BLOCK / LANES;
-    Matrix<T> w{static_cast<const T*>(in_.weight), in_.vocab, in_.columns};
+    Matrix<T> w{static_cast<const T*>(in_.weight), in_.vocab, in_.columns, in_.codes};
     const T* x = static_cast<const T*>(in_.hidden) + row * in_.hidden_stride;
     int64_t first = block * PANELS, last = std::min(first + PANELS, w.num_panels());
-    const T* ahead = next * VOCAB_BLOCK < in_.vocab ? w.panel(next * PANELS) : nullptr;
+    const T* ahead = !in_.codes && next * VOCAB_BLOCK < in_.vocab ? w.panel(next * PANELS) : nullptr;
     products(x, in_.hidden_stride, num_rows, w, first, last, out, VOCAB_BLOCK, ahead);
   }
 

@@ -2,28 +2,29 @@
 #pragma once
 #include <cstdint>
 
+#include "quantised.h"
+#include "segments.h"
 #include "simd.h"
 
 namespace nano {
 
 // A packed weight [rows, columns], padded with zeros to whole panels of 16 rows.
 //   bf16: [ceil(rows / 16)][ceil(columns / 2)][16][2]      float: [ceil(rows / 16)][columns][16]
+// Or one of codes, which products read as they are: data is null then, and its first panel is panel `first` of theirs.
 template <class T>
 struct Matrix {
   const T* data;
   int64_t rows, columns;
+  const Quantised* codes = nullptr;
+  int64_t first = 0;
 
   int64_t num_panels() const { return (rows + LANES - 1) / LANES; }
   int64_t panel_size() const { return (sizeof(T) == 2 ? (columns + 1) / 2 * 2 : columns) * LANES; }
   const T* panel(int64_t index) const { return data + index * panel_size(); }
-};
-
-// A sum over k in up to eight pieces, which start at bounds[i] from zero, each in rising order of k; the pieces are added
-// in pairs: ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)). So ranks that hold some of them agree to the bit with one
-// that holds all. Bounds rise; the last one is the number of columns; all others are even. count 0: one piece.
-struct Segments {
-  static constexpr int MOST = 8, DEPTH = 3;  // DEPTH: sums that wait for their partner, at the most
-  int64_t count, bounds[MOST + 1];
+  // `count` rows from panel `index` on.
+  Matrix part(int64_t index, int64_t count) const {
+    return {codes ? nullptr : panel(index), count, columns, codes, first + index};
+  }
 };
 
 // What becomes of the sums. From SILU on: the weight holds gate rows, then as many up rows; activation(gate) * up is
@@ -76,15 +77,17 @@ Panels<T> panels_at(const Linear<T>& job, int64_t index, int width = WIDE) {
 // afterwards, fetched ahead; low may be null. A gate needs w.rows to be a multiple of 32.
 void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<bf16> next);
 void linear(const Linear<float>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<float> next);
+// The same of a weight in codes.
+template <class T>
+void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel);
 
 // out[i][16 * j ...] = x[i] . rows of panel first + j, for num_rows rows of x (columns apart by ldx) and panels [first,
 // last). Whole panels are stored: out needs 16 * (last - first) columns, ldo apart.
 template <class T>
 void products(const T* x, int64_t ldx, int64_t num_rows, Matrix<T> w, int64_t first, int64_t last, float* out,
               int64_t ldo, const T* next) {
-  Matrix<T> part{w.panel(first), (last - first) * LANES, w.columns};
   const int64_t size = w.panel_size();
-  linear({x, ldx, part, nullptr, Finish::STORE, 1.f, out, ldo, true, {}}, 0, num_rows, 0, last - first,
+  linear({x, ldx, w.part(first, (last - first) * LANES), nullptr, Finish::STORE, 1.f, out, ldo, true, {}}, 0, num_rows, 0, last - first,
          {next, next ? next + (WIDE + 1) / 2 * size : nullptr, size});
 }
 

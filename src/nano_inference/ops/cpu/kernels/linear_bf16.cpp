@@ -3,6 +3,7 @@
 namespace nano {
 
 void linear(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<bf16> next) {
+  if (job.w.codes) return quantised_linear(job, row, end_row, panel, end_panel);
   walk(job, row, end_row, panel, end_panel, next);
 }
 

@@ -155,7 +155,7 @@ void sort(const Chosen& chosen, int64_t num_experts, Scratch<T>& s) {
 
 template <class T>
 void product(const Item& item, const T* x, Matrix<T> all, const T* biases, Finish finish, void* out) {
-  const Matrix<T> own{all.panel(item.expert * all.num_panels()), all.rows, all.columns};
+  const Matrix<T> own = all.part(item.expert * all.num_panels(), all.rows);
   const int64_t width = finish == Finish::STORE ? all.rows : all.rows / 2;
   const T* bias = biases ? biases + item.expert * all.rows : nullptr;
   linear({x, all.columns, own, bias, finish, 1.f, out, width, false}, item.row, item.end_row, item.panel,
@@ -224,7 +224,8 @@ void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void*
 // Biases are of the same kind of numbers, or null. `activation`: a Finish.
 int nano_moe_products(const void* x, int64_t num_rows, const int64_t* rows, const int64_t* experts, int64_t count,
                       int64_t num_experts, int64_t hidden, int64_t inner, const void* gate_up, const void* gate_up_bias,
-                      const void* down, const void* down_bias, int64_t is_bf16, int64_t activation, float* out,
+                      const void* down, const void* down_bias, const Quantised* gate_up_codes,
+                      const Quantised* down_codes, int64_t is_bf16, int64_t activation, float* out,
                       int64_t num_threads) {
   for (int64_t i = 0; i < count; i++) {
     if (rows[i] < 0 || rows[i] >= num_rows) return BAD_ROW;
@@ -234,13 +235,13 @@ int nano_moe_products(const void* x, int64_t num_rows, const int64_t* rows, cons
   const Finish gate = Finish(activation);
   if (is_bf16)
     run_experts<bf16>(static_cast<const bf16*>(x), chosen, num_experts,
-                      {{static_cast<const bf16*>(gate_up), 2 * inner, hidden}, static_cast<const bf16*>(gate_up_bias)},
-                      {{static_cast<const bf16*>(down), hidden, inner}, static_cast<const bf16*>(down_bias)}, gate, out,
+                      {{static_cast<const bf16*>(gate_up), 2 * inner, hidden, gate_up_codes}, static_cast<const bf16*>(gate_up_bias)},
+                      {{static_cast<const bf16*>(down), hidden, inner, down_codes}, static_cast<const bf16*>(down_bias)}, gate, out,
                       int(num_threads));
   else
     run_experts<float>(static_cast<const float*>(x), chosen, num_experts,
-                       {{static_cast<const float*>(gate_up), 2 * inner, hidden}, static_cast<const float*>(gate_up_bias)},
-                       {{static_cast<const float*>(down), hidden, inner}, static_cast<const float*>(down_bias)}, gate, out,
+                       {{static_cast<const float*>(gate_up), 2 * inner, hidden, gate_up_codes}, static_cast<const float*>(gate_up_bias)},
+                       {{static_cast<const float*>(down), hidden, inner, down_codes}, static_cast<const float*>(down_bias)}, gate, out,
                        int(num_threads));
   return NONE;
 }

@@ -20,7 +20,8 @@ void nano_moe_route(const void* x, int64_t num_rows, int64_t hidden, const void*
                     const nano::Routing* routing, int64_t* ids, float* weights, int64_t num_threads);
 int nano_moe_products(const void* x, int64_t num_rows, const int64_t* rows, const int64_t* experts, int64_t count,
                       int64_t num_experts, int64_t hidden, int64_t inner, const void* gate_up, const void* gate_up_bias,
-                      const void* down, const void* down_bias, int64_t is_bf16, int64_t activation, float* out,
+                      const void* down, const void* down_bias, const nano::Quantised* gate_up_codes,
+                      const nano::Quantised* down_codes, int64_t is_bf16, int64_t activation, float* out,
                       int64_t num_threads);
 void nano_moe_combine(const float* products, const float* weights, int64_t num_rows, int64_t per_token, int64_t hidden,
                       float* out, int64_t num_threads);

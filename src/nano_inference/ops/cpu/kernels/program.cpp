@@ -173,7 +173,7 @@ class Program {
   Linear<T> linear_of(const Op& op) const {
     const bool gates = op.finish >= Finish::SILU;
     const int64_t ldo = gates ? stride<T>(op.output) : stride<float>(op.output);
-    return {at<const T>(op.input, 0) + op.first_column, stride<T>(op.input), {static_cast<const T*>(op.weight), op.rows, op.columns},
+    return {at<const T>(op.input, 0) + op.first_column, stride<T>(op.input), {static_cast<const T*>(op.weight), op.rows, op.columns, op.codes},
             static_cast<const T*>(op.bias), op.finish, op.scale, at<void>(op.output, 0), ldo, false, op.segments};
   }
 
@@ -191,7 +191,7 @@ class Program {
       to = std::min(last, (head + 1) * size);
       Linear<T> own_job = job;
       own_job.x += head * op.input_step;
-      own_job.w = {job.w.panel(head * size), size * LANES, job.w.columns};
+      own_job.w = job.w.part(head * size, size * LANES);
       own_job.out = static_cast<float*>(job.out) + op.first_output + head * op.output_step;
       linear(own_job, row, end_row, from - head * size, to - head * size, to < last ? panels_at(job, to) : next);
     }
@@ -203,6 +203,7 @@ class Program {
     for (size_t k = index + 1; k < ops_.size(); k++)
       if (ops_[k].kind == Kind::LINEAR) {
         const Linear<T> job = linear_of<T>(ops_[k]);
+        if (job.w.codes) break;
         return panels_at(job, job.num_panels() * part / parts);
       }
     return {nullptr, nullptr, 0};
@@ -242,7 +243,7 @@ class Program {
       const float* in = op.input >= 0 ? at<const float>(op.input, i) : nullptr;
       switch (op.kind) {
         case Kind::EMBED:
-          embed<T>({static_cast<const T*>(op.weight), op.rows, op.columns}, step_->input_ids[i] - op.first_token, op.scale,
+          embed<T>({static_cast<const T*>(op.weight), op.rows, op.columns, op.codes}, step_->input_ids[i] - op.first_token, op.scale,
                    at<float>(op.output, i));
           break;
         case Kind::NORM:

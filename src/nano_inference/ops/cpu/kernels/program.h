@@ -33,6 +33,7 @@ struct Op {
   int64_t turning;            // ROPE_AND_STORE, MEET: numbers of a head that turn
   int64_t interleaved;        // ROPE_AND_STORE: neighbours are pairs
   Segments segments;          // LINEAR
+  const Quantised* codes;     // EMBED, LINEAR: how the weight is stored instead; or null
   int64_t first_token, vocab;  // EMBED: the token of the weight's first row; tokens of all ranks, 0: the weight's rows
 };
 

@@ -67,6 +67,7 @@ void embed(Matrix<T> w, int64_t id, float scale, float* out) {
     for (int64_t k = 0; k < w.columns; k++) out[k] = -0.f;
     return;
   }
+  if (w.codes) return dequantise(*w.codes, id, w.columns, scale, out);
   const T* p = w.panel(id / LANES) + id % LANES * (sizeof(T) == 2 ? 2 : 1);
   for (int64_t k = 0; k < w.columns; k++) {
     if constexpr (sizeof(T) == 2) out[k] = widen1(p[k / 2 * 2 * LANES + k % 2]) * scale;

@@ -1,0 +1,155 @@
+// Whole numbers: sixteen sums of products of codes. Exact, so every machine has its own way to the same numbers.
+//
+//   Sums   szero()   sdot8(sums, w, x): lane i += the sum over j < 4 of w[4 i + j] * x[j], codes of 8 bits
+//   Line   lload(p): 64 codes   lmagnitude(w)   llow(w), lhigh(w): the halves of their bytes, 0 to 15
+//   Quad   qdup(x): four input codes, -127 to 127, for all lanes
+//   Halves hzero()   hdot4(halves, w, x): as sdot8, w of 0 to 15, at most 8 times; then hsums(halves)
+//   Vec    vof(sums)   vof_half(p): 16 float16
+#pragma once
+#include "simd.h"
+
+namespace nano {
+
+inline float of_half(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+  uint32_t bits = sign | (exponent + 112) << 23 | fraction << 13;
+  if (exponent == 31) bits = sign | 0x7f800000 | fraction << 13;
+  if (exponent == 0) {  // fraction * 2^-24
+    const float value = float(fraction) * 5.9604644775390625e-8f;
+    memcpy(&bits, &value, 4);
+    bits |= sign;
+  }
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// To nearest even.
+inline uint16_t to_half(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (size >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and more
+  if (size < 0x33000001) return uint16_t(sign);            // 2^-25 and less
+  if (size < 0x38800000) {                                 // a number of 2^-24
+    const uint32_t shift = 126 - (size >> 23), fraction = (size & 0x7fffff) | 0x800000;
+    const uint32_t whole = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
+    return uint16_t(sign | (whole + (rest > half || (rest == half && (whole & 1)))));
+  }
+  return uint16_t(sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13));
+}
+
+#if defined(NANO_AVX2) || defined(NANO_AVX512)
+
+struct Sums {
+  __m256i lo, hi;
+};
+using Line = Sums;
+using Halves = Sums;  // 32 sums of 16 bits
+using Quad = __m256i;
+
+inline Sums szero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Halves hzero() { return szero(); }
+inline Line lload(const void* p) {
+  auto q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline Line lmagnitude(Line w) { return {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)}; }
+inline Line llow(Line w) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(w.lo, mask), _mm256_and_si256(w.hi, mask)};
+}
+inline Line lhigh(Line w) { return llow({_mm256_srli_epi16(w.lo, 4), _mm256_srli_epi16(w.hi, 4)}); }
+inline Quad qdup(const int8_t* x) {
+  int32_t quad;
+  memcpy(&quad, x, 4);
+  return _mm256_set1_epi32(quad);
+}
+inline __m256i widened(__m256i halves) { return _mm256_madd_epi16(halves, _mm256_set1_epi16(1)); }
+
+// Bytes without a sign times bytes with one, in fours. Both products of a pair fit into 16 bits: 2 * 128 * 127.
+inline __m256i fours(__m256i sums, __m256i bytes, __m256i x) {
+#if defined(NANO_VNNI)
+  return _mm256_dpbusd_epi32(sums, bytes, x);
+#else
+  return _mm256_add_epi32(sums, widened(_mm256_maddubs_epi16(bytes, x)));
+#endif
+}
+inline Sums sdot8(Sums sums, Line w, Line magnitude, Quad x) {
+  return {fours(sums.lo, magnitude.lo, _mm256_sign_epi8(x, w.lo)), fours(sums.hi, magnitude.hi, _mm256_sign_epi8(x, w.hi))};
+}
+#if defined(NANO_VNNI)  // sums of 32 bits at once
+inline Halves hdot4(Halves sums, Line w, Quad x) { return {fours(sums.lo, w.lo, x), fours(sums.hi, w.hi, x)}; }
+inline Sums hsums(Halves sums) { return sums; }
+#else
+inline Halves hdot4(Halves sums, Line w, Quad x) {  // 8 * 2 * 15 * 127 fits into 16 bits
+  return {_mm256_add_epi16(sums.lo, _mm256_maddubs_epi16(w.lo, x)), _mm256_add_epi16(sums.hi, _mm256_maddubs_epi16(w.hi, x))};
+}
+inline Sums hsums(Halves sums) { return {widened(sums.lo), widened(sums.hi)}; }
+#endif
+
+#if defined(NANO_AVX512)
+inline Vec vof(Sums sums) {
+  return _mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(sums.lo), sums.hi, 1));
+}
+inline Vec vof_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+#else
+inline Vec vof(Sums sums) { return {_mm256_cvtepi32_ps(sums.lo), _mm256_cvtepi32_ps(sums.hi)}; }
+inline Vec vof_half(const uint16_t* p) {
+  auto q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+#endif
+
+#else
+
+struct Sums {
+  int32_t at[LANES];
+};
+struct Line {
+  int8_t at[4 * LANES];
+};
+using Halves = Sums;
+struct Quad {
+  int8_t at[4];
+};
+
+inline Sums szero() { return {}; }
+inline Halves hzero() { return {}; }
+inline Line lload(const void* p) {
+  Line out;
+  memcpy(out.at, p, sizeof(out.at));
+  return out;
+}
+inline Line lmagnitude(Line w) { return w; }
+inline Line llow(Line w) {
+  for (auto& each : w.at) each &= 15;
+  return w;
+}
+inline Line lhigh(Line w) {
+  for (auto& each : w.at) each = int8_t(uint8_t(each) >> 4);
+  return w;
+}
+inline Quad qdup(const int8_t* x) { return {{x[0], x[1], x[2], x[3]}}; }
+inline Halves hdot4(Halves sums, Line w, Quad x) {
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < 4; j++) sums.at[i] += w.at[4 * i + j] * x.at[j];
+  return sums;
+}
+inline Sums sdot8(Sums sums, Line w, Line, Quad x) { return hdot4(sums, w, x); }
+inline Sums hsums(Halves sums) { return sums; }
+inline Vec vof(Sums sums) {
+  float out[LANES];
+  for (int i = 0; i < LANES; i++) out[i] = float(sums.at[i]);
+  return vload(out);
+}
+inline Vec vof_half(const uint16_t* p) {
+  float out[LANES];
+  for (int i = 0; i < LANES; i++) out[i] = of_half(p[i]);
+  return vload(out);
+}
+
+#endif
+
+}  // namespace nano

@@ -1,0 +1,112 @@
+"""`QuantisedWeight`: codes and scales as the kernels read them, written and read by rows."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from nano_inference.ops.cpu.library import load, struct
+from nano_inference.ops.cpu.memory import ALIGNMENT, Arena
+from nano_inference.ops.cpu.weights import DTYPES, LANES, require_rows
+from nano_inference.ops.quantised import Format, bounds_of, groups_of
+
+Quantised, Segments = struct("Quantised"), struct("Segments")
+MOST_COLUMNS = 2**31 // 128**2  # of a sum of products of codes in 32 bits
+
+
+class QuantisedWeight:
+    """A weight [rows, columns] in a format of `ops.quantised`, in panels of 16 rows; see
+    kernels/quantised.h.
+
+    Attributes:
+        dtype: of what products read, and of what `read` gives.
+        form: its format.
+        bounds: of its segments.
+        data: uint8, the codes and behind them the scales.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        num_threads: int,
+        form: Format,
+        segments: tuple[int, ...] | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        if columns > MOST_COLUMNS:
+            raise ValueError(f"{columns} columns are too many for sums of 32 bits.")
+        self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
+        self.form, self.bounds = form, bounds_of(segments, columns, form)
+        num_groups = len(groups_of(self.bounds, form))
+        wide = num_groups * form.group if form.group else -(-columns // 4) * 4
+        panels = -(-rows // LANES)
+        codes = -(-panels * LANES * wide * form.bits // 8 // ALIGNMENT) * ALIGNMENT
+        size = (codes + panels * LANES * num_groups * (2 if form.group else 4),)
+        self.data = (
+            torch.zeros(size, dtype=torch.uint8) if arena is None else arena.take(size, torch.uint8)
+        )
+        address = self.data.data_ptr()
+        segment_bounds = Segments(len(self.bounds) - 1, self.bounds)
+        self._struct = Quantised(form.bits, form.group, address, address + codes, segment_bounds)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns], without padding."""
+        return torch.Size((self.rows, self.columns))
+
+    def numel(self) -> int:
+        """Numbers in it, without padding."""
+        return self.rows * self.columns
+
+    def data_ptr(self) -> int:
+        """There are no numbers that kernels could read; see `codes_ptr`."""
+        return 0
+
+    def codes_ptr(self) -> int:
+        """Where the kernels find how it is stored; updates do not move it."""
+        return ctypes.addressof(self._struct)
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Rows [start, start + n) become `tensor` [n, columns], rounded to codes."""
+        require_rows(self, start, tensor)
+        source = tensor.detach().to(self.device)
+        source = (source if source.dtype in DTYPES else source.float()).contiguous()
+        load().nano_quantise(
+            source.data_ptr(),
+            source.dtype == torch.bfloat16,
+            self.codes_ptr(),
+            start,
+            len(source),
+            self.columns,
+            self.num_threads,
+        )
+
+    def read(self, start: int = 0, count: int | None = None) -> Tensor:
+        """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;
+        None: all that follow.
+        """
+        count = self.rows - start if count is None else count
+        if not 0 <= start <= self.rows - count:
+            raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
+        out = torch.empty((count, self.columns))
+        load().nano_dequantise(
+            self.codes_ptr(), start, count, self.columns, out.data_ptr(), self.num_threads
+        )
+        return out.to(self.dtype)
+
+    def clone(self) -> "QuantisedWeight":
+        """A copy of its own."""
+        copy = QuantisedWeight(
+            self.rows, self.columns, self.dtype, self.num_threads, self.form, self.bounds
+        )
+        copy.data.copy_(self.data)
+        return copy
+
+
+def codes_ptr(weight: object) -> int | None:
+    """What kernels are told of a weight that may be in codes."""
+    return weight.codes_ptr() if isinstance(weight, QuantisedWeight) else None
