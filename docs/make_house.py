@@ -34,6 +34,7 @@ ROOMS = {
     "options": "options from fields",
     "child_process": "starting processes",
     "regular_files": "reading files",
+    "progress": "how far something long has come",
     "cache_folder": "where caches lie",
     "errors": "typed errors",
 }

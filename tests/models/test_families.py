@@ -96,5 +96,5 @@ def test_each_number_of_xielu_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
             numbers[place] = -1.0
             return xielu(x, numbers)
 
-        monkeypatch.setattr(decoder, "xielu", without)
+        monkeypatch.setattr(decoder, "UNGATED", {"xielu": without})
         assert disagreement(tmp_path, oracle, lengths=(5, 40)) > NOTICED

@@ -146,6 +146,8 @@ def test_a_download_tells_its_bytes(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # another test may have given the logger a handler that writes to the terminal
+    monkeypatch.setattr(logging.getLogger("nano_inference"), "handlers", [])
     clock = Clock()
     hub_of = hub_that_gives([2**20, 2**22], tmp_path, clock)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub_of)

@@ -236,7 +236,7 @@ def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=r"no \.safetensors.*convert"):
+    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin.*convert its weights to safetensors"):
         load(folder)
 
 
@@ -257,6 +257,9 @@ def test_a_broken_config_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"is empty; a model's folder holds config\.json"):
+        load_spec(tmp_path)
+    (tmp_path / "README.md").touch()
     with pytest.raises(ModelLoadError, match=r"config\.json is missing"):
         load_spec(tmp_path)
 

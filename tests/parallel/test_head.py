@@ -139,7 +139,7 @@ def test_parts_that_are_not_of_blocks(name: str, bounds: tuple[int, ...]) -> Non
     ranked.check(
         lambda head, own: head.gather_logprobs(hidden, own, UNSCALED, targets, temperatures)
     )
-    ranked.check(lambda head, own: head.logits(hidden, own, 3.0))
+    ranked.check(lambda head, own: head.logits(hidden, own, LogitScale(3.0)))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

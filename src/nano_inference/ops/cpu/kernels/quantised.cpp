@@ -62,7 +62,7 @@ void as_floats(const S* source, int64_t count, float* out) {
   }
 }
 
-// Rows of a product's input as codes, with the scale and the sum of each group.
+// Rows of a product's input as codes, with the scale of each group.
 class Inputs {
  public:
   template <class T>
@@ -71,7 +71,7 @@ class Inputs {
     quads_ = weight.num_quads(), groups_ = weight.num_groups();
     codes_.assign(size_t(num_rows * quads_ * QUAD), 0);
     scales_.assign(size_t(num_rows * groups_), 0.f);
-    sums_.assign(size_t(num_rows * groups_), 0);
+    offsets_.assign(size_t(num_rows * groups_), 0.f);
     row_.resize(size_t(groups.columns));
     for (int64_t i = 0; i < num_rows; i++) {
       as_floats(x + i * ldx, groups.columns, row_.data());
@@ -81,7 +81,10 @@ class Inputs {
 
   const int8_t* codes(int64_t row) const { return codes_.data() + row * quads_ * QUAD; }
   float scale(int64_t row, int64_t group) const { return scales_[size_t(row * groups_ + group)]; }
-  int32_t sum(int64_t row, int64_t group) const { return sums_[size_t(row * groups_ + group)]; }
+  // What codes of 4 bits, which are 8 too large, add to a sum.
+  float offset(int64_t row, int64_t group) const { return offsets_[size_t(row * groups_ + group)]; }
+  int64_t num_quads() const { return quads_; }
+  int64_t num_groups() const { return groups_; }
 
  private:
   void take_group(int64_t i, int64_t g, int64_t first, int64_t last) {
@@ -95,20 +98,20 @@ class Inputs {
       round_codes(row_.data() + first, last - first, MOST / range.largest, -MOST, MOST, codes);
       int32_t sum = 0;
       for (int64_t k = 0; k < last - first; k++) sum += codes[k];
-      sums_[size_t(i * groups_ + g)] = sum;
+      offsets_[size_t(i * groups_ + g)] = float(8 * sum);
     }
   }
 
   int64_t quads_ = 0, groups_ = 0;
   std::vector<int8_t> codes_;
-  std::vector<float> scales_, row_;
-  std::vector<int32_t> sums_;
+  std::vector<float> scales_, offsets_, row_;
 };
 
-// Sums of HEIGHT rows by one panel over quads [from, to): codes of 8 bits.
+// Sums of HEIGHT rows by one panel over `count` quads: codes of 8 bits.
 template <int HEIGHT, bool FETCH>
-INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx, int64_t from, int64_t to) {
-  for (int64_t k = from; k < to; k++) {
+INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx, int64_t count) {
+  UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = szero();
+  UNROLL for (int64_t k = 0; k < count; k++) {
     const Line line = lload(w + k * LINE), magnitude = lmagnitude(line);
     if (FETCH) fetch(w + (k + LINES_AHEAD) * LINE);
     UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sdot8(sums[i], line, magnitude, qdup(x + i * ldx + k * QUAD));
@@ -117,11 +120,10 @@ INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
 
 // The same over a group of 32 columns: codes of 4 bits.
 template <int HEIGHT, bool FETCH>
-INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx, int64_t group) {
+INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
   Halves halves[HEIGHT];
   UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
-  w += group * 4 * LINE, x += group * 32;
-  for (int j = 0; j < 4; j++) {
+  UNROLL for (int j = 0; j < 4; j++) {
     const Line both = lload(w + j * LINE);
     if (FETCH) fetch(w + (j + LINES_AHEAD) * LINE);
     const Line low = llow(both);
@@ -132,37 +134,35 @@ INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
   UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = hsums(halves[i]);
 }
 
-inline Vec scales_at(const Quantised& w, int64_t panel, int64_t group) {
-  const int64_t place = (panel * w.num_groups() + group) * LANES;
-  return w.group ? vof_half(static_cast<const uint16_t*>(w.scales) + place) : vload(static_cast<const float*>(w.scales) + place);
-}
-
-// HEIGHT rows from `row` on by one panel; the sums of a row are `stride` apart.
-template <int HEIGHT, int BITS, bool FETCH>
+// HEIGHT rows from `row` on by one panel; the sums of a row are `stride` apart. GROUPED: in groups of 32.
+template <int HEIGHT, int BITS, bool GROUPED, bool FETCH>
 void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
-  const int64_t quads = w.num_quads(), ldx = quads * QUAD, size = quads * LINE * BITS / 8;
-  const int8_t *codes = static_cast<const int8_t*>(w.codes) + panel * size, *x = inputs.codes(row);
+  constexpr int64_t GROUP = 32;
+  const int64_t quads = inputs.num_quads(), ldx = quads * QUAD, groups = inputs.num_groups();
+  const int8_t *codes = static_cast<const int8_t*>(w.codes) + panel * quads * LINE * BITS / 8, *x = inputs.codes(row);
+  const int64_t first_scale = panel * groups * LANES;
+  const auto* halves = static_cast<const uint16_t*>(w.scales) + first_scale;
+  const auto* floats = static_cast<const float*>(w.scales) + first_scale;
   alignas(64) float waiting[Segments::DEPTH][HEIGHT * LANES];  // sums of finished segments, for their partners
   int depth = 0;
   for (int64_t s = 0; s < w.segments.count; s++) {
     const int64_t start = w.segments.bounds[s], end = w.segments.bounds[s + 1];
-    const int64_t first = w.group ? start / w.group : s, last = w.group ? (end + w.group - 1) / w.group : s + 1;
+    const int64_t first = GROUPED ? start / GROUP : s, last = GROUPED ? (end + GROUP - 1) / GROUP : s + 1;
     Vec total[HEIGHT];
     UNROLL for (int i = 0; i < HEIGHT; i++) total[i] = vset(0.f);
     for (int64_t g = first; g < last; g++) {
       Sums sums[HEIGHT];
-      if constexpr (BITS == 8) {
-        const int64_t from = w.group ? g * (w.group / QUAD) : start / QUAD;
-        const int64_t to = w.group ? from + w.group / QUAD : (end + QUAD - 1) / QUAD;
-        UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = szero();
-        add_quads<HEIGHT, FETCH>(sums, codes, x, ldx, from, to);
+      if constexpr (BITS == 4) {
+        add_group<HEIGHT, FETCH>(sums, codes + g * (GROUP / 8) * LINE, x + g * GROUP, ldx);
+      } else if constexpr (GROUPED) {
+        add_quads<HEIGHT, FETCH>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
       } else {
-        add_group<HEIGHT, FETCH>(sums, codes, x, ldx, g);
+        add_quads<HEIGHT, FETCH>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
       }
-      const Vec scales = scales_at(w, panel, g);
+      const Vec scales = GROUPED ? vof_half(halves + g * LANES) : vload(floats + g * LANES);
       UNROLL for (int i = 0; i < HEIGHT; i++) {
         Vec whole = vof(sums[i]);
-        if (BITS == 4) whole = vsub(whole, vset(float(8 * inputs.sum(row + i, g))));  // exact: below 2^24
+        if (BITS == 4) whole = vsub(whole, vset(inputs.offset(row + i, g)));  // exact: below 2^24
         total[i] = vadd(total[i], vmul(whole, vmul(vset(inputs.scale(row + i, g)), scales)));
       }
     }
@@ -176,18 +176,18 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
   }
 }
 
-template <int BITS, bool FETCH>
+template <int BITS, bool GROUPED, bool FETCH>
 void tile_of(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
   switch (height) {
-    case 1: return tile<1, BITS, FETCH>(w, panel, inputs, row, out, stride);
-    case 2: return tile<2, BITS, FETCH>(w, panel, inputs, row, out, stride);
-    case 3: return tile<3, BITS, FETCH>(w, panel, inputs, row, out, stride);
-    case 4: return tile<4, BITS, FETCH>(w, panel, inputs, row, out, stride);
+    case 1: return tile<1, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
+    case 2: return tile<2, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
+    case 3: return tile<3, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
+    case 4: return tile<4, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
   }
 }
 
 // A panel of codes stays in the cache while all rows pass; the first of them fetch it.
-template <class T, int BITS>
+template <class T, int BITS, bool GROUPED>
 void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
   const int64_t num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
   const int width = job.gated() ? 2 : 1;
@@ -197,7 +197,7 @@ void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t
       const int64_t from = num_rows * t / num_tiles, to = num_rows * (t + 1) / num_tiles;
       for (int j = 0; j < width; j++) {
         const int64_t at = job.w.first + panel + j * job.num_panels();
-        const auto compute = t ? tile_of<BITS, false> : tile_of<BITS, true>;
+        const auto compute = t ? tile_of<BITS, GROUPED, false> : tile_of<BITS, GROUPED, true>;
         compute(int(to - from), *job.w.codes, at, inputs, from, sums + j * LANES, width * LANES);
       }
       finish_tile(job, row + from, int(to - from), panel, width, sums);
@@ -211,7 +211,9 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
   if (row >= end_row || panel >= end_panel) return;
   static thread_local Inputs inputs;
   inputs.take(job.x + row * job.ldx, job.ldx, end_row - row, *job.w.codes);
-  const auto walk = job.w.codes->bits == 8 ? walk_codes<T, 8> : walk_codes<T, 4>;
+  const auto walk = job.w.codes->bits == 4 ? walk_codes<T, 4, true>
+                    : job.w.codes->group   ? walk_codes<T, 8, true>
+                                           : walk_codes<T, 8, false>;
   walk(job, inputs, row, end_row - row, panel, end_panel);
 }
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);
