@@ -3,7 +3,10 @@
 A weight is whole numbers (codes) times scales. A product rounds its input to codes of 8 bits, row
 by row, adds up products of codes as whole numbers, and multiplies by both scales:
 
-    y[n] = sum over groups g, in rising order, of (x codes of g . w codes of g) * (w scale * x scale)
+    y[n] = sum over groups g, in rising order, of (x codes of g . w codes of g) * (x scale * w scale)
+                                                - (sum of x codes of g) * (x scale * w min)
+
+where the last term is for formats with a minimum: their weights are code * scale - min.
 
 Sums of whole numbers are the same in any order, so a format that has one group a segment
 (`"int8"`) has the same bits however a product is cut; the others add up few floats in a fixed
@@ -29,24 +32,38 @@ class Format:
 
     Attributes:
         name: of it.
-        bits: of a code, 8 or 4. Codes of 8 bits are -127 to 127, those of 4 bits 0 to 15 and stand
-            for -8 to 7.
-        group: columns that have a scale in common, in float16; 0: a segment, in float32.
+        bits: of a code, 8 or 4. Codes of 8 bits are -128 to 127, those of 4 bits 0 to 15; without a
+            minimum these stand for -8 to 7.
+        group: columns that have a scale in common; 0: a segment.
+        wide: scales are float32; else float16.
+        mins: a group has a minimum too, in float32.
     """
 
     name: str
     bits: int
     group: int
+    wide: bool = False
+    mins: bool = False
 
     @property
     def bytes_per_weight(self) -> float:
         """What a weight takes, its part of a scale included, of long rows."""
-        return self.bits / 8 + (2 / self.group if self.group else 0)
+        each = (4 if self.wide else 2) + (4 if self.mins else 0)
+        return self.bits / 8 + (each / self.group if self.group else 0)
 
 
 FORMATS = {
     each.name: each
-    for each in (Format("int8", 8, 0), Format("int8-32", 8, GROUP), Format("int4-32", 4, GROUP))
+    for each in (
+        Format("int8", 8, 0, wide=True),
+        Format("int8-32", 8, GROUP),
+        Format("int4-32", 4, GROUP),
+        # what files hold: Q6_K and Q3_K; Q4_K and Q4_1; Q5_K and Q5_1; Q2_K
+        Format("int8-16-wide", 8, 16, wide=True),
+        Format("int4-32-min", 4, GROUP, wide=True, mins=True),
+        Format("int8-32-min", 8, GROUP, wide=True, mins=True),
+        Format("int8-16-min", 8, 16, wide=True, mins=True),
+    )
 }
 # `EngineConfig.quantization`: the format of a model's layers, and that of its head, by which logits
 # are made.
@@ -120,7 +137,7 @@ def quantise_weight(
         else:
             scale, low, high = largest / -8, -8, 7
         scale = torch.where(largest.abs() > TINY, scale, 0.0) + known
-        if form.group:
+        if not form.wide:
             scale = scale.half().float()
         inverse = torch.where(scale == 0, 0.0, 1 / scale)
         whole = torch.round(part * inverse).clamp(low, high)
@@ -134,16 +151,18 @@ class Codes:
     """A quantised weight as plain tensors.
 
     Attributes:
-        codes: int8 [rows, K].
+        codes: int8 [rows, K], of 4 bits without a minimum -8 to 7.
         scales: float32 [rows, groups].
         form: its format.
         bounds: of its segments.
+        mins: float32 [rows, groups], where the format has them.
     """
 
     codes: Tensor
     scales: Tensor
     form: Format
     bounds: tuple[int, ...]
+    mins: Tensor | None = None
 
     @property
     def groups(self) -> list[tuple[int, int]]:
@@ -153,8 +172,23 @@ class Codes:
     def numbers(self) -> Tensor:
         """The weights that the codes stand for, float32 [rows, K]."""
         widths = torch.tensor([last - first for first, last in self.groups])
-        spread = self.scales.repeat_interleave(widths.to(self.scales.device), dim=1)
-        return self.codes.float() * spread
+        widths = widths.to(self.scales.device)
+        numbers = self.codes.float() * self.scales.repeat_interleave(widths, dim=1)
+        if self.mins is None:
+            return numbers
+        return numbers - self.mins.repeat_interleave(widths, dim=1)
+
+
+def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
+    """A weight [rows, K] in a format. Formats with a minimum are made for what files hold; other
+    weights get one that stands in their middle: of codes of 4 bits 8 scales, of 8 bits 0.
+    """
+    codes, scales = quantise_weight(weight, form, groups_of(bounds, form))
+    if not form.mins:
+        return Codes(codes, scales, form, bounds)
+    if form.bits == 4:
+        return Codes(codes + 8, scales, form, bounds, scales * 8)
+    return Codes(codes, scales, form, bounds, torch.zeros_like(scales))
 
 
 def product(x: Tensor, weight: Codes) -> Tensor:
@@ -171,5 +205,8 @@ def product(x: Tensor, weight: Codes) -> Tensor:
             whole = codes[:, first:last].double() @ weight.codes[:, first:last].double().T
             scale = scales[:, g, None] * weight.scales[None, :, g]
             total = total + whole.float() * scale
+            if weight.mins is not None:
+                least = scales[:, g, None] * weight.mins[None, :, g]
+                total = total - codes[:, first:last].sum(dim=1, keepdim=True) * least
         sums.append(total)
     return tree_sum(sums)

@@ -22,7 +22,7 @@ class QuantisedWeight:
         dtype: of what products read, and of what `read` gives.
         form: its format.
         bounds: of its segments.
-        data: uint8, the codes and behind them the scales.
+        data: uint8: codes, scales, minima.
     """
 
     device = torch.device("cpu")
@@ -44,14 +44,24 @@ class QuantisedWeight:
         num_groups = len(groups_of(self.bounds, form))
         wide = num_groups * form.group if form.group else -(-columns // 4) * 4
         panels = -(-rows // LANES)
-        codes = -(-panels * LANES * wide * form.bits // 8 // ALIGNMENT) * ALIGNMENT
-        size = (codes + panels * LANES * num_groups * (2 if form.group else 4),)
+        scales, mins = (panels * LANES * num_groups * each for each in (4 if form.wide else 2, 4))
+        codes = _aligned(panels * LANES * wide * form.bits // 8)
+        whole = codes + _aligned(scales)
+        size = (whole + mins if form.mins else codes + scales,)
         self.data = (
             torch.zeros(size, dtype=torch.uint8) if arena is None else arena.take(size, torch.uint8)
         )
         address = self.data.data_ptr()
         segment_bounds = Segments(len(self.bounds) - 1, self.bounds)
-        self._struct = Quantised(form.bits, form.group, address, address + codes, segment_bounds)
+        self._struct = Quantised(
+            form.bits,
+            form.group,
+            form.wide,
+            address,
+            address + codes,
+            address + whole if form.mins else None,
+            segment_bounds,
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -105,6 +115,10 @@ class QuantisedWeight:
         )
         copy.data.copy_(self.data)
         return copy
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def codes_ptr(weight: object) -> int | None:

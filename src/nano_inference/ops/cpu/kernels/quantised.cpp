@@ -14,7 +14,12 @@ constexpr float MOST = 127.f;   // of a code of 8 bits
 constexpr float TINY = 1e-30f;  // a group whose largest number is no larger counts as zeros
 constexpr int64_t QUAD = 4, LINE = 64;
 constexpr int LINES_AHEAD = 24;  // of codes, which are fetched before they are used
-constexpr int MOST_ROWS = 4;     // of a tile: their sums fit into registers
+// Rows of a tile: their sums fit into registers.
+#if defined(NANO_AVX2) || defined(NANO_AVX512)
+constexpr int MOST_ROWS = 4;
+#else
+constexpr int MOST_ROWS = 1;
+#endif
 
 // The largest magnitude, and 0, or NaN where something is not finite.
 struct Range {
@@ -62,7 +67,7 @@ void as_floats(const S* source, int64_t count, float* out) {
   }
 }
 
-// Rows of a product's input as codes, with the scale of each group.
+// Rows of a product's input as codes, with the scale and the sum of each group.
 class Inputs {
  public:
   template <class T>
@@ -71,7 +76,7 @@ class Inputs {
     quads_ = weight.num_quads(), groups_ = weight.num_groups();
     codes_.assign(size_t(num_rows * quads_ * QUAD), 0);
     scales_.assign(size_t(num_rows * groups_), 0.f);
-    offsets_.assign(size_t(num_rows * groups_), 0.f);
+    totals_.assign(size_t(num_rows * groups_), 0.f);
     row_.resize(size_t(groups.columns));
     for (int64_t i = 0; i < num_rows; i++) {
       as_floats(x + i * ldx, groups.columns, row_.data());
@@ -81,8 +86,7 @@ class Inputs {
 
   const int8_t* codes(int64_t row) const { return codes_.data() + row * quads_ * QUAD; }
   float scale(int64_t row, int64_t group) const { return scales_[size_t(row * groups_ + group)]; }
-  // What codes of 4 bits, which are 8 too large, add to a sum.
-  float offset(int64_t row, int64_t group) const { return offsets_[size_t(row * groups_ + group)]; }
+  float sum(int64_t row, int64_t group) const { return totals_[size_t(row * groups_ + group)]; }  // of codes
   int64_t num_quads() const { return quads_; }
   int64_t num_groups() const { return groups_; }
 
@@ -98,34 +102,34 @@ class Inputs {
       round_codes(row_.data() + first, last - first, MOST / range.largest, -MOST, MOST, codes);
       int32_t sum = 0;
       for (int64_t k = 0; k < last - first; k++) sum += codes[k];
-      offsets_[size_t(i * groups_ + g)] = float(8 * sum);
+      totals_[size_t(i * groups_ + g)] = float(sum);
     }
   }
 
   int64_t quads_ = 0, groups_ = 0;
   std::vector<int8_t> codes_;
-  std::vector<float> scales_, offsets_, row_;
+  std::vector<float> scales_, totals_, row_;
 };
 
 // Sums of HEIGHT rows by one panel over `count` quads: codes of 8 bits.
-template <int HEIGHT, bool FETCH>
+template <int HEIGHT>
 INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx, int64_t count) {
   UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = szero();
   UNROLL for (int64_t k = 0; k < count; k++) {
     const Line line = lload(w + k * LINE), magnitude = lmagnitude(line);
-    if (FETCH) fetch(w + (k + LINES_AHEAD) * LINE);
+    fetch(w + (k + LINES_AHEAD) * LINE);
     UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sdot8(sums[i], line, magnitude, qdup(x + i * ldx + k * QUAD));
   }
 }
 
 // The same over a group of 32 columns: codes of 4 bits.
-template <int HEIGHT, bool FETCH>
+template <int HEIGHT>
 INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
   Halves halves[HEIGHT];
   UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
   UNROLL for (int j = 0; j < 4; j++) {
     const Line both = lload(w + j * LINE);
-    if (FETCH) fetch(w + (j + LINES_AHEAD) * LINE);
+    fetch(w + (j + LINES_AHEAD) * LINE);
     const Line low = llow(both);
     UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hdot4(halves[i], low, qdup(x + i * ldx + 2 * j * QUAD));
     const Line high = lhigh(both);
@@ -134,36 +138,48 @@ INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
   UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = hsums(halves[i]);
 }
 
-// HEIGHT rows from `row` on by one panel; the sums of a row are `stride` apart. GROUPED: in groups of 32.
-template <int HEIGHT, int BITS, bool GROUPED, bool FETCH>
+// How a weight is stored, where the compiler has to know.
+template <int BITS_, int64_t GROUP_, bool WIDE_, bool MINS_>
+struct Format {
+  static constexpr int BITS = BITS_;
+  static constexpr int64_t GROUP = GROUP_;
+  static constexpr bool WIDE = WIDE_, MINS = MINS_;
+};
+
+// HEIGHT rows from `row` on by one panel; the sums of a row are `stride` apart.
+template <int HEIGHT, class F>
 void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
-  constexpr int64_t GROUP = 32;
+  constexpr int64_t GROUP = F::GROUP;
   const int64_t quads = inputs.num_quads(), ldx = quads * QUAD, groups = inputs.num_groups();
-  const int8_t *codes = static_cast<const int8_t*>(w.codes) + panel * quads * LINE * BITS / 8, *x = inputs.codes(row);
+  const int8_t *codes = static_cast<const int8_t*>(w.codes) + panel * quads * LINE * F::BITS / 8, *x = inputs.codes(row);
   const int64_t first_scale = panel * groups * LANES;
   const auto* halves = static_cast<const uint16_t*>(w.scales) + first_scale;
   const auto* floats = static_cast<const float*>(w.scales) + first_scale;
+  const float* mins = w.mins + first_scale;
   alignas(64) float waiting[Segments::DEPTH][HEIGHT * LANES];  // sums of finished segments, for their partners
   int depth = 0;
   for (int64_t s = 0; s < w.segments.count; s++) {
     const int64_t start = w.segments.bounds[s], end = w.segments.bounds[s + 1];
-    const int64_t first = GROUPED ? start / GROUP : s, last = GROUPED ? (end + GROUP - 1) / GROUP : s + 1;
+    const int64_t first = GROUP ? start / (GROUP ? GROUP : 1) : s, last = GROUP ? (end + GROUP - 1) / (GROUP ? GROUP : 1) : s + 1;
     Vec total[HEIGHT];
     UNROLL for (int i = 0; i < HEIGHT; i++) total[i] = vset(0.f);
     for (int64_t g = first; g < last; g++) {
       Sums sums[HEIGHT];
-      if constexpr (BITS == 4) {
-        add_group<HEIGHT, FETCH>(sums, codes + g * (GROUP / 8) * LINE, x + g * GROUP, ldx);
-      } else if constexpr (GROUPED) {
-        add_quads<HEIGHT, FETCH>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
+      if constexpr (F::BITS == 4) {
+        add_group<HEIGHT>(sums, codes + g * (GROUP / 8) * LINE, x + g * GROUP, ldx);
+      } else if constexpr (GROUP > 0) {
+        add_quads<HEIGHT>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
       } else {
-        add_quads<HEIGHT, FETCH>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
+        add_quads<HEIGHT>(sums, codes + start / QUAD * LINE, x + start, ldx, (end - start + QUAD - 1) / QUAD);
       }
-      const Vec scales = GROUPED ? vof_half(halves + g * LANES) : vload(floats + g * LANES);
+      const Vec scales = F::WIDE ? vload(floats + g * LANES) : vof_half(halves + g * LANES);
       UNROLL for (int i = 0; i < HEIGHT; i++) {
         Vec whole = vof(sums[i]);
-        if (BITS == 4) whole = vsub(whole, vset(inputs.offset(row + i, g)));  // exact: below 2^24
-        total[i] = vadd(total[i], vmul(whole, vmul(vset(inputs.scale(row + i, g)), scales)));
+        const float sum = inputs.sum(row + i, g);
+        const Vec own = vset(inputs.scale(row + i, g));
+        if (F::BITS == 4 && !F::MINS) whole = vsub(whole, vset(8 * sum));  // exact: below 2^24
+        total[i] = vadd(total[i], vmul(whole, vmul(own, scales)));
+        if (F::MINS) total[i] = vsub(total[i], vmul(vset(sum), vmul(own, vload(mins + g * LANES))));
       }
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
@@ -176,28 +192,41 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
   }
 }
 
-template <int BITS, bool GROUPED, bool FETCH>
+template <class F>
 void tile_of(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
   switch (height) {
-    case 1: return tile<1, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
-    case 2: return tile<2, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
-    case 3: return tile<3, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
-    case 4: return tile<4, BITS, GROUPED, FETCH>(w, panel, inputs, row, out, stride);
+    case 1: return tile<1, F>(w, panel, inputs, row, out, stride);
+#if defined(NANO_AVX2) || defined(NANO_AVX512)
+    case 2: return tile<2, F>(w, panel, inputs, row, out, stride);
+    case 3: return tile<3, F>(w, panel, inputs, row, out, stride);
+    case 4: return tile<4, F>(w, panel, inputs, row, out, stride);
+#endif
   }
 }
 
-// A panel of codes stays in the cache while all rows pass; the first of them fetch it.
-template <class T, int BITS, bool GROUPED>
+using Tile = void (*)(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride);
+template <int BITS, int64_t GROUP, bool WIDE, bool MINS>
+constexpr Tile TILE = tile_of<Format<BITS, GROUP, WIDE, MINS>>;
+
+Tile choose(const Quantised& w) {
+  if (w.bits == 4) return w.mins ? TILE<4, 32, true, true> : TILE<4, 32, false, false>;
+  if (w.group == 16) return w.mins ? TILE<8, 16, true, true> : TILE<8, 16, true, false>;
+  if (w.group == 32) return w.mins ? TILE<8, 32, true, true> : TILE<8, 32, false, false>;
+  return TILE<8, 0, true, false>;
+}
+
+// A panel of codes stays in the cache while all rows pass.
+template <class T>
 void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
   const int64_t num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
   const int width = job.gated() ? 2 : 1;
+  const Tile compute = choose(*job.w.codes);
   alignas(64) float sums[MOST_ROWS * 2 * LANES];
   for (; panel < end_panel; panel++)
     for (int64_t t = 0; t < num_tiles; t++) {
       const int64_t from = num_rows * t / num_tiles, to = num_rows * (t + 1) / num_tiles;
       for (int j = 0; j < width; j++) {
         const int64_t at = job.w.first + panel + j * job.num_panels();
-        const auto compute = t ? tile_of<BITS, GROUPED, false> : tile_of<BITS, GROUPED, true>;
         compute(int(to - from), *job.w.codes, at, inputs, from, sums + j * LANES, width * LANES);
       }
       finish_tile(job, row + from, int(to - from), panel, width, sums);
@@ -211,10 +240,7 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
   if (row >= end_row || panel >= end_panel) return;
   static thread_local Inputs inputs;
   inputs.take(job.x + row * job.ldx, job.ldx, end_row - row, *job.w.codes);
-  const auto walk = job.w.codes->bits == 4 ? walk_codes<T, 4, true>
-                    : job.w.codes->group   ? walk_codes<T, 8, true>
-                                           : walk_codes<T, 8, false>;
-  walk(job, inputs, row, end_row - row, panel, end_panel);
+  walk_codes(job, inputs, row, end_row - row, panel, end_panel);
 }
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);
 template void quantised_linear(const Linear<float>&, int64_t, int64_t, int64_t, int64_t);
@@ -242,7 +268,8 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
       }
       scale += range.known;
       const int64_t place = (panel * num_groups + g) * LANES + lane;
-      if (weight.group) {
+      if (weight.mins) const_cast<float*>(weight.mins)[place] = weight.bits == 4 ? scale * 8.f : 0.f;
+      if (!weight.wide) {
         const uint16_t half = to_half(scale);
         static_cast<uint16_t*>(const_cast<void*>(weight.scales))[place] = half;
         scale = of_half(half);
@@ -272,8 +299,8 @@ void dequantise(const Quantised& weight, int64_t row, int64_t columns, float sca
   auto* codes = static_cast<const uint8_t*>(weight.codes);
   for (int64_t g = 0; g < weight.num_groups(); g++) {
     const int64_t place = (panel * weight.num_groups() + g) * LANES + lane;
-    const float own = weight.group ? of_half(static_cast<const uint16_t*>(weight.scales)[place])
-                                   : static_cast<const float*>(weight.scales)[place];
+    const float own = weight.wide ? static_cast<const float*>(weight.scales)[place]
+                                  : of_half(static_cast<const uint16_t*>(weight.scales)[place]);
     for (int64_t k = groups.first(g); k < groups.last(g); k++) {
       const int64_t quad = k / QUAD;
       int code;
@@ -281,9 +308,10 @@ void dequantise(const Quantised& weight, int64_t row, int64_t columns, float sca
         code = int8_t(codes[((panel * quads + quad) * LANES + lane) * QUAD + k % QUAD]);
       } else {
         const int both = codes[((panel * quads / 2 + quad / 2) * LANES + lane) * QUAD + k % QUAD];
-        code = (quad % 2 ? both >> 4 : both & 15) - 8;
+        code = (quad % 2 ? both >> 4 : both & 15) - (weight.mins ? 0 : 8);
       }
       out[k] = float(code) * own;
+      if (weight.mins) out[k] -= weight.mins[place];
       if (scale != 1.f) out[k] *= scale;
     }
   }
