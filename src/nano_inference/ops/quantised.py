@@ -13,6 +13,7 @@ Sums of whole numbers are the same in any order, so a format that has one group 
 order. Segments are merged as those of `Ops.linear` are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -210,3 +211,27 @@ def product(x: Tensor, weight: Codes) -> Tensor:
                 total = total - codes[:, first:last].sum(dim=1, keepdim=True) * least
         sums.append(total)
     return tree_sum(sums)
+
+
+def widest(forms: Sequence[Format]) -> Format:
+    """The format that holds what all of these hold, to the bit."""
+    mins = any(form.mins for form in forms)
+    group = min(form.group for form in forms)
+    wanted = max(form.bits for form in forms), group, mins or any(form.wide for form in forms), mins
+    return next(
+        form
+        for form in FORMATS.values()
+        if (form.bits, form.group, form.wide, form.mins) == wanted
+    )
+
+
+def widened(given: Codes, form: Format) -> Codes:
+    """The same weights in a format that holds them; see `widest`. Formats with groups alone."""
+    codes, mins = given.codes, given.mins
+    times = given.form.group // form.group
+    scales = given.scales.repeat_interleave(times, dim=1)
+    mins = None if mins is None else mins.repeat_interleave(times, dim=1)
+    if form.mins and mins is None:
+        moved = 8 if form.bits == 4 else 0
+        codes, mins = codes + moved, scales * moved
+    return Codes(codes, scales, form, given.bounds, mins)

@@ -8,7 +8,7 @@ from torch import Tensor
 from nano_inference.ops.cpu.library import load, struct
 from nano_inference.ops.cpu.memory import ALIGNMENT, Arena
 from nano_inference.ops.cpu.weights import DTYPES, LANES, require_rows
-from nano_inference.ops.quantised import Format, bounds_of, groups_of
+from nano_inference.ops.quantised import Codes, Format, bounds_of, groups_of, widened
 
 Quantised, Segments = struct("Quantised"), struct("Segments")
 MOST_COLUMNS = 2**31 // 128**2  # of a sum of products of codes in 32 bits
@@ -45,8 +45,10 @@ class QuantisedWeight:
         wide = num_groups * form.group if form.group else -(-columns // 4) * 4
         panels = -(-rows // LANES)
         scales, mins = (panels * LANES * num_groups * each for each in (4 if form.wide else 2, 4))
-        codes = _aligned(panels * LANES * wide * form.bits // 8)
+        self._code_bytes = panels * LANES * wide * form.bits // 8
+        codes = _aligned(self._code_bytes)
         whole = codes + _aligned(scales)
+        self._starts = codes, whole  # of scales and of minima
         size = (whole + mins if form.mins else codes + scales,)
         self.data = (
             torch.zeros(size, dtype=torch.uint8) if arena is None else arena.take(size, torch.uint8)
@@ -94,6 +96,38 @@ class QuantisedWeight:
             self.columns,
             self.num_threads,
         )
+
+    def write_codes(self, start: int, given: Codes) -> None:
+        """Rows [start, start + n) become these codes, as they are; of a format that this one holds
+        (see `widest`).
+        """
+        require_rows(self, start, given.codes)
+        given = widened(given, self.form)
+        rows = torch.arange(start, start + len(given.codes))
+        at = rows.div(LANES, rounding_mode="floor"), rows % LANES
+        codes, scales, mins = self._views()
+        quads = torch.nn.functional.pad(given.codes, (0, -self.columns % (self.form.group or 4)))
+        if self.form.bits == 8:
+            codes.view(torch.int8).permute(0, 2, 1, 3)[at] = quads.view(len(rows), -1, 4)
+        else:
+            moved = (quads + (0 if self.form.mins else 8)).to(torch.uint8)
+            pairs = moved.view(len(rows), -1, 2, 4)
+            codes.permute(0, 2, 1, 3)[at] = pairs[:, :, 0] | pairs[:, :, 1] << 4
+        scales.permute(0, 2, 1)[at] = given.scales.to(scales.dtype)
+        if mins is not None and given.mins is not None:
+            mins.permute(0, 2, 1)[at] = given.mins
+
+    def _views(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes uint8 [panels, lines, 16, 4], scales and minima [panels, groups, 16]."""
+        panels, groups = -(-self.rows // LANES), len(groups_of(self.bounds, self.form))
+        kind = torch.float32 if self.form.wide else torch.float16
+        numbers = panels * groups * LANES
+        codes, rest = self.data[: self._starts[0]], self.data[self._starts[0] :]
+        scales = rest[: numbers * kind.itemsize].view(kind).view(panels, groups, LANES)
+        mins = None
+        if self.form.mins:
+            mins = self.data[self._starts[1] :].view(torch.float32).view(panels, groups, LANES)
+        return codes[: self._code_bytes].view(panels, -1, LANES, 4), scales, mins
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;

@@ -1,0 +1,129 @@
+"""Blocks of GGUF files as the codes, scales and minima that they hold, without expanding them to
+numbers.
+
+A weight is code * scale - minimum, in float32: the numbers that the `gguf` package makes of the
+same blocks. Sources: ggml-common.h and ggml-quants.c of llama.cpp.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+Bytes = np.ndarray  # uint8 [rows, blocks, bytes of a block]
+
+
+class Blocks(NamedTuple):
+    """What some rows hold."""
+
+    codes: np.ndarray  # int8 [rows, columns]; of 4 bits -8 to 7, with minima 0 to 15
+    scales: np.ndarray  # float16 or float32 [rows, groups]
+    mins: np.ndarray | None = None  # float32 [rows, groups]
+
+
+class Kind(NamedTuple):
+    """A type of GGUF's that is read so.
+
+    Attributes:
+        form: name of the format of `ops.quantised` that holds it.
+        columns: of a block.
+        read: its blocks.
+    """
+
+    form: str
+    columns: int
+    read: Callable[[Bytes], Blocks]
+
+
+def _halves(blocks: Bytes, start: int) -> np.ndarray:
+    """One float16 of each block."""
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
+
+
+def _nibbles(qs: Bytes) -> np.ndarray:
+    """Lower halves of the bytes, then upper ones."""
+    return np.concatenate((qs & 15, qs >> 4), axis=-1)
+
+
+def _rows(codes: np.ndarray) -> np.ndarray:
+    """int8 [rows, columns]."""
+    return codes.reshape(len(codes), -1).astype(np.int8)
+
+
+def _q8_0(blocks: Bytes) -> Blocks:
+    return Blocks(_rows(blocks[..., 2:].view(np.int8)), _halves(blocks, 0))
+
+
+def _q4_0(blocks: Bytes) -> Blocks:
+    return Blocks(_rows(_nibbles(blocks[..., 2:]).astype(np.int8) - 8), _halves(blocks, 0))
+
+
+def _q4_1(blocks: Bytes) -> Blocks:
+    scales, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
+    return Blocks(_rows(_nibbles(blocks[..., 4:])), scales, -least)
+
+
+def _fifth_bits(bits: Bytes) -> np.ndarray:
+    """Of 32 codes."""
+    return np.unpackbits(bits, axis=-1, bitorder="little") << 4
+
+
+def _q5_0(blocks: Bytes) -> Blocks:
+    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return Blocks(_rows(codes.astype(np.int8) - 16), _halves(blocks, 0))
+
+
+def _q5_1(blocks: Bytes) -> Blocks:
+    codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    scales, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
+    return Blocks(_rows(codes), scales, -least)
+
+
+def _scales_and_mins(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Of the eight groups of a block: numbers of six bits each, times two of float16."""
+    d, dmin = (_halves(blocks, at).astype(np.float32)[..., None] for at in (0, 2))
+    first, second, high = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate((first & 63, (high & 15) | (first >> 2 & 48)), axis=-1)
+    mins = np.concatenate((second & 63, (high >> 4) | (second >> 2 & 48)), axis=-1)
+    rows = len(blocks)
+    return tuple((a * b.astype(np.float32)).reshape(rows, -1) for a, b in ((d, scales), (dmin, mins)))
+
+
+def _q4_k(blocks: Bytes) -> Blocks:
+    qs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)  # of each two groups
+    return Blocks(_rows(_nibbles(qs)), *_scales_and_mins(blocks))
+
+
+def _q5_k(blocks: Bytes) -> Blocks:
+    qs = blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)
+    groups = _nibbles(qs).reshape(*blocks.shape[:2], 8, 32)
+    high = blocks[..., 16:48][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return Blocks(_rows(groups | high << 4), *_scales_and_mins(blocks))
+
+
+def _q6_k(blocks: Bytes) -> Blocks:
+    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = low.reshape(*high.shape) | high << 4
+    scales = blocks[..., 192:208].view(np.int8).astype(np.float32)
+    scales = scales * _halves(blocks, 208).astype(np.float32)[..., None]
+    return Blocks(_rows(codes.astype(np.int8) - 32), scales.reshape(len(blocks), -1))
+
+
+KINDS = {
+    "Q8_0": Kind("int8-32", 32, _q8_0),
+    "Q4_0": Kind("int4-32", 32, _q4_0),
+    "Q4_1": Kind("int4-32-min", 32, _q4_1),
+    "Q5_0": Kind("int8-32", 32, _q5_0),
+    "Q5_1": Kind("int8-32-min", 32, _q5_1),
+    "Q4_K": Kind("int4-32-min", 256, _q4_k),
+    "Q5_K": Kind("int8-32-min", 256, _q5_k),
+    "Q6_K": Kind("int8-16-wide", 256, _q6_k),
+}
+
+
+def read_blocks(kind: str, rows: np.ndarray, columns: int) -> Blocks:
+    """Stored rows uint8 [rows, bytes] of a type in `KINDS`."""
+    each = KINDS[kind]
+    return each.read(np.ascontiguousarray(rows).reshape(len(rows), columns // each.columns, -1))
