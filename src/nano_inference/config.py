@@ -22,6 +22,7 @@ Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "int8-32", "int4"]
 SELF = "self"  # the model that drafts is the policy, with fewer layers
 # groups of options in `--help`
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
@@ -94,6 +95,11 @@ class EngineConfig:
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF
             bfloat16 where this machine multiplies it natively, else float32; bfloat16 for a
             checkpoint that is quantised, which is dequantised while it is loaded.
+        quantization: keep the weights of layers and head as codes of 8 or 4 bits with scales, and
+            multiply codes (docs/models.md). `"int8"`: 8 bits, a scale a row (o and down: one a
+            segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4 bits in
+            layers, 8 in the head, a scale for 32 weights. Updates are quantised as they come. None:
+            weights of `dtype`. For `backend="cpu"` and `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
             needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;
@@ -172,6 +178,9 @@ class EngineConfig:
         0.9, ENGINE, "Share of a GPU's memory that may be taken."
     )
     dtype: DType = option("auto", ENGINE, "Of weights and KV cache. auto: the checkpoint's.")
+    quantization: Quantization | None = option(
+        None, ENGINE, "Keep weights as codes of 8 or 4 bits. Default: as --dtype says."
+    )
     device: str = option("auto", ENGINE, "cpu, cuda, cuda:1 … auto: cuda if there is one.")
     backend: Backend = option("auto", ENGINE, "Whose operations run.")
     attention: Attention = option("auto", ENGINE, "Whose attention, where there is a choice.")
@@ -240,6 +249,7 @@ class EngineConfig:
         _check_ranks(self)
         _check_context(self)
         _check_drafts(self)
+        _check_quantization(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
             raise ConfigError(
@@ -369,6 +379,17 @@ def _check_context(config: EngineConfig) -> None:
         raise ConfigError(
             f"context_parallel={ranks} is not possible with {choice}; use backend='cpu' or "
             "'reference'."
+        )
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    if config.quantization is None:
+        return
+    if config.backend == "cuda" or config.attention in ("triton", "flashinfer"):
+        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
+        raise ConfigError(
+            f"quantization={config.quantization!r} is not possible with {choice}, whose kernels "
+            "read plain weights; use backend='cpu' or 'reference'."
         )
 
 

@@ -58,6 +58,8 @@ def choices(each: "Field[Any]") -> tuple[object, ...]:
     members: tuple[Any, ...] = get_args(each.type) or (each.type,)
     if bool in members:
         return (None, True, False) if is_optional(each) else (True, False)
+    if is_optional(each) and get_origin(members[0]) is Literal:
+        return (None, *get_args(members[0]))
     return members if get_origin(each.type) is Literal else ()
 
 

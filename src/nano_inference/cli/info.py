@@ -33,8 +33,8 @@ _Engine = Annotated[
     FieldOptions(
         EngineConfig,
         (
-            *("ref_model_path", "tokenizer_path", "dtype", "device", "kv_cache_memory"),
-            *("max_model_len", *options.RANKS, "block_size"),
+            *("ref_model_path", "tokenizer_path", "dtype", "quantization", "device"),
+            *("kv_cache_memory", "max_model_len", *options.RANKS, "block_size"),
         ),
     ),
 ]
@@ -235,6 +235,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
             f"{head}",
         ),
         ("dtype", f"{dtype} ({source})"),
+        *((("weights", f"codes, {codes}"),) if (codes := plan.config.quantization) else ()),
         *((("quantisation", coded.becomes(dtype)),) if coded is not None else ()),
         ("layers", f"{spec.num_layers}"),
         ("hidden size", f"{spec.hidden_size:,}"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.progress import track
@@ -11,7 +11,7 @@ from rich.text import Text
 from nano_inference.cli import options
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, load_engine, output
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, Quantization
 from nano_inference.errors import InvalidRequest
 from nano_inference.types import TrainingSample
 
@@ -126,10 +126,11 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
     name.
     """
     parts = fingerprint.split("/")
+    quantization = parts.pop() if parts[-1] in get_args(Quantization) else None
     if len(parts) != 4:
         return {}
     backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2]
-    found: dict[str, Any] = {"dtype": dtype, "device": device}
+    found: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}
     return found | ({"backend": backend} if backend in ("reference", "cpu") else {})
 
 

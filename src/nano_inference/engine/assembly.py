@@ -60,6 +60,8 @@ from nano_inference.models.shard_checks import mesh_of, require_experts
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
+from nano_inference.ops.quantised import bounds_of
+from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.scheduling.sequence import DRAFT, POLICY, REFERENCE
@@ -182,6 +184,7 @@ def plan_engine(
     _require_same_vocabulary(specs, config)
     _require_lockstep(config, specs, rank)
     parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
+    _require_whole_groups(config, specs)
     dtype = resolve_dtype(config.dtype, specs[POLICY])
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
     make_ops = choose_ops(config, served, dtype, device, try_kernels=try_kernels)
@@ -342,6 +345,7 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
                     plan.device,
                     plan.ops.allocate,
                     plan.parts[name],
+                    plan.config.quantization,
                 )
             )
         return {
@@ -377,7 +381,9 @@ def _guessed_claims(
 ) -> Claims:
     """What the memory is for beside the KV cache, before anything runs."""
     models = [part for name, part in parts.items() if heads is None or name != DRAFT]
-    weights = sum(num_bytes(param_table(part.whole, part), dtype) for part in models)
+    weights = sum(
+        num_bytes(param_table(part.whole, part), dtype, config.quantization) for part in models
+    )
     weights += 0 if heads is None else heads_bytes(heads, dtype)
     if memory is None:
         return Claims(weights)
@@ -394,7 +400,7 @@ def _local(parts: Mapping[str, ModelShard]) -> list[ModelSpec]:
 def _quantisation_lines(plan: EnginePlan) -> list[str]:
     """Of each model that is stored as codes: what becomes of it, and the memory that it takes."""
     dtype = str(plan.dtype).removeprefix("torch.")
-    config = plan.config
+    config, codes = plan.config, plan.config.quantization
     names = {
         POLICY: config.model_path,
         REFERENCE: config.ref_model_path,
@@ -402,7 +408,7 @@ def _quantisation_lines(plan: EnginePlan) -> list[str]:
     }
     return [
         f"{names[name]}: {spec.quantisation.becomes(dtype)}; its weights take "
-        f"{gibibytes(num_bytes(param_table(spec, plan.parts[name]), plan.dtype))}"
+        f"{gibibytes(num_bytes(param_table(spec, plan.parts[name]), plan.dtype, codes))}"
         for name, spec in plan.specs.items()
         if spec.quantisation is not None
     ]
@@ -482,6 +488,31 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
                 f"{option}={getattr(config, option)!r} has a vocabulary of {sizes[name]} tokens, "
                 f"the policy one of {sizes[POLICY]}; it must have the policy's."
             )
+
+
+def _require_whole_groups(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> None:
+    """Raise `ConfigError` where a rank's columns of a quantised weight would not be whole groups,
+    or its sums not those of one rank.
+    """
+    ranks, quantization = config.tensor_parallel, config.quantization
+    if ranks == 1 or quantization is None:
+        return
+    if ranks > SEGMENTS:
+        raise ConfigError(
+            f"quantization={quantization!r} is not possible with tensor_parallel={ranks}: columns "
+            f"are added up in {SEGMENTS} segments; use at most {SEGMENTS} ranks."
+        )
+    for spec in specs.values():
+        for param in param_table(spec):
+            form, segments = param.form(quantization), param.segments
+            if form is None or segments is None:
+                continue
+            if bounds_of(segments, param.shape[1], form) != segments:
+                raise ConfigError(
+                    f"quantization={quantization!r} is not possible with tensor_parallel={ranks} "
+                    f"for {spec.architecture}: the {param.shape[1]} columns of {param.name!r} are "
+                    f"not cut at multiples of {form.group or 4}; use tensor_parallel=1."
+                )
 
 
 def _require_lockstep(config: EngineConfig, specs: Mapping[str, ModelSpec], rank: Rank) -> None:

@@ -14,9 +14,11 @@ from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
 from nano_inference.engine.kernel_probe import probe
 from nano_inference.errors import ConfigError
 from nano_inference.models.spec import ModelSpec
+from nano_inference.models.weights import param_table
 from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
+from nano_inference.ops.cpu.quantised import MOST_COLUMNS
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.reference import reference_ops
 from nano_inference.parallel.bounds import SEGMENTS
@@ -81,6 +83,7 @@ def choose_ops(
         config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
     )
     backend = best if asked == "auto" else asked
+    _require_products_of_codes(config, backend, device)
     ops, problem = reference_ops(), None
     if backend != "reference":
         problem = _no_kernels_for(backend, config, specs, dtype, device)
@@ -105,6 +108,16 @@ def choose_ops(
             "leave it out."
         )
     return lambda num_blocks: ops
+
+
+def _require_products_of_codes(
+    config: EngineConfig, backend: Backend, device: torch.device
+) -> None:
+    if backend == "cuda" and config.quantization is not None:
+        raise ConfigError(
+            f"quantization={config.quantization!r} has no kernels on {device}; use device='cpu', "
+            "or backend='reference'."
+        )
 
 
 class _Needs(NamedTuple):
@@ -177,6 +190,7 @@ def numerics_of(
         if ops.in_segments and config.tensor_parallel <= SEGMENTS
         else config.tensor_parallel,
         state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
+        quantization=config.quantization,
     )
 
 
@@ -194,7 +208,10 @@ def start_up_line(
     if device.type == "cuda":
         where += f" ({torch.cuda.get_device_name(device)})"
     invariant = "batch invariant" if numerics.schedule_invariant else "not batch invariant"
-    parts = [f"attention {attention}", where, numerics.dtype, invariant]
+    dtype = numerics.dtype
+    if config.quantization is not None:
+        dtype += f", weights {config.quantization}"
+    parts = [f"attention {attention}", where, dtype, invariant]
     if device.type == "cuda":
         parts.append("CUDA graphs" if graphs else "no CUDA graphs")
     return f"backend {ops.name} (version {ops.version}), {', '.join(parts)}"
@@ -317,14 +334,20 @@ def _no_kernels_for(
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         head_dims = [spec.head_dim for spec in specs.values()]
         return _states_of(specs) or availability.problem_with(device, dtype, head_dims)
-    return _no_cpu_kernels_for(specs, dtype, device)
+    return _no_cpu_kernels_for(config, specs, dtype, device)
 
 
-def _no_cpu_kernels_for(specs: Specs, dtype: torch.dtype, device: torch.device) -> str | None:
+def _no_cpu_kernels_for(
+    config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
+) -> str | None:
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
         return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
+    for spec in specs.values() if config.quantization is not None else ():
+        widest = max(param.shape[1] for param in param_table(spec) if param.codes is not None)
+        if widest > MOST_COLUMNS:
+            return f"{widest} columns in codes have no CPU kernels; at most {MOST_COLUMNS} have."
     return next(filter(None, map(_width_without_kernels, specs.values())), None)
 
 

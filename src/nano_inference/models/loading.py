@@ -26,6 +26,7 @@ from nano_inference.models.weights import (
     ParamSpec,
     Slot,
     allocate,
+    as_held,
     fused_tensors,
     named_slots,
     param_table,
@@ -66,10 +67,11 @@ def load_params(
     device: torch.device,
     matrix: Allocate = reference.allocate,
     part: ModelShard | None = None,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """All parameters of a model, or of a rank's part of it, streamed from its safetensors files,
-    and dequantised where they hold codes. Of other ranks' parts nothing is read. Memory: the
-    parameters and one tensor, both on the device.
+    dequantised where they hold codes, and quantised as `quantization` says. Of other ranks' parts
+    nothing is read. Memory: the parameters and one tensor, both on the device.
 
     Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor, before any memory
     is taken for the parameters.
@@ -79,7 +81,7 @@ def load_params(
     whole = table if part is None else param_table(spec)
     weights = _weights(folder, spec, whole, dtype, device)
     _require_all(folder, places, weights)
-    params = allocate(table, dtype, device, matrix)
+    params = allocate(table, dtype, device, matrix, quantization)
     wanted = [  # not a tied head, nor what is another rank's
         (name, slot)
         for name, slot in sorted(places.items(), key=lambda item: item[0] == HEAD)
@@ -91,7 +93,7 @@ def load_params(
             tensor = slot.take(weights[name])
             if slot.tied_to is None:
                 write(params, slot, tensor)
-            elif not torch.equal(tensor.to(device, dtype), read(params, slot)):
+            elif not torch.equal(as_held(params, slot, tensor), read(params, slot)):
                 raise ModelLoadError(_untied(name, slot))
             progress.add(prod(slot.local_shape) * dtype.itemsize)
     return params

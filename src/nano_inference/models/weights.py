@@ -9,7 +9,7 @@ tied head's, and those under which transformers keeps all experts of a layer in 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from nano_inference.models.spec import ModelSpec
 from nano_inference.models.state_spec import DeltaNet, ShortConv
 from nano_inference.models.text_part import other_names
 from nano_inference.ops import reference
+from nano_inference.ops.quantised import QUANTIZATIONS, Format, bounds_of, groups_of
 from nano_inference.ops.settings import Latent
 
 
@@ -79,6 +80,8 @@ class ParamSpec:
         fused: each tensor that holds all sources, in order, in a trainer's memory or in
             checkpoints.
         latent: it is what `LatentOps` multiplies by.
+        codes: it may be quantised, in the format of layers or of the head; None: it stays as it is.
+        segments: bounds of its columns' segments, as the decoder gives them to `Ops.linear`.
     """
 
     name: str
@@ -89,6 +92,15 @@ class ParamSpec:
     fused: tuple[Fused, ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()
     latent: Latent | None = None
+    codes: Literal["layers", "head"] | None = None
+    segments: tuple[int, ...] | None = None
+
+    def form(self, quantization: str | None) -> Format | None:
+        """Its format under `EngineConfig.quantization`; None: it has none."""
+        if quantization is None or self.codes is None:
+            return None
+        layers, head = QUANTIZATIONS[quantization]
+        return {"layers": layers, "head": head}[self.codes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +326,8 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
     if part.has_embedding:
         source = Source("model.embed_tokens.weight", (vocab, hidden), 0, _of(part.vocab, vocab))
         tied = HEAD if spec.tie_word_embeddings else None
-        table.append(replace(_plain("embed", source), tied=tied))
+        embed = _plain("embed", source)
+        table.append(embed if tied is None else replace(embed, tied=tied, codes="head"))
     for place, i in enumerate(part.layers):
         if spec.state is not None and spec.state.layers[i]:
             table += _with_state(spec, f"layers.{place}", f"model.layers.{i}")
@@ -332,7 +345,8 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
     if part.place.is_last_stage:
         table.append(_norm(spec, "norm", "model.norm.weight", hidden))
     if part.has_head:
-        table.append(_plain("head", Source(HEAD, (vocab, hidden), 0, _of(part.vocab, vocab))))
+        head = _plain("head", Source(HEAD, (vocab, hidden), 0, _of(part.vocab, vocab)))
+        table.append(replace(head, codes="head"))
     if spec.bare_norms:
         table = [param for param in table if not param.name.endswith("norm")]
     found = tuple(_renamed(param, spec.renamed) for param in table)
@@ -379,14 +393,14 @@ def _delta_net(spec: ModelSpec, net: DeltaNet, own: str, hf: str) -> list[ParamS
         rows = {f"in_proj_{name}": (size, (range(size),)) for name, size in sizes.items()}
     floats = {"log_decay": "A_log", "decay_bias": "dt_bias"}
     return [
-        _stacked(f"{own}.mix_in", hf, "weight", rows, (hidden,)),
+        replace(_stacked(f"{own}.mix_in", hf, "weight", rows, (hidden,)), codes="layers"),
         _plain(f"{own}.conv", Source(f"{hf}.conv1d.weight", (net.channels, 1, net.taps))),
         *(
             replace(_plain(f"{own}.{name}", Source(f"{hf}.{theirs}", (heads,))), keep_float32=True)
             for name, theirs in floats.items()
         ),
         _plain(f"{own}.mix_norm", Source(f"{hf}.norm.weight", (net.value_dim,))),
-        _plain(f"{own}.mix_out", Source(f"{hf}.out_proj.weight", (hidden, net.value_width))),
+        _product(f"{own}.mix_out", Source(f"{hf}.out_proj.weight", (hidden, net.value_width))),
     ]
 
 
@@ -411,7 +425,8 @@ def _short_conv(spec: ModelSpec, conv: ShortConv, own: str, hf: str) -> list[Par
     }
     found: list[ParamSpec] = []
     for name, (theirs, shape) in shapes.items():
-        found.append(_plain(f"{own}.{name}", Source(f"{hf}.{theirs}.weight", shape)))
+        make = _plain if name == "conv" else _product
+        found.append(make(f"{own}.{name}", Source(f"{hf}.{theirs}.weight", shape)))
         if conv.bias:
             bias = Source(f"{hf}.{theirs}.bias", shape[:1])
             found.append(_plain(f"{own}.{name}_bias", bias))
@@ -441,9 +456,11 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
         rows = {"qkv_proj": (q_rows + 2 * kv_rows, parts)}
     columns = range(part.heads.start * size, part.heads.stop * size)
     params = [
-        _stacked(f"{own}.qkv", hf, "weight", rows, (hidden,)),
-        _plain(
-            f"{own}.o", Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, _of(columns, q_rows))
+        replace(_stacked(f"{own}.qkv", hf, "weight", rows, (hidden,)), codes="layers"),
+        _product(
+            f"{own}.o",
+            Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, _of(columns, q_rows)),
+            part.head_segments,
         ),
     ]
     if spec.qkv_bias:
@@ -485,6 +502,8 @@ def _latent_attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
             replace(
                 _plain(f"{own}.{name}", Source(f"{hf}.{source}.weight", (rows, columns))),
                 latent=sizes if name == "kv_b" else None,
+                codes=None if name == "kv_b" else "layers",
+                segments=part.head_segments if name == "o" else None,
             )
             for name, (source, rows, columns) in matrices.items()
         ),
@@ -508,12 +527,14 @@ def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     if spec.activation == "xielu":
         sources = tuple(Source(f"{hf}.act_fn.{name}", (1,)) for name in XIELU)
         numbers.append(ParamSpec(f"{own}.act", (4,), sources, keep_float32=True))
+    up = _stacked(f"{own}.gate_up" if spec.gated else f"{own}.up", hf, "weight", rows, (hidden,))
     return [
-        _stacked(f"{own}.gate_up" if spec.gated else f"{own}.up", hf, "weight", rows, (hidden,)),
+        replace(up, codes="layers"),
         *numbers,
-        _plain(
+        _product(
             f"{own}.down",
             Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(part.inner, inner)),
+            part.inner_segments,
         ),
     ]
 
@@ -565,12 +586,14 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
             (len(part.experts) * 2 * inner, hidden),
             gate_up,
             fused=fused(names.gate_up, count, 2 * inner, hidden, axes="gate_up"),
+            codes="layers",
         ),
         ParamSpec(
             f"{own}.experts_down",
             (len(part.experts) * hidden, inner),
             tuple(source(expert, down, (hidden, inner)) for expert in range(count)),
             fused=fused(names.down, count, hidden, inner, axes="down"),
+            codes="layers",
         ),
         *_expert_biases(part, moe, own, hf, layer),
         *_shared_expert(hidden, moe, own, layer),
@@ -651,8 +674,8 @@ def _shared_expert(hidden: int, moe: MoeSpec, own: str, layer: str) -> list[Para
     size, hf = 2 * inner // len(names), f"{layer}.{shared.module}"
     sources = tuple(Source(f"{hf}.{name}.weight", (size, hidden)) for name in names)
     return [
-        ParamSpec(f"{own}.shared_gate_up", (2 * inner, hidden), sources),
-        _plain(f"{own}.shared_down", Source(f"{hf}.{down}.weight", (hidden, inner))),
+        ParamSpec(f"{own}.shared_gate_up", (2 * inner, hidden), sources, codes="layers"),
+        _product(f"{own}.shared_down", Source(f"{hf}.{down}.weight", (hidden, inner))),
     ]
 
 
@@ -732,10 +755,13 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     matrix: Allocate = reference.allocate,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
-    """Uninitialised parameters by name. Matrices are what `matrix` makes, vectors are tensors."""
+    """Uninitialised parameters by name. Matrices are what `matrix` makes, in the formats of
+    `quantization`; vectors are tensors.
+    """
     return {
-        param.name: matrix(param.shape, dtype, device, *_sizes_of(param))
+        param.name: matrix(param.shape, dtype, device, **_how(param, quantization))
         if len(param.shape) == 2 and not param.keep_float32
         else torch.empty(
             param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device
@@ -744,32 +770,50 @@ def allocate(
     }
 
 
-def _sizes_of(param: ParamSpec) -> tuple[Latent, ...]:
-    return () if param.latent is None else (param.latent,)
+def _how(param: ParamSpec, quantization: str | None) -> dict[str, Any]:
+    """What `Ops.allocate` is told beside the sizes."""
+    form = param.form(quantization)
+    if form is not None:
+        return {"form": form, "segments": param.segments}
+    return {} if param.latent is None else {"latent": param.latent}
 
 
-def num_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype) -> int:
+def num_bytes(
+    table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: str | None = None
+) -> int:
     """Bytes that the parameters of a table take."""
-    return sum(
-        torch.Size(param.shape).numel() * (4 if param.keep_float32 else dtype.itemsize)
-        for param in table
-    )
+    return sum(_bytes_of(param, dtype, param.form(quantization)) for param in table)
+
+
+def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
+    if form is None:
+        size = 4 if param.keep_float32 else dtype.itemsize
+        return torch.Size(param.shape).numel() * size
+    rows, columns = param.shape
+    groups = len(groups_of(bounds_of(param.segments, columns, form), form))
+    return rows * (-(-columns * form.bits // 8) + groups * (2 if form.group else 4))
+
+
+def form_of(param: Any) -> Format | None:
+    """The format of a parameter; None: it is no codes."""
+    return getattr(param, "form", None)
 
 
 def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:
     """Copy this rank's part of one checkpoint tensor (`Slot.take`) into its place, in place, cast
-    to the parameter's dtype.
+    to the parameter's dtype; then, where the parameter is quantised, to codes.
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
         param.narrow(0, slot.start, slot.local_shape[0]).copy_(tensor)
     else:
-        param.write(slot.start, tensor)
+        # so that a trainer may send more digits than the model's dtype has, or not
+        param.write(slot.start, tensor if form_of(param) is None else tensor.to(param.dtype))
 
 
 def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -> None:
     """Change single numbers of this rank's part of one checkpoint tensor in place: flat row-major
-    `indices` int64 [n], `values` [n].
+    `indices` int64 [n], `values` [n]. Not of quantised parameters.
     """
     param = params[slot.param]
     if isinstance(param, Tensor):
@@ -781,12 +825,24 @@ def patch(params: dict[str, Any], slot: Slot, indices: Tensor, values: Tensor) -
 
 def read(params: dict[str, Any], slot: Slot) -> Tensor:
     """What this rank holds of one checkpoint tensor, in the parameter's dtype: a view, or a copy
-    where weights are packed.
+    where weights are packed; of codes what they stand for.
     """
     param, rows = params[slot.param], slot.local_shape[0]
     if isinstance(param, Tensor):
         return param.narrow(0, slot.start, rows)
     return param.read(slot.start, rows)
+
+
+def as_held(params: dict[str, Any], slot: Slot, tensor: Tensor) -> Tensor:
+    """What `read` would give once `write` had been given this tensor, on the parameter's device.
+    Nothing is written.
+    """
+    param = params[slot.param]
+    if form_of(param) is None:
+        return tensor.to(param.device, param.dtype)
+    scratch = {slot.param: param.clone()}
+    write(scratch, slot, tensor)
+    return read(scratch, slot)
 
 
 def _of(part: range, size: int) -> tuple[tuple[int, int], ...] | None:
@@ -796,6 +852,11 @@ def _of(part: range, size: int) -> tuple[tuple[int, int], ...] | None:
 
 def _plain(name: str, source: Source) -> ParamSpec:
     return ParamSpec(name, source.local_shape, (source,))
+
+
+def _product(name: str, source: Source, segments: tuple[int, ...] | None = None) -> ParamSpec:
+    """A matrix of a layer that `Ops.linear` multiplies by."""
+    return replace(_plain(name, source), codes="layers", segments=segments)
 
 
 def _norm(spec: ModelSpec, name: str, source: str, width: int) -> ParamSpec:

@@ -143,10 +143,13 @@ class Ops:
             as `sample` reports of that token.
         score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that
             are there already.
-        allocate: ([out, in], dtype, device, latent) -> a weight as the products read it, not
-            initialised: a tensor, or what keeps the numbers in an order of its own, like
-            `ops.cpu.weights.PackedWeight`. With the sizes of attention over latents it is the one
-            that `LatentOps` reads.
+        allocate: ([out, in], dtype, device, latent, form, segments) -> a weight as the products
+            read it, not initialised: a tensor, or what keeps the numbers in an order of its own,
+            like `ops.cpu.weights.PackedWeight`. With the sizes of attention over latents it is the
+            one that `LatentOps` reads. With a format (`ops.quantised`) it keeps codes, like
+            `ops.reference_quantised.QuantisedWeight`: products have the bits of
+            `quantised.product`, in the segments that `linear` will be given; `dtype` is then what
+            they round their inputs to first.
         compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops,
             batch, view)` gives; None: the trunk is called in every step.
         call: (batch, function, inputs, columns, dtype) -> [N, columns]: a Python function in the
@@ -179,7 +182,7 @@ class Ops:
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]
     gather_logprobs: Callable[[Tensor, Any, LogitScale, Tensor, Tensor], Tensor]
     score_logits: Callable[[Tensor, Tensor, Tensor], Tensor]
-    allocate: Callable[..., Any]  # latent may be left out
+    allocate: Callable[..., Any]  # latent and what follows may be left out
     compile: (
         Callable[
             [Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype],
@@ -233,15 +236,15 @@ def call(
 
 
 def embed_part(
-    embed: Callable[[Tensor, Tensor, float], Tensor],
+    embed: Callable[[Tensor, Any, float], Tensor],
     input_ids: Tensor,
-    weight: Tensor,
+    weight: Any,
     scale: float,
     part: tuple[int, int],
 ) -> Tensor:
     """`Ops.embed` of a part of the vocabulary, by what embeds tokens that are all there."""
     places = input_ids - part[0]
-    here = (places >= 0) & (places < len(weight))
+    here = (places >= 0) & (places < weight.shape[0])
     rows = embed(torch.where(here, places, 0), weight, scale)
     return torch.where(here[:, None], rows, -0.0)
 
@@ -270,6 +273,7 @@ class Numerics:
         tensor_parallel: how many ranks share a layer, where that decides bits; see
             `Ops.in_segments`.
         state_tokens: from one state to the next, where that decides bits; else 0.
+        quantization: of the weights, one of `ops.quantised.QUANTIZATIONS`; None: there is none.
     """
 
     backend: str
@@ -280,11 +284,13 @@ class Numerics:
     schedule_invariant: bool
     tensor_parallel: int = 1
     state_tokens: int = 0
+    quantization: str | None = None
 
     @property
     def fingerprint(self) -> str:
         """One line that every sample carries."""
         ranks = "" if self.tensor_parallel == 1 else f"/tensor-parallel-{self.tensor_parallel}"
         states = f"/states-of-{self.state_tokens}" if self.state_tokens else ""
+        codes = "" if self.quantization is None else f"/{self.quantization}"
         own = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
-        return own + ranks + states
+        return own + ranks + states + codes

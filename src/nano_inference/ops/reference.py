@@ -28,6 +28,7 @@ from nano_inference.ops.backend import (
 )
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
+from nano_inference.ops.quantised import Format
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,
@@ -36,6 +37,7 @@ from nano_inference.ops.reference_attention import (
     plan_attention,
     plan_states,
 )
+from nano_inference.ops.reference_quantised import QuantisedWeight, quantised_linear
 from nano_inference.ops.reference_state import delta_net, short_conv, sigmoid, sigmoid_gate
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
 from nano_inference.parallel.bounds import check_segments
@@ -47,6 +49,8 @@ from nano_inference.sampling.pipeline import divide
 from nano_inference.sampling.sample import Draw, sample
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
+Weight = Tensor | QuantisedWeight
+
 ROW_TILE = 16
 VOCAB_TILE = 4096  # rows of the head cast to float32 at a time
 SCORE_TILE = 256  # rows whose logits are in memory at once where only one logprob of each is wanted
@@ -55,19 +59,24 @@ EXPERT_TILE = 512  # rows whose products with all of their experts are in memory
 
 
 def embed(
-    input_ids: Tensor, weight: Tensor, scale: float = 1.0, part: tuple[int, int] | None = None
+    input_ids: Tensor, weight: Weight, scale: float = 1.0, part: tuple[int, int] | None = None
 ) -> Tensor:
     """Rows of the embedding, scaled, as the float32 residual stream."""
     if part is not None:
         return embed_part(embed, input_ids, weight, scale, part)
-    rows = functional.embedding(input_ids, weight).float()
+    if isinstance(weight, QuantisedWeight):
+        rows = weight.part(input_ids).codes().numbers()
+    else:
+        rows = functional.embedding(input_ids, weight).float()
     return rows if scale == 1 else rows * scale
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None = None, segments: tuple[int, ...] | None = None
 ) -> Tensor:
     """X @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
+    if isinstance(weight, QuantisedWeight):
+        return quantised_linear(x, weight, bias)
     if segments is not None:
         return _linear_of_segments(x, weight, bias, segments)
     whole = _whole_vectors(weight)
@@ -166,7 +175,8 @@ def rope_and_store(
     interleaved: bool = False,
     query_scales: Tensor | None = None,
 ) -> Tensor:
-    """Rotate queries and keys, store keys and values, return queries."""
+    """Rotate queries and keys, store keys and values, return queries in the dtype of keys."""
+    dtype = view.keys.dtype  # of a quantised weight qkv has more digits
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))  # also of no rows
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if norms is not None:
@@ -178,8 +188,8 @@ def rope_and_store(
     queries, keys = turned[:, :num_heads], turned[:, num_heads:]
     if query_scales is not None:
         queries = queries * query_scales[positions][:, None, None]
-    view.write(layer, slot_mapping, keys.to(qkv.dtype), values)
-    return queries.to(qkv.dtype)
+    view.write(layer, slot_mapping, keys.to(dtype), values)
+    return queries.to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -219,14 +229,18 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return (first / (1 + torch.exp(-y)) * second).to(gate_up.dtype)
 
 
-def logits(hidden: Tensor, weight: Tensor, scale: LogitScale = UNSCALED) -> Tensor:
+def logits(hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tensor:
     """Hidden @ weight.T, scaled, in float32 whatever the weights' dtype: a rounded logit would be
     a wrong logprob.
     """
-    tiles = [
-        linear(hidden.float(), weight[first : first + VOCAB_TILE].float())
-        for first in range(0, len(weight), VOCAB_TILE)
-    ]
+    starts = range(0, weight.shape[0], VOCAB_TILE)
+    if isinstance(weight, QuantisedWeight):
+        parts = (weight.part(slice(first, first + VOCAB_TILE)) for first in starts)
+        tiles = [linear(hidden, part) for part in parts]
+    else:
+        tiles = [
+            linear(hidden.float(), weight[first : first + VOCAB_TILE].float()) for first in starts
+        ]
     whole = torch.cat(tiles, dim=1)
     return scaled(whole, scale)
 
@@ -237,13 +251,13 @@ def scaled(products: Tensor, scale: LogitScale) -> Tensor:
     return capped(whole, scale.cap) if scale.cap else whole
 
 
-def draw(hidden: Tensor, weight: Tensor, scale: LogitScale, batch: SamplingBatch) -> Draw:
+def draw(hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch) -> Draw:
     """Draw the samples of a step from the logits of its rows."""
     return sample(logits(hidden, weight, scale), batch)
 
 
 def score(
-    hidden: Tensor, weight: Tensor, scale: LogitScale, token_ids: Tensor, temperatures: Tensor
+    hidden: Tensor, weight: Weight, scale: LogitScale, token_ids: Tensor, temperatures: Tensor
 ) -> Tensor:
     """Logprobs of given tokens, few rows at a time: only one number of each row's logits is
     wanted.
@@ -263,7 +277,7 @@ def score_logits(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Ten
 
 
 def draw_part(
-    hidden: Tensor, weight: Tensor, scale: LogitScale, batch: SamplingBatch, part: VocabPart
+    hidden: Tensor, weight: Weight, scale: LogitScale, batch: SamplingBatch, part: VocabPart
 ) -> Generator[Tensor, list[Tensor], Draw]:
     """See `HeadParts.sample`."""
     return sample_part(logits(hidden, weight, scale), batch, part)
@@ -271,7 +285,7 @@ def draw_part(
 
 def score_of_part(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Weight,
     scale: LogitScale,
     token_ids: Tensor,
     temperatures: Tensor,
@@ -290,9 +304,13 @@ def allocate(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    _latent: Latent | None = None,
-) -> Tensor:
-    """A weight is a plain tensor."""
+    latent: Latent | None = None,
+    form: Format | None = None,
+    segments: tuple[int, ...] | None = None,
+) -> Weight:
+    """A weight is a plain tensor, or codes."""
+    if form is not None:
+        return QuantisedWeight(shape, dtype, device, form, segments)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -346,7 +364,8 @@ def products(x: Tensor, rows: Tensor, held: Tensor, experts: Experts) -> Tensor:
     """See `MoeSteps`. The rows of each expert are a product of their own, where a row's bits depend
     on it alone.
     """
-    out = torch.empty((len(rows), x.shape[1]), dtype=x.dtype, device=x.device)
+    dtype = torch.float32 if isinstance(experts.down, QuantisedWeight) else x.dtype
+    out = torch.empty((len(rows), x.shape[1]), dtype=dtype, device=x.device)
     gate_ups, downs = experts.gate_up.chunk(experts.num_held), experts.down.chunk(experts.num_held)
     nothing = (None,) * experts.num_held
     up_biases, down_biases = (nothing, nothing)
@@ -381,6 +400,7 @@ def moe(
 
 def meet(q: Tensor, c: Tensor, kv: Tensor, norm: Norm, sizes: Latent) -> Tensor:
     """See `LatentOps`. Each head's products are made by themselves."""
+    q = q.to(kv.dtype)  # of a quantised weight it has more digits
     of_heads = q.unflatten(1, (-1, sizes.plain + sizes.rotary))
     num_heads = of_heads.shape[1]
     out = q.new_empty((len(q), num_heads + 2, sizes.key))

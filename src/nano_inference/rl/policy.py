@@ -21,7 +21,15 @@ from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import load_params
 from nano_inference.models.routes import RouteRecord
-from nano_inference.models.weights import allocate, param_table, read, slots, write
+from nano_inference.models.weights import (
+    allocate,
+    as_held,
+    form_of,
+    param_table,
+    read,
+    slots,
+    write,
+)
 from nano_inference.rl.checkpoint import as_stored, require_savable, save_checkpoint
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
@@ -48,8 +56,10 @@ class PolicyModel(nn.Module):
     under the same weights, and are computed from the parameters as they are. Backward: a forward in
     plain torch at the same cast weights is differentiated, sequence by sequence in a fixed order,
     every row through the experts that the engine's forward chose for it; the cast passes gradients
-    as they are. Gradients have the same bits whatever the number of threads and the engine's
-    options are, on processors for which torch takes the same kernels.
+    as they are. Of quantised weights (`EngineConfig.quantization`) it is a forward at the numbers
+    that the codes stand for, with inputs that are not rounded to codes, and gradients pass the
+    rounding of weights as they are too. Gradients have the same bits whatever the number of threads
+    and the engine's options are, on processors for which torch takes the same kernels.
 
     Args:
         engine: an engine, or the configuration to build one from (`model.engine`).
@@ -230,14 +240,21 @@ class PolicyModel(nn.Module):
 
     def _cast(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The decoder's parameters as plain tensors, with the values that the engine computes
-        with.
+        with; of codes what they stand for.
         """
-        own, products = self.engine.model.dtype, self._decoder.dtype
+        own, products = self.engine.model, self._decoder.dtype
         params: dict[str, Tensor] = {}
         for param in self._table:
-            parts = [values[source.name].detach() for source in param.sources]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            params[param.name] = whole.float() if param.keep_float32 else whole.to(own).to(products)
+            parts = {each.name: values[each.name].detach() for each in param.sources}
+            if form_of(own.params[param.name]) is not None:
+                parts = {
+                    name: as_held(own.params, self._slots[name], part)
+                    for name, part in parts.items()
+                }
+            whole = next(iter(parts.values())) if len(parts) == 1 else torch.cat([*parts.values()])
+            params[param.name] = (
+                whole.float() if param.keep_float32 else whole.to(own.dtype).to(products)
+            )
         return params
 
 
@@ -285,7 +302,8 @@ class _TrainerWeights:
         self._packed: list[State] = []  # the states of the parameters that were written last
         policy = engine.model
         params = allocate(
-            param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate
+            *(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate),
+            engine.config.quantization,
         )
         self._decoder = policy.twin(params)
         # the backward pass goes through the experts of the forward pass
@@ -351,7 +369,7 @@ def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, T
         for name, slot in slots(param_table(spec)).items():
             serving = read(own.params, slot)
             exact = read(checkpoint, slot).to(own.device)
-            same = torch.equal(exact.to(serving.dtype), serving)
+            same = torch.equal(as_held(own.params, slot, exact), serving)
             found[name] = (exact if same else serving).to(dtype, copy=True)
 
     engine.shared.between_steps(POLICY, take)

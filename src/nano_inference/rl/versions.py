@@ -77,14 +77,15 @@ class VersionedDecoders:
         while len(self._loaded) >= MOST_COPIES:
             old, _ = self._loaded.popitem(last=False)
             self._decoders.pop(old, None)
-        model = self._engine.model
+        model, quantization = self._engine.model, self._engine.config.quantization
         if isinstance(given, str | os.PathLike):
             folder = resolve_model(os.fspath(given))
             self._loaded[version] = load_params(
-                folder, model.spec, model.dtype, model.device, model.ops.allocate
+                *(folder, model.spec, model.dtype, model.device, model.ops.allocate),
+                quantization=quantization,
             )
         else:
-            self._loaded[version] = _params_of(given, model, version)
+            self._loaded[version] = _params_of(given, model, version, quantization)
         return self._loaded[version]
 
     def _given(self, version: int) -> Any:
@@ -104,7 +105,9 @@ class VersionedDecoders:
         )
 
 
-def _params_of(weights: Any, model: Decoder, version: int) -> dict[str, Any]:
+def _params_of(
+    weights: Any, model: Decoder, version: int, quantization: str | None
+) -> dict[str, Any]:
     """A state dict as the decoder reads it. Raises `WeightUpdateError` unless it is whole and
     fits.
     """
@@ -113,7 +116,8 @@ def _params_of(weights: Any, model: Decoder, version: int) -> dict[str, Any]:
             f"the weights of version {version} are a {type(weights).__name__}; give a state dict "
             "or a model's folder."
         )
-    params = allocate(param_table(model.spec), model.dtype, model.device, model.ops.allocate)
+    table = param_table(model.spec)
+    params = allocate(table, model.dtype, model.device, model.ops.allocate, quantization)
     manager = WeightSyncManager(model.twin(params))
     try:
         manager.stage(weights, copy=False, complete=True)

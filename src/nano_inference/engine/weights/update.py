@@ -20,6 +20,8 @@ from nano_inference.models.weights import (
     HEAD,
     WEIGHT_DTYPES,
     Slot,
+    as_held,
+    form_of,
     fused_tensors,
     named_slots,
     param_table,
@@ -28,6 +30,7 @@ from nano_inference.models.weights import (
     unfused,
     write,
 )
+from nano_inference.ops.quantised import Format, quantise_weight
 from nano_inference.options import is_whole
 from nano_inference.types import KvPolicy
 
@@ -56,14 +59,18 @@ class WeightSet:
 
     def __init__(self, model: Decoder, shares: "SentUpdates | None" = None) -> None:
         table = param_table(model.part.whole)
+        own_table = param_table(model.part.whole, model.part)
         self.model, self.shares = model, shares
-        self.slots = named_slots(table)
-        self.own = named_slots(param_table(model.part.whole, model.part))
+        self.slots, self.own = named_slots(table), named_slots(own_table)
         self.fused = fused_tensors(table)
         self.shapes = {name: fused.shape for name, fused in self.fused.items()}
         self.shapes |= {name: slot.shape for name, slot in self.slots.items()}
         self.names = [name for name, slot in self.slots.items() if slot.tied_to is None]
         self._in_float32 = {param.name for param in table if param.keep_float32}
+        self._codes = {param.name: param.codes for param in table if param.codes is not None}
+        # of what this rank holds
+        found = {param.codes: form_of(model.params.get(param.name)) for param in own_table}
+        self._forms = {codes: form for codes, form in found.items() if form is not None}
 
     def passes_over(self, name: object) -> bool:
         """Whether a tensor is of a part of the checkpoint that this engine does not run."""
@@ -74,6 +81,14 @@ class WeightSet:
         """How a tensor is stored, on whichever rank."""
         kept = self.slots[name].param in self._in_float32
         return torch.float32 if kept else self.model.dtype
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor is stored as codes, on whichever rank."""
+        return bool(self._forms) and self.slots[name].param in self._codes
+
+    def form_of(self, name: str) -> Format | None:
+        """The format of a tensor; None: it is stored as it is, or other ranks alone know."""
+        return self._forms.get(self._codes.get(self.slots[name].param))
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, in the dtype that it is stored in. Raises `WeightUpdateError`."""
@@ -369,7 +384,7 @@ class WeightSession:
         """
         weights = self._weights
         if self.check_finite:
-            _require_finite(name, values, weights.dtype_of(name))
+            _require_finite(name, values, weights.dtype_of(name), weights.form_of(name))
         if weights.shares is not None:
             weights.shares.give(self.update, name, values, indices)
         slot = weights.own.get(name)
@@ -412,6 +427,11 @@ class WeightSession:
 
     def _checked_places(self, name: str, indices: Tensor, values: Tensor, hold: Hold) -> Tensor:
         slot = self._slot(name)
+        if self._weights.is_quantised(name):
+            raise WeightUpdateError(
+                f"{name!r} cannot be patched: it is stored as codes, which have scales in common; "
+                "send the whole tensor."
+            )
         if name in self.whole:
             raise WeightUpdateError(f"{name!r} came twice in one update: whole, and as a patch.")
         _require_patch(name, indices, values)
@@ -477,7 +497,7 @@ def _value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tens
     whole = max(
         (place for place, change in enumerate(changes) if change.indices is None), default=-1
     )
-    value = (read(params, slot) if whole < 0 else changes[whole].values).to(device, dtype)
+    value = read(params, slot) if whole < 0 else as_held(params, slot, changes[whole].values)
     if whole + 1 < len(changes):
         value = value.clone(memory_format=torch.contiguous_format)
     for change in changes[whole + 1 :]:
@@ -486,16 +506,22 @@ def _value_of(params: dict[str, Any], slot: Slot, changes: list[Change]) -> Tens
     return value
 
 
-def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """In runs: a cast of all of it at once would take as much memory again."""
+def _require_finite(name: str, values: Tensor, dtype: torch.dtype, form: Format | None) -> None:
+    """In runs: a cast of all of it at once would take as much memory again. Of codes the scales
+    are looked at too.
+    """
     ends = [
         end
         for run in values.detach().reshape(-1).split(FINITE_RUN)
         for end in run.to(dtype).aminmax()
     ]
+    kind = str(dtype)
+    if ends and form is not None:
+        kind += f", or too large ones for {form.name}"
+        ends = list(quantise_weight(torch.stack(ends)[:, None], form, [(0, 1)])[1])
     if ends and not bool(torch.isfinite(torch.stack(ends)).all()):
         raise WeightUpdateError(
-            f"{name!r} holds NaN or infinite values in {dtype}; mend them, or send check_finite "
+            f"{name!r} holds NaN or infinite values in {kind}; mend them, or send check_finite "
             "as false."
         )
 

@@ -1,0 +1,155 @@
+"""`QuantisedWeight` of the reference backend: a row is its codes and its scales, and products are
+those of `ops.quantised`.
+"""
+
+import torch
+from torch import Tensor
+
+from nano_inference.ops.quantised import (
+    Codes,
+    Format,
+    bounds_of,
+    groups_of,
+    product,
+    quantise_weight,
+)
+
+ALIGNMENT = 4  # bytes: scales are read as float32
+
+
+class QuantisedWeight:
+    """A weight [rows, columns] in a format of `ops.quantised`.
+
+    Args:
+        shape: [rows, columns].
+        dtype: of what products read, and of what `read` gives.
+        device: where it lies.
+        form: its format.
+        segments: of its columns, as `Ops.linear` is told of them; see `bounds_of`.
+
+    Attributes:
+        bounds: of its segments.
+        data: uint8 [rows, bytes of one]: its codes, two in a byte where they have 4 bits, then its
+            scales. Not initialised.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Format,
+        segments: tuple[int, ...] | None = None,
+    ) -> None:
+        (rows, self.columns), self.dtype, self.form = shape, dtype, form
+        self.bounds = bounds_of(segments, self.columns, form)
+        scales = len(groups_of(self.bounds, form)) * self._scale.itemsize
+        width = self._start + -(-scales // ALIGNMENT) * ALIGNMENT
+        self.data = torch.empty((rows, width), dtype=torch.uint8, device=device)
+
+    @property
+    def rows(self) -> int:
+        """Of the weight."""
+        return len(self.data)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.data.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns]."""
+        return torch.Size((self.rows, self.columns))
+
+    def numel(self) -> int:
+        """Numbers in it."""
+        return self.rows * self.columns
+
+    def data_ptr(self) -> int:
+        """Where it lies; updates do not move it."""
+        return self.data.data_ptr()
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Rows [start, start + n) become `tensor` [n, columns], rounded to codes. Raises
+        `ValueError` where it does not fit.
+        """
+        if tensor.shape[1:] != (self.columns,) or not 0 <= start <= self.rows - len(tensor):
+            raise ValueError(
+                f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
+                f"{tuple(self.shape)}."
+            )
+        groups = groups_of(self.bounds, self.form)
+        codes, scales = quantise_weight(tensor.detach().to(self.device), self.form, groups)
+        own = self.data[start : start + len(tensor)]
+        packed, scales = _packed(codes, self.form), scales.to(self._scale).view(torch.uint8)
+        own[:, : packed.shape[1]] = packed
+        own[:, self._start : self._start + scales.shape[1]] = scales
+
+    def read(self, start: int = 0, count: int | None = None) -> Tensor:
+        """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;
+        None: all that follow. Raises `ValueError` for rows that there are not.
+        """
+        count = self.rows - start if count is None else count
+        if not 0 <= start <= self.rows - count:
+            raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
+        return self.part(slice(start, start + count)).codes().numbers().to(self.dtype)
+
+    def clone(self) -> "QuantisedWeight":
+        """A copy of its own."""
+        return self._with(self.data.clone())
+
+    def part(self, rows: slice | Tensor) -> "QuantisedWeight":
+        """Some rows: of a slice not copied, or a copy of those of these numbers [n]."""
+        return self._with(self.data[rows])
+
+    def chunk(self, count: int) -> list["QuantisedWeight"]:
+        """As many weights of equally many rows each, not copied."""
+        return [self._with(data) for data in self.data.chunk(count)]
+
+    def codes(self) -> Codes:
+        """As plain tensors."""
+        groups = len(groups_of(self.bounds, self.form))
+        scales = self.data[:, self._start :].view(self._scale)[:, :groups].float()
+        return Codes(_unpacked(self.data, self.columns, self.form), scales, self.form, self.bounds)
+
+    @property
+    def _scale(self) -> torch.dtype:
+        return torch.float16 if self.form.group else torch.float32
+
+    @property
+    def _start(self) -> int:
+        """Where, in a row, its scales begin."""
+        codes = -(-self.columns * self.form.bits // 8)
+        return -(-codes // ALIGNMENT) * ALIGNMENT
+
+    def _with(self, data: Tensor) -> "QuantisedWeight":
+        shape = (0, self.columns)
+        other = QuantisedWeight(shape, self.dtype, data.device, self.form, self.bounds)
+        other.data = data
+        return other
+
+
+def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    """`Ops.linear` in the segments that the weight has: float32 [N, rows]. Inputs and bias are
+    rounded to the weight's dtype first.
+    """
+    sums = product(x.to(weight.dtype), weight.codes())
+    return sums if bias is None else sums + bias.to(weight.dtype).float()
+
+
+def _packed(codes: Tensor, form: Format) -> Tensor:
+    """Codes int8 [n, K] as bytes uint8 [n, K or half of it]."""
+    if form.bits == 8:
+        return codes.view(torch.uint8)
+    pairs = torch.nn.functional.pad(codes + 8, (0, codes.shape[1] % 2)).view(torch.uint8)
+    return pairs[:, ::2] | pairs[:, 1::2] << 4
+
+
+def _unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
+    """The inverse of it: int8 [n, columns], of rows that begin with their codes."""
+    if form.bits == 8:
+        return data[:, :columns].view(torch.int8)
+    pairs = data[:, : -(-columns // 2)]
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
+    return codes.view(torch.int8) - 8

@@ -1,0 +1,195 @@
+"""Weights in 8 and 4 bits: the definition itself, and that a backend's weights and products are the
+definition's to the bit.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.ops.backend import Ops
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.quantised import (
+    FORMATS,
+    QUANTIZATIONS,
+    Codes,
+    Format,
+    bounds_of,
+    groups_of,
+    product,
+    quantise_rows,
+    quantise_weight,
+)
+from nano_inference.ops.reference import reference_ops
+from nano_inference.sampling.logit_scale import UNSCALED
+from tests.depth import at_depth
+from tests.ops.cpu_kernels import kernels
+
+BACKENDS = ("reference", "cpu")
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+SEGMENTS = {64: (0, 32, 64), 72: (0, 32, 64, 64, 72), 33: None, 96: (0, 12, 48, 60, 96)}
+
+formats = st.sampled_from(sorted(FORMATS)).map(FORMATS.__getitem__)
+
+
+@cache
+def ops_of(backend: str) -> Ops:
+    if backend == "reference":
+        return reference_ops()
+    kernels()
+    return cpu_ops(1)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of very different sizes, one of them zeros."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    sizes = 10.0 ** (torch.arange(shape[0]) % 5 - 2)
+    sizes[shape[0] // 2] = 0
+    return (drawn * sizes[:, None]).to(dtype)
+
+
+def as_codes(weight: Tensor, form: Format, segments: tuple[int, ...] | None = None) -> Codes:
+    bounds = bounds_of(segments, weight.shape[1], form)
+    return Codes(*quantise_weight(weight, form, groups_of(bounds, form)), form, bounds)
+
+
+def stored(backend: str, weight: Tensor, form: Format, segments: Any = None) -> Any:
+    found = ops_of(backend).allocate(
+        tuple(weight.shape), weight.dtype, CPU, form=form, segments=segments
+    )
+    found.write(0, weight)
+    return found
+
+
+# -- the definition --------------------------------------------------------------------------------
+
+
+@settings(max_examples=at_depth(60))
+@given(form=formats, columns=st.sampled_from([1, 5, 32, 33, 64, 96]), seed=st.integers(0, 99))
+def test_codes_are_in_range_and_stand_for_numbers_nearby(
+    form: Format, columns: int, seed: int
+) -> None:
+    weight = random(5, columns, seed=seed)
+    codes = as_codes(weight, form)
+    low, high = (-127, 127) if form.bits == 8 else (-8, 7)
+    assert low <= int(codes.codes.min()) <= int(codes.codes.max()) <= high
+    half = 0.51 if form.bits == 8 else 1.01  # of 4 bits there is no 8
+    for g, (first, last) in enumerate(codes.groups):
+        difference = (codes.numbers() - weight)[:, first:last].abs()
+        assert (difference <= half * codes.scales[:, g, None].abs() + 6e-8 * 127).all()
+    assert not codes.numbers()[2].any()
+
+
+@settings(max_examples=at_depth(60))
+@given(form=formats, columns=st.sampled_from([4, 33, 64, 72, 96]), seed=st.integers(0, 99))
+def test_a_product_is_near_that_of_the_numbers(form: Format, columns: int, seed: int) -> None:
+    codes = as_codes(random(6, columns, seed=seed), form, SEGMENTS.get(columns))
+    x = random(5, columns, seed=seed + 100)
+    rounded, scales = quantise_rows(x, codes.groups)
+    assert rounded.abs().max() <= 127
+    assert torch.equal(rounded, rounded.round())
+    numbers = codes.numbers().double()
+    steps = torch.zeros_like(x)
+    for g, (first, last) in enumerate(codes.groups):
+        steps[:, first:last] = scales[:, g, None]
+    exact, most = x.double() @ numbers.T, steps.double() / 2 @ numbers.abs().T
+    size = x.double().abs() @ numbers.abs().T
+    assert ((product(x, codes) - exact).abs() <= most * 1.0001 + size * 1e-5).all()
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_a_scale_that_is_nan(form: Format, bad: float) -> None:
+    weight = random(4, 64)
+    weight[1, 40] = bad
+    codes = as_codes(weight, form)
+    group = next(g for g, (first, last) in enumerate(codes.groups) if first <= 40 < last)
+    assert codes.scales[1, group].isnan()
+    others = codes.scales.clone()
+    others[1, group] = 0
+    assert others.isfinite().all()
+    x = random(3, 64)
+    x[0, 0] = bad
+    found = product(x, as_codes(random(4, 64), form))
+    assert found[0].isnan().all()
+    assert found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_a_rows_products_know_nothing_of_other_rows(form: Format) -> None:
+    codes, x = as_codes(random(40, 72), form, SEGMENTS[72]), random(50, 72, seed=1)
+    together = product(x, codes)
+    for row in range(len(x)):
+        assert torch.equal(product(x[row : row + 1], codes)[0], together[row])
+
+
+def test_numbers_that_were_read_make_the_same_codes() -> None:
+    """An engine's weights, sent to another, are the same weights there."""
+    for form in FORMATS.values():
+        codes = as_codes(random(40, 96, dtype=torch.bfloat16), form)
+        again = as_codes(codes.numbers().bfloat16(), form)
+        assert torch.equal(again.codes, codes.codes)
+        assert torch.equal(again.scales, codes.scales)
+
+
+def test_segments_that_do_not_begin_with_a_group_are_one() -> None:
+    assert bounds_of((0, 12, 48), 48, FORMATS["int8"]) == (0, 12, 48)
+    assert bounds_of((0, 12, 48), 48, FORMATS["int8-32"]) == (0, 48)
+    assert bounds_of((0, 10, 48), 48, FORMATS["int8"]) == (0, 48)
+    assert bounds_of(None, 48, FORMATS["int8"]) == (0, 48)
+    assert {each for pair in QUANTIZATIONS.values() for each in pair} == {*FORMATS.values()}
+
+
+# -- a backend's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("columns", SEGMENTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_products_and_rows_have_the_bits_of_the_definition(
+    backend: str, columns: int, dtype: torch.dtype, form: Format
+) -> None:
+    ops, segments = ops_of(backend), SEGMENTS[columns]
+    numbers, x = random(40, columns, dtype=dtype), random(19, columns, seed=1, dtype=dtype)
+    weight, codes = stored(backend, numbers, form, segments), as_codes(numbers, form, segments)
+    assert (weight.shape, weight.dtype, weight.form) == ((40, columns), dtype, form)
+    assert (weight.bounds, weight.device) == (codes.bounds, CPU)
+    assert weight.numel() == numbers.numel()
+    assert torch.equal(weight.read(), codes.numbers().to(dtype))
+    assert torch.equal(weight.read(3, 5), codes.numbers()[3:8].to(dtype))
+    assert torch.equal(ops.linear(x, weight, None, segments).float(), product(x, codes))
+    bias = random(40, 1, seed=2, dtype=dtype)[:, 0]
+    biased = ops.linear(x, weight, bias, segments)
+    assert torch.equal(biased.float(), product(x, codes) + bias.float())
+    logits = ops.logits(x, weight, UNSCALED)
+    assert torch.equal(logits, product(x, codes))
+    ids = torch.tensor([39, 0, 7, 7])
+    assert torch.equal(ops.embed(ids, weight, 2.0), codes.numbers()[ids] * 2)
+    part = ops.embed(torch.tensor([99, 100, 140]), weight, 1.0, (100, 300))
+    assert torch.equal(part, torch.stack((-0.0 * part[1], codes.numbers()[0], -0.0 * part[1])))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_rows_are_written_in_place_and_copies_stay(backend: str, form: Format) -> None:
+    weight = stored(backend, random(40, 72), form)
+    copy, address = weight.clone(), weight.data_ptr()
+    before = weight.read()
+    rows = random(5, 72, seed=3)
+    weight.write(11, rows.double())
+    assert weight.data_ptr() == address
+    assert torch.equal(copy.read(), before)
+    expected = before.clone()
+    expected[11:16] = as_codes(rows, form).numbers()
+    assert torch.equal(weight.read(), expected)
+    for start, wrong in ((0, random(3, 71)), (38, random(3, 72)), (-1, random(3, 72))):
+        with pytest.raises(ValueError, match="do not fit"):
+            weight.write(start, wrong)
+    with pytest.raises(ValueError, match="are not within 40"):
+        weight.read(38, 3)
