@@ -22,7 +22,7 @@ Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int8", "int8-32", "int4"]
+Quantization = Literal["int8", "int8-32", "int4", "file"]
 SELF = "self"  # the model that drafts is the policy, with fewer layers
 # groups of options in `--help`
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
@@ -98,8 +98,8 @@ class EngineConfig:
         quantization: keep the weights of layers and head as codes of 8 or 4 bits with scales, and
             multiply codes (docs/models.md). `"int8"`: 8 bits, a scale a row (o and down: one a
             segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4 bits in
-            layers, 8 in the head, a scale for 32 weights. Updates are quantised as they come. None:
-            weights of `dtype`. For `backend="cpu"` and `"reference"`.
+            layers, 8 in the head, a scale for 32 weights; `"file"`: the blocks of a `.gguf` file, as
+            they are. Updates are quantised as they come. None: weights of `dtype`. For `backend="cpu"` and `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
             needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ from nano_inference.models.shard_checks import mesh_of, require_experts
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
-from nano_inference.ops.quantised import bounds_of
+from nano_inference.ops.formats import FILE, bounds_of
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup
@@ -163,6 +164,8 @@ def plan_engine(
     """
     rank = rank or Rank(Place(mesh_of(config)))
     device = choose_device(config.device)
+    if config.quantization == FILE and resolve is resolve_model:
+        resolve = partial(resolve_model, coded=True)
     folder = resolve(config.model_path)
     folders = {POLICY: folder}
     if config.ref_model_path is not None:
@@ -407,7 +410,9 @@ def _quantisation_lines(plan: EnginePlan) -> list[str]:
         DRAFT: config.draft_model,
     }
     return [
-        f"{names[name]}: {spec.quantisation.becomes(dtype)}; its weights take "
+        f"{names[name]}: blocks of its file, computed as they are"
+        if codes == FILE
+        else f"{names[name]}: {spec.quantisation.becomes(dtype)}; its weights take "
         f"{gibibytes(num_bytes(param_table(spec, plan.parts[name]), plan.dtype, codes))}"
         for name, spec in plan.specs.items()
         if spec.quantisation is not None
@@ -497,6 +502,11 @@ def _require_whole_groups(config: EngineConfig, specs: Mapping[str, ModelSpec]) 
     ranks, quantization = config.tensor_parallel, config.quantization
     if ranks == 1 or quantization is None:
         return
+    if quantization == FILE:
+        raise ConfigError(
+            f"quantization='file' is not possible with tensor_parallel={ranks}: blocks of a file "
+            "are read whole; use tensor_parallel=1, or quantization='int8-32'."
+        )
     if ranks > SEGMENTS:
         raise ConfigError(
             f"quantization={quantization!r} is not possible with tensor_parallel={ranks}: columns "

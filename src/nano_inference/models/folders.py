@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from nano_inference.progress import Progress
 from nano_inference.regular_files import read_json
 
 
-def resolve_model(model_path: str) -> Path:
-    """The folder of a model named by folder, embedded name, `.gguf` file or hub id. Raises
-    `ModelLoadError`.
+def resolve_model(model_path: str, coded: bool = False) -> Path:
+    """The folder of a model named by folder, embedded name, `.gguf` file or hub id; of a `.gguf`
+    file with its matrices as codes (`coded`), or as numbers. Raises `ModelLoadError`.
     """
-    return _resolve(model_path, convert_gguf, [*_DESCRIPTION, "*.safetensors"])
+    of_gguf = partial(convert_gguf, coded=coded)
+    return _resolve(model_path, of_gguf, [*_DESCRIPTION, "*.safetensors"])
 
 
 def describe_model(model_path: str) -> Path:

@@ -38,7 +38,11 @@ TokenizerWriter = Callable[[Path, Path], None]
 
 
 def convert_gguf(
-    path: Path, cache_root: Path | None = None, *, tokenizer_writer: TokenizerWriter | None = None
+    path: Path,
+    cache_root: Path | None = None,
+    *,
+    tokenizer_writer: TokenizerWriter | None = None,
+    coded: bool = False,
 ) -> Path:
     """Convert a GGUF file once and return the Hugging Face folder; a later call finds that folder
     and returns it.
@@ -54,6 +58,8 @@ def convert_gguf(
         cache_root: where converted folders live; None: `cache_folder("gguf")`.
         tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None:
             `write_tokenizer`.
+        coded: matrices of the types in `gguf_codes.KINDS` are written as codes, scales and minima,
+            which config.json says (`quant_method` "gguf").
 
     Raises:
         ModelLoadError: the file or a part of it is missing, truncated or not GGUF; its
@@ -63,7 +69,7 @@ def convert_gguf(
     parts = _parts(path)
     headers = [read_header(part) for part in parts]
     root = _root(cache_root)
-    folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}"
+    folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}{'-codes' if coded else ''}"
     if (folder / "model.safetensors").is_file():
         return folder
     described = _described(parts, headers, root, tokenizer_writer)
@@ -74,7 +80,11 @@ def convert_gguf(
         with unfinished(folder) as new:
             for file in described.iterdir():
                 shutil.copy(file, new)
-            write_safetensors(new / "model.safetensors", family, config, stored, parts[0].name)
+            weights = new / "model.safetensors"
+            write_safetensors(weights, family, config, stored, parts[0].name, coded)
+            if coded:
+                told = {**config, "quantization_config": {"quant_method": "gguf"}}
+                (new / "config.json").write_text(json.dumps(told, indent=2) + "\n", "utf-8")
             new.rename(folder)
     except OSError as error:
         # The rename fails where another process was first: its folder holds the same and stays.

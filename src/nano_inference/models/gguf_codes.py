@@ -85,8 +85,8 @@ def _scales_and_mins(blocks: Bytes) -> tuple[np.ndarray, np.ndarray]:
     first, second, high = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate((first & 63, (high & 15) | (first >> 2 & 48)), axis=-1)
     mins = np.concatenate((second & 63, (high >> 4) | (second >> 2 & 48)), axis=-1)
-    rows = len(blocks)
-    return tuple((a * b.astype(np.float32)).reshape(rows, -1) for a, b in ((d, scales), (dmin, mins)))
+    first, second = d * scales.astype(np.float32), dmin * mins.astype(np.float32)
+    return first.reshape(len(blocks), -1), second.reshape(len(blocks), -1)
 
 
 def _q4_k(blocks: Bytes) -> Blocks:

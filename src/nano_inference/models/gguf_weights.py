@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.gguf_codes import KINDS, read_blocks
 from nano_inference.models.gguf_families import OPTIONAL_NAMES, Config, Family
 from nano_inference.models.gguf_header import StoredTensor
 from nano_inference.models.spec import spec_from_config
+from nano_inference.ops.formats import FORMATS
 from nano_inference.progress import Progress
 
 if TYPE_CHECKING:
@@ -46,9 +48,33 @@ class _Target:
     dtype: str
     pieces: tuple[tuple[StoredTensor, range], ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * _KEPT[self.dtype]
+    def kinds(self) -> set[str]:
+        """GGUF's types of what it is made of."""
+        return {tensor.kind.name for tensor, _ in self.pieces}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor that is written.
+
+    Attributes:
+        name, dtype, shape: in the header.
+        num_bytes: that it takes.
+        target: of which it holds the numbers, or a part of the codes.
+        part: number of that part in `Blocks`; None: the numbers.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    target: _Target
+    part: int | None = None
+
+    def chunks(self, family: Family, config: Config) -> Iterator[np.ndarray]:
+        """What is written, piece by piece."""
+        for tensor, rows in self.target.pieces:
+            yield from _chunks(tensor, rows, self.target.dtype, family, config, self.part)
 
 
 def require_names(family: Family, config: Config, stored: Stored) -> None:
@@ -68,18 +94,22 @@ def require_names(family: Family, config: Config, stored: Stored) -> None:
 
 
 def write_safetensors(
-    path: Path, family: Family, config: Config, stored: Stored, source: str
+    path: Path, family: Family, config: Config, stored: Stored, source: str, coded: bool = False
 ) -> None:
     """Write the tensors of a file, `source`, one at a time: the header follows from the shapes, so
-    no two are ever in memory at once.
+    no two are ever in memory at once. Coded: matrices as codes where their type has them.
 
     Raises `ModelLoadError` where shapes contradict the config, or the disk has no room, before
     anything is written.
     """
-    targets = _targets(family, config, stored)
+    entries = [
+        entry
+        for target in _targets(family, config, stored)
+        for entry in (_coded(target, family) if coded else None) or [_plain(target)]
+    ]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for each in targets:
+    for each in entries:
         begin, end = end, end + each.num_bytes
         header[each.name] = {
             "dtype": each.dtype,
@@ -91,14 +121,48 @@ def write_safetensors(
     encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
     with path.open("wb") as file, Progress(f"converting {source}", end) as progress:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for each in targets:
-            for tensor, rows in each.pieces:
-                for chunk in _chunks(tensor, rows, each.dtype, family, config):
-                    file.write(chunk.data)
-                    progress.add(chunk.nbytes)
+        for each in entries:
+            for chunk in each.chunks(family, config):
+                file.write(chunk.data)
+                progress.add(chunk.nbytes)
         file.flush()
         # the rename that publishes the folder must not reach the disk before its contents
         os.fsync(file.fileno())
+
+
+def _plain(target: _Target) -> _Entry:
+    size = prod(target.shape) * _KEPT[target.dtype]
+    return _Entry(target.name, target.dtype, target.shape, size, target)
+
+
+def _coded(target: _Target, family: Family) -> list[_Entry] | None:
+    """Codes, scales and minima of a matrix; None: it cannot be written so."""
+    kinds = target.kinds()
+    named = {_kind_of(tensor.name) for tensor, _ in target.pieces}
+    if len(kinds) != 1 or len(target.shape) != 2 or named & {*family.turned, *family.plus_one}:
+        return None
+    kind = KINDS.get(kinds.pop())
+    if kind is None:
+        return None
+    rows, columns = target.shape
+    form = FORMATS[kind.form]
+    parts = [("codes", "I8", columns), ("scales", "F32" if form.wide else "F16", 0)]
+    if form.bits == 4:
+        parts[0] = ("codes", "U8", columns // 2)
+    if form.mins:
+        parts.append(("mins", "F32", 0))
+    stem = target.name.removesuffix(".weight")
+    return [
+        _Entry(
+            f"{stem}.{name}",
+            dtype,
+            (rows, size or columns // form.group),
+            rows * (size or columns // form.group) * _KEPT.get(dtype, 1),
+            target,
+            part,
+        )
+        for part, (name, dtype, size) in enumerate(parts)
+    ]
 
 
 def _names(family: Family, config: Config) -> dict[str, str]:
@@ -242,9 +306,16 @@ def _require_room(path: Path, num_bytes: int) -> None:
 
 
 def _chunks(
-    tensor: StoredTensor, wanted: range, dtype: str, family: Family, config: Config
+    tensor: StoredTensor,
+    wanted: range,
+    dtype: str,
+    family: Family,
+    config: Config,
+    part: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Rows of a tensor in Hugging Face's order, piece by piece, as they are written."""
+    """Rows of a tensor in Hugging Face's order, piece by piece, as they are written: numbers, or a
+    part of their codes.
+    """
     kind = _kind_of(tensor.name)
     rows = tensor.rows().reshape(_num_rows(tensor), -1)
     order = family.row_orders[kind](config) if kind in family.row_orders else None
@@ -254,7 +325,21 @@ def _chunks(
     for start in range(wanted.start, wanted.stop, step):
         some = slice(start, min(start + step, wanted.stop))
         stored = rows[some] if order is None else rows[order[some]]
-        yield _written(stored, tensor, dtype, minus_one=kind in family.plus_one, turned=turned)
+        if part is None:
+            yield _written(stored, tensor, dtype, minus_one=kind in family.plus_one, turned=turned)
+        else:
+            yield _code_part(stored, tensor, part)
+
+
+def _code_part(rows: np.ndarray, tensor: StoredTensor, part: int) -> np.ndarray:
+    """Codes (those of 4 bits two in a byte, the first in its lower half), scales or minima."""
+    found = read_blocks(tensor.kind.name, rows, tensor.shape[-1])[part]
+    assert found is not None
+    form = FORMATS[KINDS[tensor.kind.name].form]
+    if part == 0 and form.bits == 4:
+        bits = (found + (0 if form.mins else 8)).view(np.uint8)
+        found = bits[:, ::2] | bits[:, 1::2] << 4
+    return np.ascontiguousarray(found)
 
 
 def _written(

@@ -23,10 +23,12 @@ from nano_inference.models.weights import (
     HEAD,
     WEIGHT_DTYPES,
     Allocate,
+    Formats,
     ParamSpec,
     Slot,
     allocate,
     as_held,
+    form_of,
     fused_tensors,
     named_slots,
     param_table,
@@ -34,6 +36,7 @@ from nano_inference.models.weights import (
     write,
 )
 from nano_inference.ops import reference
+from nano_inference.ops.formats import FILE, Format, widest
 from nano_inference.progress import Progress
 from nano_inference.regular_files import open_regular, read_json
 
@@ -67,7 +70,7 @@ def load_params(
     device: torch.device,
     matrix: Allocate = reference.allocate,
     part: ModelShard | None = None,
-    quantization: str | None = None,
+    quantization: Formats = None,
 ) -> dict[str, Any]:
     """All parameters of a model, or of a rank's part of it, streamed from its safetensors files,
     dequantised where they hold codes, and quantised as `quantization` says. Of other ranks' parts
@@ -81,6 +84,8 @@ def load_params(
     whole = table if part is None else param_table(spec)
     weights = _weights(folder, spec, whole, dtype, device)
     _require_all(folder, places, weights)
+    if quantization == FILE:
+        quantization = _file_formats(folder, table, weights)
     params = allocate(table, dtype, device, matrix, quantization)
     wanted = [  # not a tied head, nor what is another rank's
         (name, slot)
@@ -90,6 +95,9 @@ def load_params(
     size = sum(prod(slot.local_shape) for _, slot in wanted) * dtype.itemsize
     with Progress(_loading(folder, spec, part), size) as progress:
         for name, slot in wanted:
+            if slot.tied_to is None and _write_codes(params, slot, weights[name]):
+                progress.add(prod(slot.local_shape) * dtype.itemsize)
+                continue
             tensor = slot.take(weights[name])
             if slot.tied_to is None:
                 write(params, slot, tensor)
@@ -97,6 +105,37 @@ def load_params(
                 raise ModelLoadError(_untied(name, slot))
             progress.add(prod(slot.local_shape) * dtype.itemsize)
     return params
+
+
+def _file_formats(
+    folder: Path, table: tuple[ParamSpec, ...], weights: Mapping[str, Any]
+) -> dict[str, Format]:
+    """The format of each parameter whose tensors are all stored as codes that products read."""
+    said = quantisation_of(folder)
+    if said is None or said.method != "gguf":
+        raise ModelLoadError(
+            f"quantization='file' computes with the blocks of a .gguf file, and {folder} is none; "
+            "'int8', 'int8-32' and 'int4' quantise plain weights."
+        )
+    found: dict[str, Format] = {}
+    for param in table:
+        forms = [getattr(weights.get(source.name), "form", None) for source in param.sources]
+        if param.codes is not None and None not in forms:
+            found[param.name] = widest([form for form in forms if form is not None])
+    return found
+
+
+def _write_codes(params: dict[str, Any], slot: Slot, weight: Any) -> bool:
+    """Whether codes of a file went into their place as they are."""
+    param, form = params[slot.param], getattr(weight, "form", None)
+    own = form_of(param)
+    if form is None or own is None or widest([form, own]) != own:
+        return False
+    start = slot.start
+    for first, last in slot.parts or ((0, slot.shape[0]),):  # of rows: one rank
+        param.write_codes(start, weight.codes(slice(first, last)))
+        start += last - first
+    return True
 
 
 def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None) -> str:

@@ -16,8 +16,8 @@ from nano_inference.regular_files import read_json
 Config = Mapping[str, Any]
 # A row of `quantised_weights.FORMATS` each.
 FormatName = Literal[
-    "awq", "bitsandbytes-4bit", "bitsandbytes-int8", "fp8", "gptq", "int8", "mxfp4", "mxfp4-packed",
-    "nvfp4", "nvfp4-modelopt", "packed-int",
+    "awq", "bitsandbytes-4bit", "bitsandbytes-int8", "fp8", "gguf", "gptq", "int8", "mxfp4",
+    "mxfp4-packed", "nvfp4", "nvfp4-modelopt", "packed-int",
 ]  # fmt: skip
 Block = tuple[int | None, int | None]
 
@@ -302,6 +302,11 @@ def _read_bitsandbytes(told: _Description) -> Quantisation:
     return told.build((_ANY, scheme), left_out=left_out, activations="int8, dynamic" * eight)
 
 
+def _read_gguf(told: _Description) -> Quantisation:
+    """What this package writes of a GGUF file (`gguf_codes`)."""
+    return told.build((_ANY, Scheme("gguf", 8)))
+
+
 def _read_mxfp4(told: _Description) -> Quantisation:
     left_out = _parts_of_names(told.names("modules_to_not_convert"))
     return told.build((_ANY, Scheme("mxfp4", 4, (1, 32))), left_out=left_out)
@@ -386,6 +391,7 @@ _READERS: dict[str, Callable[[_Description], Quantisation]] = {
     "compressed-tensors": _read_compressed,
     "fbgemm_fp8": _read_fbgemm,
     "fp8": _read_fp8,
+    "gguf": _read_gguf,
     "gptq": _read_gptq,
     "modelopt": _read_modelopt,
     "mxfp4": _read_mxfp4,

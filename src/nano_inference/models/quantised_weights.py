@@ -16,6 +16,9 @@ from torch import Tensor
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models import dequantise
 from nano_inference.models.quantisation import FormatName, Quantisation, Scheme
+from nano_inference.ops.formats import FORMATS as CODE_FORMATS
+from nano_inference.ops.formats import Format as CodeFormat
+from nano_inference.ops.quantised import Codes
 
 Shape = tuple[int, ...]
 Place = tuple[slice, ...]  # which of several matrices; empty: there is one
@@ -165,6 +168,19 @@ class QuantisedWeight:
     def tensors(self) -> frozenset[str]:
         """Names of the tensors that hold it."""
         return frozenset(self._stored.stem + end for end in self._slices)
+
+    @property
+    def form(self) -> CodeFormat | None:
+        """The format of codes that products read as they are; None: they do not."""
+        if self._stored.scheme.format != "gguf":
+            return None
+        return gguf_form(self._stored.tensors, self._stored.stem, self._stored.matrix[1])
+
+    def codes(self, rows: slice) -> Codes:
+        """The codes of some rows, as they are. Raises where `form` is None."""
+        assert self.form is not None
+        cut = {end: self._slices[end][rows] for end in self._layout.parts}
+        return gguf_codes(cut, self.form)
 
     def get_shape(self) -> list[int]:
         """Of its numbers."""
@@ -501,6 +517,45 @@ def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:
     return Layout(parts, decode)
 
 
+def _gguf(stored: Stored) -> Layout:
+    """Codes, scales and minima of one of the formats of `ops.formats`."""
+    rows, columns = stored.matrix
+    form = gguf_form(stored.tensors, stored.stem, columns)
+    if form is None:
+        raise stored.wrong(".codes", "is of no format that GGUF files have")
+    groups = columns // form.group
+    parts = {
+        ".codes": Part(("U8",), (rows, columns // 2), 0)
+        if form.bits == 4
+        else Part(("I8",), (rows, columns), 0),
+        ".scales": Part(("F32",) if form.wide else ("F16",), (rows, groups), 0),
+    }
+    if form.mins:
+        parts[".mins"] = Part(("F32",), (rows, groups), 0)
+    return Layout(parts, lambda cut, _: gguf_codes(cut, form).numbers())
+
+
+def gguf_form(tensors: Mapping[str, Any], stem: str, columns: int) -> CodeFormat | None:
+    """The format in which tensors whose names begin so hold a weight; None: in none."""
+    codes, scales = tensors.get(f"{stem}.codes"), tensors.get(f"{stem}.scales")
+    if codes is None or scales is None or not (groups := tuple(scales.get_shape())[-1]):
+        return None
+    bits = 4 if codes.get_dtype() == "U8" else 8
+    wanted = bits, columns // groups, scales.get_dtype() == "F32", f"{stem}.mins" in tensors
+    known = CODE_FORMATS.values()
+    return next((f for f in known if (f.bits, f.group, f.wide, f.mins) == wanted), None)
+
+
+def gguf_codes(cut: Mapping[str, Tensor], form: CodeFormat) -> Codes:
+    """Stored rows as codes."""
+    codes = cut[".codes"]
+    if form.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
+        codes = codes if form.mins else codes - 8
+    bounds = (0, codes.shape[1])
+    return Codes(codes, cut[".scales"].float(), form, bounds, cut.get(".mins"))
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A way to store a weight.
@@ -521,6 +576,7 @@ FORMATS: dict[FormatName, Format] = {
     "bitsandbytes-4bit": Format(_STATE, _bitsandbytes_4bit),
     "bitsandbytes-int8": Format(".weight", _bitsandbytes_int8),
     "fp8": Format(".weight", _fp8),
+    "gguf": Format(".codes", _gguf),
     "gptq": Format(".qweight", _gptq),
     "int8": Format(".weight", _int8),
     "mxfp4": Format("_blocks", _mxfp4, weight="_blocks"),

@@ -20,7 +20,7 @@ from nano_inference.models.spec import ModelSpec
 from nano_inference.models.state_spec import DeltaNet, ShortConv
 from nano_inference.models.text_part import other_names
 from nano_inference.ops import reference
-from nano_inference.ops.quantised import QUANTIZATIONS, Format, bounds_of, groups_of
+from nano_inference.ops.formats import QUANTIZATIONS, Format, bounds_of, groups_of
 from nano_inference.ops.settings import Latent
 
 
@@ -95,11 +95,13 @@ class ParamSpec:
     codes: Literal["layers", "head"] | None = None
     segments: tuple[int, ...] | None = None
 
-    def form(self, quantization: str | None) -> Format | None:
+    def form(self, quantization: "Formats") -> Format | None:
         """Its format under `EngineConfig.quantization`; None: it has none."""
         if quantization is None or self.codes is None:
             return None
-        layers, head = QUANTIZATIONS[quantization]
+        if not isinstance(quantization, str):
+            return quantization.get(self.name)
+        layers, head = QUANTIZATIONS.get(quantization, (None, None))  # a file says it itself
         return {"layers": layers, "head": head}[self.codes]
 
 
@@ -289,6 +291,8 @@ class FusedPart:
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Allocate = Callable[..., Any]  # `Ops.allocate`
+# How weights are quantised: one of `QUANTIZATIONS`, or the format of each parameter by its name.
+Formats = str | Mapping[str, Format] | None
 
 
 BLOCKS = "_blocks"  # the end of a name under which a checkpoint holds codes of MXFP4
@@ -755,7 +759,7 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     matrix: Allocate = reference.allocate,
-    quantization: str | None = None,
+    quantization: Formats = None,
 ) -> dict[str, Any]:
     """Uninitialised parameters by name. Matrices are what `matrix` makes, in the formats of
     `quantization`; vectors are tensors.
@@ -770,7 +774,7 @@ def allocate(
     }
 
 
-def _how(param: ParamSpec, quantization: str | None) -> dict[str, Any]:
+def _how(param: ParamSpec, quantization: Formats) -> dict[str, Any]:
     """What `Ops.allocate` is told beside the sizes."""
     form = param.form(quantization)
     if form is not None:
@@ -779,7 +783,7 @@ def _how(param: ParamSpec, quantization: str | None) -> dict[str, Any]:
 
 
 def num_bytes(
-    table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: str | None = None
+    table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats = None
 ) -> int:
     """Bytes that the parameters of a table take."""
     return sum(_bytes_of(param, dtype, param.form(quantization)) for param in table)
@@ -791,12 +795,17 @@ def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
         return torch.Size(param.shape).numel() * size
     rows, columns = param.shape
     groups = len(groups_of(bounds_of(param.segments, columns, form), form))
-    return rows * (-(-columns * form.bits // 8) + groups * (2 if form.group else 4))
+    return rows * (-(-columns * form.bits // 8) + groups * form.group_bytes)
 
 
 def form_of(param: Any) -> Format | None:
     """The format of a parameter; None: it is no codes."""
     return getattr(param, "form", None)
+
+
+def formats_of(params: Mapping[str, Any]) -> dict[str, Format]:
+    """The format of each parameter that is codes."""
+    return {name: form for name, param in params.items() if (form := form_of(param)) is not None}
 
 
 def write(params: dict[str, Any], slot: Slot, tensor: Tensor) -> None:

@@ -1,10 +1,10 @@
-"""Weights in 8 and 4 bits: the formats, and what every backend computes with them.
+"""Weights in 8 and 4 bits: what every backend computes with them. The formats are in `formats`.
 
 A weight is whole numbers (codes) times scales. A product rounds its input to codes of 8 bits, row
 by row, adds up products of codes as whole numbers, and multiplies by both scales:
 
-    y[n] = sum over groups g, in rising order, of (x codes of g . w codes of g) * (x scale * w scale)
-                                                - (sum of x codes of g) * (x scale * w min)
+    y[n] = sum over groups g, in rising order, of
+        (x codes of g . w codes of g) * (x scale * w scale) - (sum of x codes of g) * (x scale * w min)
 
 where the last term is for formats with a minimum: their weights are code * scale - min.
 
@@ -13,86 +13,17 @@ Sums of whole numbers are the same in any order, so a format that has one group 
 order. Segments are merged as those of `Ops.linear` are.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from nano_inference.ops.formats import Format, groups_of
 from nano_inference.parallel.segments import tree_sum
 
 MOST = 127  # of a code of 8 bits, also of every input
 TINY = 1e-30  # a group whose largest number is no larger counts as zeros
-GROUP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How a weight is stored.
-
-    Attributes:
-        name: of it.
-        bits: of a code, 8 or 4. Codes of 8 bits are -128 to 127, those of 4 bits 0 to 15; without a
-            minimum these stand for -8 to 7.
-        group: columns that have a scale in common; 0: a segment.
-        wide: scales are float32; else float16.
-        mins: a group has a minimum too, in float32.
-    """
-
-    name: str
-    bits: int
-    group: int
-    wide: bool = False
-    mins: bool = False
-
-    @property
-    def bytes_per_weight(self) -> float:
-        """What a weight takes, its part of a scale included, of long rows."""
-        each = (4 if self.wide else 2) + (4 if self.mins else 0)
-        return self.bits / 8 + (each / self.group if self.group else 0)
-
-
-FORMATS = {
-    each.name: each
-    for each in (
-        Format("int8", 8, 0, wide=True),
-        Format("int8-32", 8, GROUP),
-        Format("int4-32", 4, GROUP),
-        # what files hold: Q6_K and Q3_K; Q4_K and Q4_1; Q5_K and Q5_1; Q2_K
-        Format("int8-16-wide", 8, 16, wide=True),
-        Format("int4-32-min", 4, GROUP, wide=True, mins=True),
-        Format("int8-32-min", 8, GROUP, wide=True, mins=True),
-        Format("int8-16-min", 8, 16, wide=True, mins=True),
-    )
-}
-# `EngineConfig.quantization`: the format of a model's layers, and that of its head, by which logits
-# are made.
-QUANTIZATIONS = {
-    "int8": (FORMATS["int8"], FORMATS["int8"]),
-    "int8-32": (FORMATS["int8-32"], FORMATS["int8-32"]),
-    "int4": (FORMATS["int4-32"], FORMATS["int8-32"]),
-}
-
-
-def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
-    """Where the segments of a quantised weight begin, and its columns: one segment where those
-    asked for do not begin with a whole group, or with a fourth column.
-    """
-    unit = form.group or 4
-    if segments is None or any(bound % unit for bound in segments[:-1]):
-        return (0, columns)
-    return segments
-
-
-def groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
-    """First and last column of each group, segment by segment."""
-    if not form.group:
-        return list(pairwise(bounds))
-    return [
-        (first, min(first + form.group, bounds[-1]))
-        for first in range(0, bounds[-1], form.group)
-    ]
 
 
 def quantise_rows(x: Tensor, groups: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -211,18 +142,6 @@ def product(x: Tensor, weight: Codes) -> Tensor:
                 total = total - codes[:, first:last].sum(dim=1, keepdim=True) * least
         sums.append(total)
     return tree_sum(sums)
-
-
-def widest(forms: Sequence[Format]) -> Format:
-    """The format that holds what all of these hold, to the bit."""
-    mins = any(form.mins for form in forms)
-    group = min(form.group for form in forms)
-    wanted = max(form.bits for form in forms), group, mins or any(form.wide for form in forms), mins
-    return next(
-        form
-        for form in FORMATS.values()
-        if (form.bits, form.group, form.wide, form.mins) == wanted
-    )
 
 
 def widened(given: Codes, form: Format) -> Codes:

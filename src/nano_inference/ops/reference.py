@@ -26,9 +26,9 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
+from nano_inference.ops.formats import Format
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
-from nano_inference.ops.quantised import Format
 from nano_inference.ops.reference_attention import (
     attention,
     attention_states,

@@ -5,14 +5,8 @@ those of `ops.quantised`.
 import torch
 from torch import Tensor
 
-from nano_inference.ops.quantised import (
-    Codes,
-    Format,
-    bounds_of,
-    groups_of,
-    product,
-    quantise_weight,
-)
+from nano_inference.ops.formats import Format, bounds_of, groups_of
+from nano_inference.ops.quantised import Codes, encode, product, widened
 
 ALIGNMENT = 4  # bytes: scales are read as float32
 
@@ -30,7 +24,7 @@ class QuantisedWeight:
     Attributes:
         bounds: of its segments.
         data: uint8 [rows, bytes of one]: its codes, two in a byte where they have 4 bits, then its
-            scales. Not initialised.
+            scales, then its minima. Not initialised.
     """
 
     def __init__(
@@ -43,8 +37,7 @@ class QuantisedWeight:
     ) -> None:
         (rows, self.columns), self.dtype, self.form = shape, dtype, form
         self.bounds = bounds_of(segments, self.columns, form)
-        scales = len(groups_of(self.bounds, form)) * self._scale.itemsize
-        width = self._start + -(-scales // ALIGNMENT) * ALIGNMENT
+        width = self._ends[2]
         self.data = torch.empty((rows, width), dtype=torch.uint8, device=device)
 
     @property
@@ -79,12 +72,19 @@ class QuantisedWeight:
                 f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
                 f"{tuple(self.shape)}."
             )
-        groups = groups_of(self.bounds, self.form)
-        codes, scales = quantise_weight(tensor.detach().to(self.device), self.form, groups)
-        own = self.data[start : start + len(tensor)]
-        packed, scales = _packed(codes, self.form), scales.to(self._scale).view(torch.uint8)
-        own[:, : packed.shape[1]] = packed
-        own[:, self._start : self._start + scales.shape[1]] = scales
+        self.write_codes(start, encode(tensor.detach().to(self.device), self.form, self.bounds))
+
+    def write_codes(self, start: int, given: Codes) -> None:
+        """Rows [start, start + n) become these codes, as they are; of a format that this one holds
+        (see `widest`).
+        """
+        given = given if given.form == self.form else widened(given, self.form)
+        own = self.data[start : start + len(given.codes)]
+        parts = [_packed(given.codes, self.form), given.scales.to(self._scale)]
+        parts += [] if given.mins is None else [given.mins]
+        for at, part in zip((0, *self._ends), parts, strict=False):
+            stored = part.contiguous().view(torch.uint8)
+            own[:, at : at + stored.shape[1]] = stored
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;
@@ -110,18 +110,23 @@ class QuantisedWeight:
     def codes(self) -> Codes:
         """As plain tensors."""
         groups = len(groups_of(self.bounds, self.form))
-        scales = self.data[:, self._start :].view(self._scale)[:, :groups].float()
-        return Codes(_unpacked(self.data, self.columns, self.form), scales, self.form, self.bounds)
+        first, second, end = self._ends
+        scales = self.data[:, first:second].view(self._scale)[:, :groups].float()
+        mins = self.data[:, second:end].view(torch.float32) if self.form.mins else None
+        codes = _unpacked(self.data, self.columns, self.form)
+        return Codes(codes, scales, self.form, self.bounds, mins)
 
     @property
     def _scale(self) -> torch.dtype:
-        return torch.float16 if self.form.group else torch.float32
+        return torch.float32 if self.form.wide else torch.float16
 
     @property
-    def _start(self) -> int:
-        """Where, in a row, its scales begin."""
-        codes = -(-self.columns * self.form.bits // 8)
-        return -(-codes // ALIGNMENT) * ALIGNMENT
+    def _ends(self) -> tuple[int, int, int]:
+        """Where, in a row, codes, scales and minima end."""
+        groups = len(groups_of(self.bounds, self.form))
+        codes = _aligned(-(-self.columns * self.form.bits // 8))
+        scales = codes + _aligned(groups * self._scale.itemsize)
+        return codes, scales, scales + (4 * groups if self.form.mins else 0)
 
     def _with(self, data: Tensor) -> "QuantisedWeight":
         shape = (0, self.columns)
@@ -142,7 +147,8 @@ def _packed(codes: Tensor, form: Format) -> Tensor:
     """Codes int8 [n, K] as bytes uint8 [n, K or half of it]."""
     if form.bits == 8:
         return codes.view(torch.uint8)
-    pairs = torch.nn.functional.pad(codes + 8, (0, codes.shape[1] % 2)).view(torch.uint8)
+    moved = codes if form.mins else codes + 8
+    pairs = torch.nn.functional.pad(moved, (0, codes.shape[1] % 2)).view(torch.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
 
 
@@ -152,4 +158,8 @@ def _unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
         return data[:, :columns].view(torch.int8)
     pairs = data[:, : -(-columns // 2)]
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
-    return codes.view(torch.int8) - 8
+    return codes.view(torch.int8) - (0 if form.mins else 8)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -25,6 +25,7 @@ from nano_inference.models.weights import (
     allocate,
     as_held,
     form_of,
+    formats_of,
     param_table,
     read,
     slots,
@@ -303,7 +304,7 @@ class _TrainerWeights:
         policy = engine.model
         params = allocate(
             *(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate),
-            engine.config.quantization,
+            formats_of(policy.params),
         )
         self._decoder = policy.twin(params)
         # the backward pass goes through the experts of the forward pass

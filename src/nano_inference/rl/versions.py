@@ -12,7 +12,7 @@ from nano_inference.engine.weights.sync import WeightSyncManager
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params, resolve_model
-from nano_inference.models.weights import allocate, param_table
+from nano_inference.models.weights import Formats, allocate, formats_of, param_table
 
 # What a caller says of versions that the engine does not serve: each a whole state dict or a
 # model's folder. Or a function that gives one, and raises LookupError for a version that it does
@@ -77,7 +77,8 @@ class VersionedDecoders:
         while len(self._loaded) >= MOST_COPIES:
             old, _ = self._loaded.popitem(last=False)
             self._decoders.pop(old, None)
-        model, quantization = self._engine.model, self._engine.config.quantization
+        model = self._engine.model
+        quantization = formats_of(model.params)
         if isinstance(given, str | os.PathLike):
             folder = resolve_model(os.fspath(given))
             self._loaded[version] = load_params(
@@ -105,9 +106,7 @@ class VersionedDecoders:
         )
 
 
-def _params_of(
-    weights: Any, model: Decoder, version: int, quantization: str | None
-) -> dict[str, Any]:
+def _params_of(weights: Any, model: Decoder, version: int, quantization: Formats) -> dict[str, Any]:
     """A state dict as the decoder reads it. Raises `WeightUpdateError` unless it is whole and
     fits.
     """

@@ -30,7 +30,8 @@ from nano_inference.models.weights import (
     unfused,
     write,
 )
-from nano_inference.ops.quantised import Format, quantise_weight
+from nano_inference.ops.formats import Format
+from nano_inference.ops.quantised import quantise_weight
 from nano_inference.options import is_whole
 from nano_inference.types import KvPolicy
 

@@ -22,8 +22,8 @@ from nano_inference.ops.cpu.quantised import QuantisedWeight
 from nano_inference.ops.cpu.recorder import Heads, Recorder
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.formats import Format
 from nano_inference.ops.latent import LatentOps
-from nano_inference.ops.quantised import Format
 from nano_inference.ops.settings import Latent
 
 VERSION = 3  # counted up whenever any bit may change

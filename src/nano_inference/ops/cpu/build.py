@@ -58,7 +58,9 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DNANO_AVX2")
 # give the same bits.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512_bf16": (
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}),
+        frozenset(
+            {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
+        ),
         (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-DNANO_BF16", "-DNANO_VNNI"),
     ),
     "avx512": (frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}), _AVX512),

@@ -8,7 +8,8 @@ from torch import Tensor
 from nano_inference.ops.cpu.library import load, struct
 from nano_inference.ops.cpu.memory import ALIGNMENT, Arena
 from nano_inference.ops.cpu.weights import DTYPES, LANES, require_rows
-from nano_inference.ops.quantised import Codes, Format, bounds_of, groups_of, widened
+from nano_inference.ops.formats import Format, bounds_of, groups_of
+from nano_inference.ops.quantised import Codes, widened
 
 Quantised, Segments = struct("Quantised"), struct("Segments")
 MOST_COLUMNS = 2**31 // 128**2  # of a sum of products of codes in 32 bits

@@ -20,8 +20,7 @@ def require_rows(weight: Any, start: int, tensor: Tensor) -> None:
         or not 0 <= start <= weight.rows - len(tensor)
     ):
         raise ValueError(
-            f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
-            f"{tuple(weight.shape)}."
+            f"rows of shape {tuple(tensor.shape)} do not fit at {start} into {tuple(weight.shape)}."
         )
 
 

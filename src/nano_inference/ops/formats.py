@@ -1,0 +1,91 @@
+"""The formats of weights in 8 and 4 bits. Nothing here imports torch; `ops.quantised` says what is
+computed with them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a weight is stored.
+
+    Attributes:
+        name: of it.
+        bits: of a code, 8 or 4. Codes of 8 bits are -128 to 127, those of 4 bits 0 to 15; without a
+            minimum these stand for -8 to 7.
+        group: columns that have a scale in common; 0: a segment.
+        wide: scales are float32; else float16.
+        mins: a group has a minimum too, in float32.
+    """
+
+    name: str
+    bits: int
+    group: int
+    wide: bool = False
+    mins: bool = False
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """What a weight takes, its part of a scale included, of long rows."""
+        return self.bits / 8 + (self.group_bytes / self.group if self.group else 0)
+
+    @property
+    def group_bytes(self) -> int:
+        """Of the scale of a group, and of its minimum."""
+        return (4 if self.wide else 2) + (4 if self.mins else 0)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("int8", 8, 0, wide=True),
+        Format("int8-32", 8, GROUP),
+        Format("int4-32", 4, GROUP),
+        # what files hold: Q6_K and Q3_K; Q4_K and Q4_1; Q5_K and Q5_1; Q2_K
+        Format("int8-16-wide", 8, 16, wide=True),
+        Format("int4-32-min", 4, GROUP, wide=True, mins=True),
+        Format("int8-32-min", 8, GROUP, wide=True, mins=True),
+        Format("int8-16-min", 8, 16, wide=True, mins=True),
+    )
+}
+FILE = "file"  # `EngineConfig.quantization`: of a .gguf file the formats that it has
+# The other ones: the format of a model's layers, and that of its head, by which logits
+# are made.
+QUANTIZATIONS = {
+    "int8": (FORMATS["int8"], FORMATS["int8"]),
+    "int8-32": (FORMATS["int8-32"], FORMATS["int8-32"]),
+    "int4": (FORMATS["int4-32"], FORMATS["int8-32"]),
+}
+
+
+def bounds_of(segments: tuple[int, ...] | None, columns: int, form: Format) -> tuple[int, ...]:
+    """Where the segments of a quantised weight begin, and its columns: one segment where those
+    asked for do not begin with a whole group, or with a fourth column.
+    """
+    unit = form.group or 4
+    if segments is None or any(bound % unit for bound in segments[:-1]):
+        return (0, columns)
+    return segments
+
+
+def groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
+    """First and last column of each group, segment by segment."""
+    if not form.group:
+        return list(pairwise(bounds))
+    return [
+        (first, min(first + form.group, bounds[-1])) for first in range(0, bounds[-1], form.group)
+    ]
+
+
+def widest(forms: Sequence[Format]) -> Format:
+    """The format that holds what all of these hold, to the bit."""
+    mins = any(form.mins for form in forms)
+    group = min(form.group for form in forms)
+    wanted = max(form.bits for form in forms), group, mins or any(form.wide for form in forms), mins
+    return next(
+        form for form in FORMATS.values() if (form.bits, form.group, form.wide, form.mins) == wanted
+    )
