@@ -4,7 +4,8 @@ A weight is whole numbers (codes) times scales. A product rounds its input to co
 by row, adds up products of codes as whole numbers, and multiplies by both scales:
 
     y[n] = sum over groups g, in rising order, of
-        (x codes of g . w codes of g) * (x scale * w scale) - (sum of x codes of g) * (x scale * w min)
+           (x codes of g . w codes of g) * (x scale * w scale)
+           - (sum of x codes of g) * (x scale * w min)
 
 where the last term is for formats with a minimum: their weights are code * scale - min.
 
