@@ -138,7 +138,10 @@ class EngineConfig:
             or `"self"`: layers of the policy itself (`draft_layers`). It draws with the noise of
             the samples, and has one rank. None: there is none.
         draft_layers: of `draft_model="self"`: how many of the policy's layers it has, spread
-            evenly; the first and the last are among them.
+            evenly; the first and the last are among them. None: all.
+        draft_quantization: of `draft_model="self"`: it has the policy's weights as codes, in a
+            format as `quantization` names them, made anew after each weight update. None: it shares
+            them.
         max_drafts: guessed tokens of one sample in a step.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the
@@ -224,6 +227,9 @@ class EngineConfig:
     )
     draft_layers: int | None = option(
         None, DRAFTS, "With --draft-model self: layers of the model that guess.", least=1
+    )
+    draft_quantization: Quantization | None = option(
+        None, DRAFTS, "With --draft-model self: guess with weights as codes of 8 or 4 bits."
     )
     max_drafts: int = option(8, DRAFTS, "Guessed tokens of a sample in a step.", least=1)
     seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
@@ -350,10 +356,19 @@ def _check_ranks(config: EngineConfig) -> None:
 
 
 def _check_drafts(config: EngineConfig) -> None:
-    if (config.draft_model == SELF) != (config.draft_layers is not None):
+    cheaper = config.draft_layers is not None or config.draft_quantization is not None
+    if (config.draft_model == SELF) != cheaper:
         raise ConfigError(
-            f"draft_layers={config.draft_layers} says how many layers draft_model={SELF!r} has; "
-            f"give both or neither, not draft_model={config.draft_model!r}."
+            f"draft_layers={config.draft_layers} and draft_quantization="
+            f"{config.draft_quantization!r} say what draft_model={SELF!r} has less of than the "
+            f"policy; give one of them with it, and none with draft_model={config.draft_model!r}."
+        )
+    if config.draft_quantization == "file" or (
+        config.draft_quantization is not None and config.quantization is not None
+    ):
+        raise ConfigError(
+            f"draft_quantization={config.draft_quantization!r} makes codes of plain weights; use "
+            "'int8', 'int8-32' or 'int4', and quantization=None."
         )
     ranks = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
     for name in ranks if config.draft_model is not None else ():

@@ -59,7 +59,7 @@ from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.shard_checks import mesh_of, require_experts
 from nano_inference.models.spec import ModelSpec
-from nano_inference.models.weights import num_bytes, param_table
+from nano_inference.models.weights import coded_copies, codes_bytes, num_bytes, param_table
 from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.formats import FILE, bounds_of
 from nano_inference.parallel.bounds import SEGMENTS
@@ -281,7 +281,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     units = UnitMap(cache.units, device) if cache.units is not None else None
     specs = {name: part.spec for name, part in plan.parts.items()}
     # whose KV tensors drafts are written into; blocks of units have no scratch
-    drafting = DRAFT if DRAFT in specs else POLICY if config.draft_layers is not None else None
+    drafting = DRAFT if DRAFT in specs else POLICY if config.draft_model == SELF else None
     drafting = None if units is not None else drafting
     try:
         by_key = {
@@ -305,10 +305,8 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     storages = {
         name: by_key[storage_key(spec, budget.layout, name)] for name, spec in specs.items()
     }
-    if config.draft_layers is not None:
-        num_layers = models[POLICY].spec.num_layers
-        layers = spread_layers(num_layers, config.draft_layers)
-        models = {**models, DRAFT: models[POLICY].twin(layers=layers)}
+    if config.draft_model == SELF:
+        models = {**models, DRAFT: _self_draft(config, models[POLICY])}
         storages[DRAFT] = storages[POLICY]
     return Parts(
         folder=plan.folders[POLICY],
@@ -318,6 +316,18 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         numerics=plan.numerics,
         heads=_load_heads(plan),
     )
+
+
+def _self_draft(config: EngineConfig, policy: Decoder) -> Decoder:
+    """The policy with some of its layers, or with copies of its matrices as codes, or both."""
+    layers = params = None
+    if config.draft_layers is not None:
+        layers = spread_layers(policy.spec.num_layers, config.draft_layers)
+    if config.draft_quantization is not None:
+        params = coded_copies(
+            param_table(policy.spec), policy.params, policy.ops.allocate, config.draft_quantization
+        )
+    return policy.twin(params, layers=layers)
 
 
 def _load_heads(plan: EnginePlan) -> HeadWeights | None:
@@ -387,6 +397,9 @@ def _guessed_claims(
     weights = sum(
         num_bytes(param_table(part.whole, part), dtype, config.quantization) for part in models
     )
+    policy = parts[POLICY]
+    copied = config.draft_quantization
+    weights += codes_bytes(param_table(policy.whole, policy), dtype, copied)
     weights += 0 if heads is None else heads_bytes(heads, dtype)
     if memory is None:
         return Claims(weights)

@@ -113,9 +113,11 @@ def choose_ops(
 def _require_products_of_codes(
     config: EngineConfig, backend: Backend, device: torch.device
 ) -> None:
-    if backend == "cuda" and config.quantization is not None:
+    asked = config.quantization or config.draft_quantization
+    if backend == "cuda" and asked is not None:
+        name = "quantization" if config.quantization is not None else "draft_quantization"
         raise ConfigError(
-            f"quantization={config.quantization!r} has no kernels on {device}; use device='cpu', "
+            f"{name}={asked!r} has no kernels on {device}; use device='cpu', "
             "or backend='reference'."
         )
 

@@ -13,6 +13,7 @@ nothing here. What may stand there wrongly makes wrong drafts, and nothing else.
 
 import math
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from itertools import takewhile
@@ -115,6 +116,7 @@ class ModelDrafts:
         scratch: blocks of that storage that no sequence has: for drafts behind a sequence's last.
         has_own_cache: the storage is its own, so that it computes prompts too; else the policy has
             computed all tokens but the newest for it.
+        follow: brings its weights up to date; it is called before every guess. None: they are.
     """
 
     def __init__(
@@ -125,8 +127,9 @@ class ModelDrafts:
         scratch: Listed[int],
         *,
         has_own_cache: bool,
+        follow: Callable[[], None] | None = None,
     ) -> None:
-        self.name, self.model = name, model
+        self.name, self.model, self._follow = name, model, follow
         self._storage, self._scratch = storage, scratch
         self._computed: dict[int, _Computed] | None = {} if has_own_cache else None
         self._times = DraftTimes()
@@ -138,6 +141,8 @@ class ModelDrafts:
     @torch.inference_mode()
     def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
         """See `DraftSource`."""
+        if self._follow is not None:
+            self._follow()
         live = self._begin(seqs, most)
         found = list(live)
         while live := [each for each in live if each.is_open]:

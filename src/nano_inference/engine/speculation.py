@@ -1,6 +1,6 @@
 """The drafter of an engine: its sources, and what steps cost, measured once at start."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Listed
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,9 @@ from nano_inference.engine.loop import Abort, EngineLoop
 from nano_inference.engine.medusa import MedusaDrafts
 from nano_inference.engine.model_drafts import ModelDrafts
 from nano_inference.engine.runner import ModelRunner
+from nano_inference.models.decoder import Decoder
 from nano_inference.models.draft_heads import HeadWeights, MedusaSpec
+from nano_inference.models.weights import form_of, numbers_of
 from nano_inference.scheduling.decision import Drafts
 from nano_inference.scheduling.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.speculation.costs import ROWS, StepCosts
@@ -55,13 +57,45 @@ def make_drafter(
 
 def _model_drafts(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) -> ModelDrafts:
     model, storage = runner.models[DRAFT], runner.storages[DRAFT]
+    follow = None
+    if config.draft_quantization is not None:
+        versions = loop.sequences.versions
+        follow = CodedCopies(runner.models[POLICY], model, lambda: versions[POLICY]).follow
     return ModelDrafts(
         "self" if config.draft_model == SELF else "model",
         model,
         storage,
         range(loop.cache.num_blocks, storage.num_blocks),
         has_own_cache=storage is not runner.storage,
+        follow=follow,
     )
+
+
+class CodedCopies:
+    """Keeps weights of a draft model that are codes of the policy's those of its newest ones.
+
+    Args:
+        policy: the model that is copied.
+        draft: its twin, of which some matrices may be codes of its own.
+        version: tells the version of the policy's weights.
+    """
+
+    def __init__(self, policy: Decoder, draft: Decoder, version: Callable[[], int]) -> None:
+        self._version, self._copied = version, version()  # `coded_copies` made them
+        self._copies = [
+            (policy.params[name], copy)
+            for name, copy in draft.params.items()
+            if copy is not policy.params.get(name) and form_of(copy) is not None
+        ]
+
+    def follow(self) -> None:
+        """Quantise the policy's weights again if they have changed."""
+        version = self._version()
+        if version == self._copied:
+            return
+        for own, copy in self._copies:
+            copy.write(0, numbers_of(own))
+        self._copied = version
 
 
 def _head_drafts(

@@ -789,6 +789,12 @@ def num_bytes(
     return sum(_bytes_of(param, dtype, param.form(quantization)) for param in table)
 
 
+def codes_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats) -> int:
+    """Bytes that copies of those of them that may be quantised take."""
+    forms = ((param, param.form(quantization)) for param in table)
+    return sum(_bytes_of(param, dtype, form) for param, form in forms if form is not None)
+
+
 def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
     if form is None:
         size = 4 if param.keep_float32 else dtype.itemsize
@@ -801,6 +807,27 @@ def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
 def form_of(param: Any) -> Format | None:
     """The format of a parameter; None: it is no codes."""
     return getattr(param, "form", None)
+
+
+def numbers_of(param: Any) -> Tensor:
+    """All numbers of a parameter, [rows, columns]: a view, or a copy where it is packed."""
+    return param if isinstance(param, Tensor) else param.read()
+
+
+def coded_copies(
+    table: tuple[ParamSpec, ...], params: Mapping[str, Any], matrix: Allocate, quantization: Formats
+) -> dict[str, Any]:
+    """The same parameters, with matrices that may be quantised as copies in codes; the others are
+    shared.
+    """
+    found = dict(params)
+    for param in table:
+        own = params[param.name]
+        if param.form(quantization) is not None and form_of(own) is None:
+            copy = matrix(param.shape, own.dtype, own.device, **_how(param, quantization))
+            copy.write(0, numbers_of(own))
+            found[param.name] = copy
+    return found
 
 
 def formats_of(params: Mapping[str, Any]) -> dict[str, Format]:
