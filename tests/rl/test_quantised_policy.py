@@ -18,7 +18,6 @@ from tests.models.tiny import tiny_llama, tiny_model, write_model
 from tests.rl.test_policy_model import drawn_and_scored
 from tests.rl.training import bits, build, gradients
 
-
 CASES = [
     *(("cpu", "bfloat16", name, "llama") for name in QUANTIZATIONS),
     ("cpu", "float32", "int4", "gemma3"),
