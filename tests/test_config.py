@@ -45,6 +45,7 @@ def test_only_optional_counts_may_be_none(name: str) -> None:
         ("cache_type", None, ["'paged'"]),
         ("dtype", "float64", ["'auto'", "'float32'", "'bfloat16'"]),
         ("dtype", None, ["'auto'"]),
+        ("quantization", "int2", ["None", "'int8'", "'int8-32'", "'int4'"]),
         ("backend", "tpu", ["'auto'", "'reference'"]),
         ("attention", "magic", ["'auto'", "'reference'", "'flex'"]),
         ("lookahead", 2, ["None", "0", "1"]),

@@ -84,6 +84,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "kv_cache_memory": None,
         "gpu_memory_utilization": 0.9,
         "dtype": "auto",
+        "quantization": None,
         "device": "auto",
         "backend": "auto",
         "attention": "auto",

@@ -64,13 +64,15 @@ def on_ranks(size: int, run: Callable[[int], T]) -> list[T]:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
 
 
-def decoders(folder: Path, ops: Ops, dtype: torch.dtype, ranks: int) -> list[Decoder]:
+def decoders(
+    folder: Path, ops: Ops, dtype: torch.dtype, ranks: int, quantization: str | None = None
+) -> list[Decoder]:
     spec, groups = load_spec(folder), ThreadGroup.make(ranks, patience=20)
     found: list[Decoder] = []
     for rank in range(ranks):
         part = shard_of(spec, Place(Mesh(tensor=ranks), rank))
         rank_exchange = RankExchange(part, tensor=groups[rank] if ranks > 1 else None)
-        params = load_params(folder, spec, dtype, CPU, ops.allocate, part)
+        params = load_params(folder, spec, dtype, CPU, ops.allocate, part, quantization)
         found.append(Decoder(part.spec, params, ops, 64, rank_exchange))
     return found
 
@@ -162,11 +164,17 @@ def require_same(one: Any, other: Any) -> None:
             require_same(mine, yours)
 
 
-def check(folder: Path, ops: Ops, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    alone = run(decoders(folder, ops, dtype, 1)[0])
+def check(
+    folder: Path,
+    ops: Ops,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    quantization: str | None = None,
+) -> None:
+    alone = run(decoders(folder, ops, dtype, 1, quantization)[0])
     assert not alone.hidden.isnan().any()
     for ranks in sizes:
-        models = decoders(folder, ops, dtype, ranks)
+        models = decoders(folder, ops, dtype, ranks, quantization)
         for found in on_ranks(ranks, lambda rank: run(models[rank])):  # noqa: B023 (called at once)
             require_same(found, alone)
 
@@ -194,6 +202,24 @@ def test_sinks_and_biases_of_experts_are_shared_out(tmp_path: Path, ops: Any) ->
     case = CASES["gpt-oss"]
     strong_model(tmp_path, case.class_name, **case.config)
     check(tmp_path, ops(), torch.float32, (2, 4))
+
+
+@pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("quantization", "family", "changes"),
+    [
+        ("int8", "llama", {**WIDE, "intermediate_size": 256}),
+        ("int8-32", "llama", {**WIDE, "head_dim": 32, "intermediate_size": 288}),
+        ("int4", "llama-bias", {**FEW_KV, "head_dim": 32, "intermediate_size": 256}),
+        ("int4", "qwen3-moe", {"head_dim": 32, "num_hidden_layers": 2, "mlp_only_layers": []}),
+    ],
+    ids=["int8", "int8-32", "int4", "experts"],
+)
+def test_ranks_that_share_codes_agree_to_the_bit(
+    tmp_path: Path, quantization: str, family: str, changes: Any, ops: Any
+) -> None:
+    folder = tiny_model(tmp_path, family, **changes)
+    check(folder, ops(), torch.bfloat16, (2, 4), quantization)
 
 
 def test_ranks_agree_in_bfloat16(tmp_path: Path) -> None:

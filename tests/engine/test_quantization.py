@@ -1,0 +1,221 @@
+"""Engines whose weights are codes of 8 and 4 bits: updates, sleeping, copies, memory, and what is
+refused.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import (
+    ConfigError,
+    EngineConfig,
+    InferenceEngine,
+    ModelLoadError,
+    WeightUpdateError,
+)
+from nano_inference.engine.assembly import plan_engine
+from nano_inference.engine.backends import choose_ops
+from nano_inference.models.loading import load_spec
+from nano_inference.models.weights import form_of, num_bytes, param_table
+from nano_inference.ops.quantised import FORMATS, QUANTIZATIONS
+from tests.engine.test_control import same
+from tests.engine.weight_cases import (
+    EMBEDDING,
+    HEAD,
+    NEW,
+    NEWER,
+    NORM,
+    PROMPT,
+    UP,
+    Build,
+    bits,
+    current,
+    drain,
+    drawn,
+    greedy,
+)
+from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, write_model
+
+BACKENDS = ("reference", "cpu")
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_after_an_update_an_engine_is_a_fresh_one_on_the_new_weights(
+    build: Build, backend: str, dtype: str, quantization: str
+) -> None:
+    options: dict[str, Any] = {"backend": backend, "dtype": dtype, "quantization": quantization}
+    fresh = build(NEW, **options)
+    expected = bits(fresh.generate(PROMPT, drawn())[0])
+    rounded = {name: tensor.to(fresh.model.dtype) for name, tensor in NEW.items()}
+    for weights, blocking in ((NEW, True), (NEW, False), (rounded, True)):
+        engine = build(**options)
+        before = bits(engine.generate(PROMPT, drawn())[0])
+        engine.update_weights(weights, blocking=blocking, check_finite=True)
+        found = bits(engine.generate(PROMPT, drawn())[0])
+        assert before != found == expected
+        assert engine.weights_checksum() == fresh.weights_checksum()
+        assert engine.numerics.fingerprint.endswith(f"/{quantization}")
+    forms = {name: form_of(param) for name, param in fresh.model.params.items()}
+    layers, head = QUANTIZATIONS[quantization]
+    assert forms.pop("head") == head
+    assert all(
+        form == (layers if name.endswith(("qkv", "o", "gate_up", "down")) else None)
+        for name, form in forms.items()
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_weights_that_are_read_are_the_same_weights_elsewhere(
+    build: Build, backend: str, quantization: str
+) -> None:
+    options: dict[str, Any] = {"backend": backend, "quantization": quantization}
+    engine = build(NEW, dtype="bfloat16", **options)
+    other = build(dtype="bfloat16", **options)
+    other.update_weights(current(engine), blocking=True)
+    assert other.weights_checksum() == engine.weights_checksum()
+    assert bits(other.generate(PROMPT, drawn())[0]) == bits(engine.generate(PROMPT, drawn())[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_are_not_patched_and_what_is_plain_is(build: Build, backend: str) -> None:
+    engine = build(backend=backend, quantization="int8-32")
+    before = engine.weights_checksum()
+    places = torch.tensor([3])
+    good, bad = (NORM, places, torch.tensor([1.5])), (UP, places, torch.tensor([0.5]))
+    for name in (UP, HEAD):
+        with pytest.raises(WeightUpdateError, match=r"cannot be patched: .* send the whole tensor"):
+            engine.update_weights([good, (name, *bad[1:])], blocking=True)
+    assert engine.weights_checksum() == before
+    embedding = (EMBEDDING, places, torch.tensor([0.5]))  # not the head
+    engine.update_weights([good, embedding], blocking=True)
+    assert current(engine)[NORM][3] == 1.5
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_numbers_that_have_no_codes_are_refused_where_asked(
+    build: Build, quantization: str
+) -> None:
+    engine = build(backend="reference", quantization=quantization)
+    before = engine.weights_checksum()
+    for bad in (torch.nan, -torch.inf, *((2e7,) if quantization != "int8" else ())):
+        wrong = NEW[UP].clone()
+        wrong[2, 5] = bad
+        with pytest.raises(WeightUpdateError, match=f"{UP}.*holds NaN or infinite values"):
+            engine.update_weights({**NEW, UP: wrong}, blocking=True, check_finite=True)
+    with pytest.raises(WeightUpdateError, match="must be a floating point tensor"):
+        engine.update_weights({UP: NEW[UP].to(torch.int8)}, blocking=True)
+    assert engine.weights_checksum() == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tied_head_is_compared_as_codes(tied: Path, build: Build, backend: str) -> None:
+    old, new = (llama_weights(llama_config(tie=True), seed=seed) for seed in (0, 1))
+    engine = build(model_path=str(tied), backend=backend, quantization="int4")
+    assert engine.model.params["embed"].form == FORMATS["int8-32"]
+    engine.update_weights({HEAD: old[EMBEDDING]}, blocking=True)
+    for weights in ({HEAD: new[EMBEDDING]}, {EMBEDDING: new[EMBEDDING], HEAD: old[EMBEDDING]}):
+        with pytest.raises(WeightUpdateError, match="is tied to"):
+            engine.update_weights(weights, blocking=True)
+    engine.update_weights({**new, HEAD: new[EMBEDDING]}, blocking=True)
+    assert engine.weights_checksum().keys() == new.keys()
+
+
+@pytest.mark.parametrize("same_head", [True, False])
+def test_a_checkpoint_with_a_tied_head_is_compared_too(tmp_path: Path, same_head: bool) -> None:
+    config = llama_config(tie=True)
+    weights: Weights = llama_weights(config)
+    weights[HEAD] = weights[EMBEDDING].clone()
+    weights[HEAD][7] *= 1 if same_head else 1.5
+    folder = write_model(tmp_path / "tied", config, weights)
+    options = EngineConfig(str(folder), backend="reference", quantization="int8")
+    if same_head:
+        InferenceEngine(options).shutdown()
+    else:
+        with pytest.raises(ModelLoadError, match="is tied to"):
+            InferenceEngine(options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sleep_and_old_weights_change_no_bit(build: Build, model: Path, backend: str) -> None:
+    options: dict[str, Any] = {"backend": backend, "quantization": "int4"}
+    params = replace(drawn(), raw_logprobs=True)
+    expected = build(**options).generate(PROMPT, params)[0]
+    engine = build(**options, ref_model_path=str(model))
+    checksum = engine.weights_checksum()
+    engine.add_request(PROMPT, params)
+    for _ in range(3):
+        engine.step()
+    engine.sleep(weights=True)
+    engine.wake()
+    assert engine.weights_checksum() == checksum
+    engine.update_weights(NEWER, blocking=False, kv_policy="finish_old")
+    (sample,) = drain(engine)
+    assert same(replace(sample, ref_logprobs=None), expected)
+    assert sample.ref_logprobs == sample.raw_logprobs
+    assert engine.get_weight_version() == 1
+    assert bits(engine.generate(PROMPT, greedy())[0]) == bits(
+        build(NEWER, **options).generate(PROMPT, greedy())[0]
+    )
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_memory_is_counted_by_format(tmp_path: Path, quantization: str, tie: bool) -> None:
+    folder = tiny_llama(tmp_path / "m", tie=tie)
+    config = EngineConfig(str(folder), backend="reference", quantization=quantization)  # pyright: ignore
+    plain = plan_engine(replace(config, quantization=None)).memory_budget.weights
+    with InferenceEngine(config) as engine:
+        params = engine.model.params.values()
+        held = sum(
+            param.nbytes if isinstance(param, Tensor) else param.data.nbytes for param in params
+        )
+        counted = engine.memory_budget.weights
+    assert counted <= held <= counted * 1.02  # rows end at whole numbers of 4 bytes
+    assert counted == num_bytes(param_table(load_spec(folder)), torch.float32, quantization)
+    assert counted < plain / 1.8
+
+
+REFUSED = [
+    ({"backend": "cuda"}, "is not possible with backend='cuda'"),
+    ({"attention": "triton"}, "is not possible with attention='triton'"),
+    ({"attention": "flashinfer"}, "is not possible with attention='flashinfer'"),
+    ({"tensor_parallel": 16}, "at most 8 ranks"),
+    ({"tensor_parallel": 2}, "64 columns of 'layers.0.o' are not cut at multiples of 32"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    tmp_path: Path, options: Any, reason: str
+) -> None:
+    folder = tiny_llama(tmp_path / "m", num_heads=16, num_kv_heads=16)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=reason):
+        plan_engine(EngineConfig(str(folder), quantization="int4", device="cpu", **options))
+
+
+def test_a_card_has_no_kernels_for_codes(model: Path) -> None:
+    config = EngineConfig(str(model), quantization="int8")
+    specs = {"policy": load_spec(model)}
+    with pytest.raises(ConfigError, match=r"quantization='int8' has no kernels on cuda"):
+        choose_ops(config, specs, torch.bfloat16, torch.device("cuda"), try_kernels=False)
+
+
+def test_other_names_are_refused(model: Path) -> None:
+    for wrong in ("fp8", "int8-64", True, 8):
+        with pytest.raises(ConfigError, match=r"choose one of None, 'int8', 'int8-32', 'int4'"):
+            EngineConfig(str(model), quantization=wrong)  # pyright: ignore
+
+
+def test_numerics_name_the_quantisation_only_where_there_is_one(build: Build) -> None:
+    assert build(backend="reference").numerics.fingerprint.count("/") == 3
+    found = build(backend="reference", quantization="int8").numerics
+    assert (found.quantization, found.fingerprint.split("/")[-1]) == ("int8", "int8")
