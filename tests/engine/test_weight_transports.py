@@ -264,7 +264,9 @@ def test_a_missing_folder_and_no_weights_are_refused(
 ) -> None:
     with pytest.raises(WeightUpdateError, match="no such file"):
         manager.stage(tmp_path / "none")
-    with pytest.raises(WeightUpdateError, match=r"is empty; a model's folder holds .* \.safetensors files"):
+    with pytest.raises(
+        WeightUpdateError, match=r"is empty; a model's folder holds .* \.safetensors files"
+    ):
         manager.stage(tmp_path)
     with pytest.raises(WeightUpdateError, match="nothing to write"):
         write_folder(tmp_path, {})

@@ -236,7 +236,9 @@ def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin.*convert its weights to safetensors"):
+    with pytest.raises(
+        ModelLoadError, match=r"pytorch_model\.bin.*convert its weights to safetensors"
+    ):
         load(folder)
 
 
