@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "digest.h"
 #include "linear.h"
 #include "moe.h"
 
@@ -34,7 +35,7 @@ std::vector<T> packed(int64_t rows, int64_t columns) {
 }
 
 template <class T>
-void round() {
+void round(Digest& all) {
   const int64_t hidden = 16 * (1 + random_bits() % 5), inner = 16 * (1 + random_bits() % 8), n = 1 + random_bits() % 90;
   const int64_t experts = 1 + random_bits() % 20, k = 1 + random_bits() % experts;
   const int64_t activation = 2 + random_bits() % 3;  // a Finish
@@ -57,6 +58,7 @@ void round() {
     return out;
   };
   const auto whole = run(x, n, 1);
+  all.add(whole);
   for (int64_t threads = 2; threads <= 3; threads++)
     if (run(x, n, threads) != whole) std::printf("experts on %ld threads: other bits\n", long(threads)), std::exit(1);
   const int64_t first = random_bits() % n, count = 1 + random_bits() % (n - first);
@@ -67,4 +69,4 @@ void round() {
 
 }  // namespace
 
-void experts_round() { round<bf16>(), round<float>(); }
+void experts_round(nano::Digest& all) { round<bf16>(all), round<float>(all); }
