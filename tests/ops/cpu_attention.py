@@ -34,6 +34,7 @@ MACHINES = {  # name -> (compiler flags, what the processor must have)
     ),
     "avx512": (AVX512, ("avx512f", "avx512bw", "avx512dq")),
     "avx2": (("-mavx2", "-mfma", "-DNANO_AVX2"), ("avx2", "fma")),
+    "neon": (("-DNANO_NEON",), ("asimd",)),
     "portable": ((), ()),
 }
 

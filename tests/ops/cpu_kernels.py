@@ -14,8 +14,8 @@ from nano_inference.ops.cpu.weights import PackedWeight
 @functools.cache
 def available() -> tuple[str, ...]:
     """The instruction sets that run here, best first."""
-    names = tuple(build.INSTRUCTION_SETS)
-    return names[names.index(build.best_instruction_set()) :]
+    has = build._processor_flags()
+    return tuple(name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has)
 
 
 def kernels(name: str | None = None) -> ctypes.CDLL:

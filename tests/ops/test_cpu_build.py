@@ -320,6 +320,50 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> 
 
 # -- instruction sets ------------------------------------------------------------------------------
 
+X86 = "processor\t: 0\nflags\t\t: fpu avx avx2 {} fma\nbugs\t\t:\nflags\t\t: fpu\n"
+ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU part\t: 0xd49\n"
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "cpuinfo", "best"),
+    [
+        ("Linux", "x86_64", X86.format("avx512f"), "avx2"),
+        (
+            "Linux",
+            "x86_64",
+            X86.format("avx512f avx512bw avx512vl avx512dq avx512_bf16"),
+            "avx512_bf16",
+        ),
+        ("Linux", "x86_64", "flags\t\t: fpu sse2\n", "portable"),
+        ("Linux", "aarch64", ARM, "neon"),
+        ("Linux", "aarch64", ARM.replace("asimd", ""), "portable"),
+        ("Linux", "aarch64", None, "portable"),
+        ("Linux", "riscv64", ARM, "portable"),
+        ("Darwin", "arm64", None, "neon"),
+        ("Darwin", "x86_64", None, "portable"),
+    ],
+)
+def test_the_best_instruction_set(
+    tmp_path: Path,
+    system: str,
+    machine: str,
+    cpuinfo: str | None,
+    best: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert build.best_instruction_set() == best
+
+
+def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:
+    assert "-mtune=native" in build.compiler_flags("avx2", "x86_64")
+    assert "-mtune=native" not in build.compiler_flags("neon", "aarch64")
+    assert "-DNANO_NEON" in build.compiler_flags("neon", "arm64")
+
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The kernels under address, undefined-behaviour and thread sanitizers: driver.cpp, experts.cpp and states.cpp of
+# The kernels under address, undefined-behaviour and thread sanitizers: driver.cpp, codes.cpp, experts.cpp and states.cpp of
 # tests/sanitize on their own.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -10,13 +10,13 @@ trap 'rm -rf "$folder"' EXIT
 
 flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer -pthread -ffp-contract=off -w -I"$kernels")
 if grep -q avx512_bf16 /proc/cpuinfo 2>/dev/null; then
-    flags+=(-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -DNANO_AVX512 -DNANO_BF16)
+    flags+=(-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mf16c -DNANO_AVX512 -DNANO_BF16)
 elif grep -q avx2 /proc/cpuinfo 2>/dev/null; then
-    flags+=(-mavx2 -mfma -DNANO_AVX2)
+    flags+=(-mavx2 -mfma -mf16c -DNANO_AVX2)
 fi
 for kind in address,undefined thread; do
     echo "== $kind"
-    for source in "$kernels"/*.cpp driver.cpp experts.cpp states.cpp; do
+    for source in "$kernels"/*.cpp driver.cpp codes.cpp experts.cpp states.cpp; do
         "$compiler" "${flags[@]}" -fsanitize="$kind" -fno-sanitize-recover=all -c "$source" -o "$folder/$(basename "$source").o" &
         [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n
     done

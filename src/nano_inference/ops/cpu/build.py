@@ -34,11 +34,11 @@ FLAGS = (
     "-fPIC",
     "-pthread",
     "-ffp-contract=off",
-    "-mtune=native",
     "-fvisibility=default",
     "-w",
 )
 LIBRARY = "libnano.so"
+CPUINFO = Path("/proc/cpuinfo")
 MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
 
 # what this process need not try again: the same source with the same compiler
@@ -55,7 +55,7 @@ _AVX512 = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DNANO_AVX2")
 # Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All
-# give the same bits.
+# give the same bits (but for one rounding: see simd_neon.h).
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512_bf16": (
         frozenset(
@@ -65,8 +65,12 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     ),
     "avx512": (frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}), _AVX512),
     "avx2": (frozenset({"avx2", "fma", "f16c"}), _AVX2),
+    "neon": (frozenset({"asimd"}), ("-DNANO_NEON",)),
     "portable": (frozenset(), ()),
 }
+
+
+X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 
 
 class KernelsUnavailable(ConfigError):
@@ -77,6 +81,13 @@ def best_instruction_set() -> str:
     """The fastest one that this machine has."""
     has = _processor_flags()
     return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has)
+
+
+def compiler_flags(instruction_set: str, machine: str) -> tuple[str, ...]:
+    """Of a build for such a processor, as `platform.machine()` names it."""
+    # Not every compiler for ARM knows -mtune=native, and one that does not would build nothing.
+    tuning = ("-mtune=native",) if machine in X86 else ()
+    return (*FLAGS, *tuning, *INSTRUCTION_SETS[instruction_set][1])
 
 
 def build(
@@ -97,7 +108,7 @@ def build(
             f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}."
         )
     compiler, version = _compiler()
-    flags = (*FLAGS, *INSTRUCTION_SETS[name][1], *(f"-D{each}" for each in defines))
+    flags = (*compiler_flags(name, platform.machine()), *(f"-D{each}" for each in defines))
     root = cache_folder("kernels") if cache_root is None else cache_root
     folder = root / f"{name}-{_key(version, flags)}"
     try:
@@ -202,15 +213,24 @@ def _require_own(folder: Path) -> None:
 
 
 def _processor_flags() -> frozenset[str]:
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() not in (*X86, *ARM):
         return frozenset()
+    if platform.system() == "Darwin":  # has no such file; every ARM Mac has NEON
+        return frozenset({"asimd"} if platform.machine() in ARM else ())
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return flags_in(CPUINFO.read_text(encoding="utf-8"))
     except OSError:
         return frozenset()
-    return frozenset(
-        next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split()
+
+
+def flags_in(cpuinfo: str) -> frozenset[str]:
+    """The first processor's, as Linux lists them: x86 under "flags", ARM under "Features"."""
+    listed = (
+        line.split(":", 1)[1]
+        for line in cpuinfo.splitlines()
+        if line.startswith(("flags", "Features")) and ":" in line
     )
+    return frozenset(next(listed, "").split())
 
 
 LOCK = "build.lock"

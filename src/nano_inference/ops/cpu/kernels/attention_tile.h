@@ -14,7 +14,7 @@ constexpr float MASKED = -1e30f;  // a score that weighs nothing; finite, since 
 // Lines by vectors of a product: as many sums as there are registers for.
 #if defined(NANO_AVX512)
 constexpr int MOST_LINES = 6, MOST_VECS = 4;
-#elif defined(NANO_AVX2)
+#elif defined(NANO_AVX2) || defined(NANO_NEON)  // NEON: the halves of pairs take as many registers as the sums of two
 constexpr int MOST_LINES = 3, MOST_VECS = 1;
 #else
 constexpr int MOST_LINES = 2, MOST_VECS = 1;

@@ -62,6 +62,8 @@ struct Panels {
 constexpr int ROWS = 4, WIDE = 6;
 #elif defined(NANO_AVX2)
 constexpr int ROWS = 4, WIDE = 2;
+#elif defined(NANO_NEON)  // 24 of 32 registers are sums
+constexpr int ROWS = 3, WIDE = 2;
 #else
 constexpr int ROWS = 3, WIDE = 2;
 #endif

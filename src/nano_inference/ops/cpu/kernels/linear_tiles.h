@@ -17,6 +17,30 @@ inline const T* panel_of(const Panels<T>& w, int j) {
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE __attribute__((always_inline))
 
+#if defined(NANO_NEON)
+// acc[i][j] += a[i] * b for all i, where load(p) is a quarter of b; two quarters at a time. Beside 24 sums there is no
+// room for more, and a compiler that loads as early as it can would put sums into memory for it: so the next address
+// waits, in its eyes, for the sums before it. The processor itself sees no such thing.
+template <class T, int HEIGHT, int WIDTH, class F>
+INLINE inline void by_quarters(Vec (&acc)[HEIGHT][WIDTH], int j, const Vec (&a)[HEIGHT], const T* panel, int64_t size,
+                               int64_t& k, F load) {
+  constexpr int STEP = 16 / sizeof(T);
+  const T* p = panel + k * size;
+  float32x4_t b = load(p), next = load(p + STEP);
+  UNROLL for (int i = 0; i < HEIGHT; i++) {
+    acc[i][j].q0 = vfmaq_f32(acc[i][j].q0, a[i].q0, b);
+    acc[i][j].q1 = vfmaq_f32(acc[i][j].q1, a[i].q1, next);
+  }
+  UNROLL for (int i = 0; i < HEIGHT; i++) asm("" : "+r"(p), "+w"(acc[i][j].q0), "+w"(acc[i][j].q1));
+  b = load(p + 2 * STEP), next = load(p + 3 * STEP);
+  UNROLL for (int i = 0; i < HEIGHT; i++) {
+    acc[i][j].q2 = vfmaq_f32(acc[i][j].q2, a[i].q2, b);
+    acc[i][j].q3 = vfmaq_f32(acc[i][j].q3, a[i].q3, next);
+  }
+  UNROLL for (int i = 0; i < HEIGHT; i++) asm("" : "+r"(k), "+w"(acc[i][j].q2), "+w"(acc[i][j].q3));
+}
+#endif
+
 template <class T>
 struct Steps;
 template <>
@@ -26,7 +50,7 @@ struct Steps<bf16> {  // a step is a pair of columns
 
   template <int HEIGHT, int WIDTH>
   INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const Panels<bf16>& w, int64_t k) {
-#if defined(NANO_AVX2)
+#if defined(NANO_AVX2) || defined(NANO_NEON)
     half<0>(acc, x, ldx, w, k);
     asm("" : "+r"(k));  // the second half loads anew: what the first one has loaded would take its registers
     half<1>(acc, x, ldx, w, k);
@@ -41,18 +65,25 @@ struct Steps<bf16> {  // a step is a pair of columns
   }
 
  private:
-  // `vdot` in two halves. Sixteen registers hold the sums, and the numbers of one half only.
+  // `vdot` in two halves. The registers hold the sums, and the numbers of one half only.
   template <int HALF>
   static Vec part(Pairs b) {
     return vbits(HALF ? ishl<16>(b) : iand(b, iset(0xffff0000)));
   }
   template <int HALF, int HEIGHT, int WIDTH>
-  INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const Panels<bf16>& w, int64_t k) {
+  INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const Panels<bf16>& w, int64_t& k) {
     Vec a[HEIGHT];
     UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = part<HALF>(bdup(x + i * ldx + 2 * k));
     UNROLL for (int j = 0; j < WIDTH; j++) {
+#if defined(NANO_NEON)
+      by_quarters(acc, j, a, panel_of<WIDTH>(w, j), SIZE, k, [](const bf16* p) INLINE {
+        const uint32x4_t pairs = words_at(p);
+        return vreinterpretq_f32_u32(HALF ? vshlq_n_u32(pairs, 16) : vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
+      });
+#else
       const Vec b = part<HALF>(bload(panel_of<WIDTH>(w, j) + k * SIZE));
       UNROLL for (int i = 0; i < HEIGHT; i++) acc[i][j] = vfma(a[i], b, acc[i][j]);
+#endif
     }
   }
 };
@@ -63,6 +94,12 @@ struct Steps<float> {
 
   template <int HEIGHT, int WIDTH>
   INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const float* x, int64_t ldx, const Panels<float>& w, int64_t k) {
+#if defined(NANO_NEON)
+    Vec a[HEIGHT];
+    UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = vset(x[i * ldx + k]);
+    UNROLL for (int j = 0; j < WIDTH; j++)
+      by_quarters(acc, j, a, panel_of<WIDTH>(w, j), SIZE, k, [](const float* p) INLINE { return vld1q_f32(p); });
+#else
     Vec b[WIDTH];
     UNROLL for (int j = 0; j < WIDTH; j++) {
       b[j] = vload(panel_of<WIDTH>(w, j) + k * SIZE);
@@ -74,6 +111,7 @@ struct Steps<float> {
       const Vec a = vset(x[i * ldx + k]);
       UNROLL for (int j = 0; j < WIDTH; j++) acc[i][j] = vfma(a, b[j], acc[i][j]);
     }
+#endif
   }
 };
 

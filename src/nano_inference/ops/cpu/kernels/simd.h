@@ -1,7 +1,7 @@
 // Sixteen float lanes, the same bits on every machine: the vocabulary that all kernels are written in.
 //
-// A build flag picks one of three implementations: NANO_AVX512 (with NANO_BF16 where the machine multiplies bf16
-// itself), NANO_AVX2, or neither: portable C++. Each function below rounds once per operation named, to nearest even,
+// A build flag picks one of four implementations: NANO_AVX512 (with NANO_BF16 where the machine multiplies bf16
+// itself), NANO_AVX2, NANO_NEON, or none of them: portable C++. Each function below rounds once per operation named, to nearest even,
 // and flushes denormals (FlushDenormals), so all give the same bits. Compile with -ffp-contract=off.
 #pragma once
 #include <cmath>
@@ -52,6 +52,8 @@ inline Mask first_lanes(int n) { return n >= LANES ? 0xffffu : n <= 0 ? 0u : (1u
 #include "simd_avx512.h"
 #elif defined(NANO_AVX2)
 #include "simd_avx2.h"
+#elif defined(NANO_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_portable.h"
 #endif

@@ -75,6 +75,31 @@ inline void istream(void* p, IVec v) {
 }
 inline void streamed() { _mm_sfence(); }
 
+#elif defined(NANO_NEON)
+
+inline void transpose4(uint32x4_t& a, uint32x4_t& b, uint32x4_t& c, uint32x4_t& d) {
+  auto low = [](uint32x4_t x, uint32x4_t y) {
+    return vreinterpretq_u32_u64(vtrn1q_u64(vreinterpretq_u64_u32(x), vreinterpretq_u64_u32(y)));
+  };
+  auto high = [](uint32x4_t x, uint32x4_t y) {
+    return vreinterpretq_u32_u64(vtrn2q_u64(vreinterpretq_u64_u32(x), vreinterpretq_u64_u32(y)));
+  };
+  const uint32x4_t even = vtrn1q_u32(a, b), odd = vtrn2q_u32(a, b), next_even = vtrn1q_u32(c, d), next_odd = vtrn2q_u32(c, d);
+  a = low(even, next_even), b = low(odd, next_odd), c = high(even, next_even), d = high(odd, next_odd);
+}
+
+// Sixteen squares of four, which then change places.
+inline void transpose(IVec (&v)[16]) {
+  uint32x4_t t[16][4];
+  for (int i = 0; i < 16; i++) t[i][0] = v[i].q0, t[i][1] = v[i].q1, t[i][2] = v[i].q2, t[i][3] = v[i].q3;
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 4; j++) transpose4(t[i][j], t[i + 1][j], t[i + 2][j], t[i + 3][j]);
+  for (int i = 0; i < 16; i++) v[i] = {t[i % 4][i / 4], t[4 + i % 4][i / 4], t[8 + i % 4][i / 4], t[12 + i % 4][i / 4]};
+}
+
+inline void istream(void* p, IVec v) { istore(p, v); }
+inline void streamed() {}
+
 #else
 
 inline void transpose(IVec (&v)[16]) {

@@ -1,0 +1,102 @@
+"""All instruction sets give the same bits: a program prints a digest of every operation on the same
+numbers (`tests/sanitize/bits.cpp`), and the driver of the sanitizers one of whole steps.
+
+What this machine has runs with the kernels that the engine loads. NEON runs under an emulator where
+a cross compiler and qemu are installed: `apt-get install g++-aarch64-linux-gnu qemu-user`.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nano_inference.ops.cpu import build
+from tests.ops.compiler import NEEDS_COMPILER
+from tests.ops.cpu_kernels import available, kernels
+
+PROGRAMS = Path(__file__).parents[1] / "sanitize"
+SOURCES = {
+    "bits": ("bits.cpp", "codes.cpp"),
+    "driver": ("driver.cpp", "codes.cpp", "experts.cpp", "states.cpp"),
+}
+ROUNDS = "1"  # of the driver
+# Inline functions stay each program's own: else the kernels would call those of the program.
+OWN = ("-O1", "-fvisibility-inlines-hidden", f"-I{build.SOURCES}")
+CROSS = shutil.which("aarch64-linux-gnu-g++")
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+EDGE = "edge"
+
+pytestmark = NEEDS_COMPILER
+
+
+def compiled(command: tuple[str, ...], objects: tuple[str, ...], folder: Path) -> tuple[Path, ...]:
+    """The programs, with such kernels."""
+    for name, sources in SOURCES.items():
+        paths = [str(PROGRAMS / source) for source in sources]
+        subprocess.run(
+            [*command, *OWN, *paths, *objects, "-o", str(folder / name)],
+            check=True,
+            capture_output=True,
+        )
+    return tuple(folder / name for name in SOURCES)
+
+
+def digests(programs: tuple[Path, ...], emulator: tuple[str, ...] = ()) -> dict[str, str]:
+    """Operation -> digest."""
+    lines: list[str] = []
+    for program in programs:
+        done = subprocess.run(
+            [*emulator, str(program), ROUNDS], check=True, capture_output=True, text=True
+        )
+        lines += done.stdout.splitlines()
+    return dict(line.rsplit(maxsplit=1) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Of each instruction set here."""
+    found: dict[str, dict[str, str]] = {}
+    for name in available():
+        kernels(name)
+        library = build.build(name)
+        command = (build._compiler()[0], *build.compiler_flags(name, platform.machine()))
+        linked = (str(library), f"-Wl,-rpath,{library.parent}")
+        found[name] = digests(compiled(command, linked, tmp_path_factory.mktemp(name)))
+    return found
+
+
+def test_every_operation_has_the_same_bits_on_every_instruction_set(
+    native: dict[str, dict[str, str]],
+) -> None:
+    portable = native["portable"]
+    assert len(portable) > 50
+    for name, found in native.items():
+        assert found == portable, f"{name} computes other bits"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CROSS is None, reason="there is no cross compiler, aarch64-linux-gnu-g++")
+@pytest.mark.skipif(EMULATOR is None, reason="there is no emulator, qemu-aarch64")
+@pytest.mark.parametrize("name", ["neon", "portable"])
+def test_aarch64_has_the_same_bits(
+    native: dict[str, dict[str, str]], name: str, tmp_path: Path
+) -> None:
+    """But for what `simd_neon.h` says of the least normal number, which no operation met."""
+    command = (str(CROSS), *build.compiler_flags(name, "aarch64"))
+    sources = sorted(build.SOURCES.glob("*.cpp"))
+    objects = tuple(str(tmp_path / f"{source.stem}.o") for source in sources)
+
+    def compile_one(source: Path, target: str) -> None:
+        subprocess.run([*command, "-c", str(source), "-o", target], check=True, capture_output=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources, objects))
+    programs = compiled((*command, "-static"), objects, tmp_path)
+    found, here = digests(programs, (str(EMULATOR),)), dict(native["portable"])
+    assert found.pop(EDGE) == "0"
+    assert here.pop(EDGE) == ("0" if platform.machine() in build.ARM else "1")
+    assert found == here

@@ -1,0 +1,82 @@
+// Weights in codes of 8 and 4 bits: every format, rows by themselves and together, all memory of exact size.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "digest.h"
+#include "linear.h"
+
+namespace {
+
+using namespace nano;
+std::mt19937 random_bits(3);
+
+template <class T>
+std::vector<T> rows_of(int64_t rows, int64_t columns) {
+  std::vector<T> out(size_t(rows * columns));
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t k = 0; k < columns; k++) {
+      float x = float(random_bits() % 2001) / 4000.f - 0.25f;
+      if (i % 7 == 3) x *= 1e-33f;                                          // counts as zeros
+      if (i % 7 == 5 && k == columns / 2) x = i % 2 ? INFINITY : NAN;
+      if constexpr (sizeof(T) == 2) out[size_t(i * columns + k)] = narrow1(x);
+      else out[size_t(i * columns + k)] = x;
+    }
+  return out;
+}
+
+struct Form {
+  int64_t bits, group;
+  bool wide, mins;
+};
+constexpr Form FORMS[] = {{8, 0, true, false},   {8, 32, false, false}, {4, 32, false, false}, {8, 16, true, false},
+                          {4, 32, true, true},   {8, 32, true, true},   {8, 16, true, true}};
+
+template <class T>
+void round(const Form& form, Digest& all) {
+  const int64_t unit = form.group ? form.group : 4, panels = 2 * (1 + random_bits() % 4), rows = panels * LANES;
+  const int64_t columns = unit * 8 * (1 + random_bits() % 3) + (random_bits() % 2 ? random_bits() % unit : 0);
+  Quantised w{form.bits, form.group, form.wide, nullptr, nullptr, nullptr, {}};
+  w.segments.count = random_bits() % 2 ? 8 : 1;
+  for (int64_t s = 0; s <= w.segments.count; s++)
+    w.segments.bounds[s] = s == w.segments.count ? columns : columns * s / w.segments.count / unit * unit;
+  std::vector<int8_t> codes(size_t(panels * w.num_quads() * 64 * form.bits / 8));
+  std::vector<float> scales(size_t(panels * w.num_groups() * LANES)), mins(scales.size());  // half as much for float16
+  w.codes = codes.data(), w.scales = scales.data(), w.mins = form.mins ? mins.data() : nullptr;
+  const auto plain = rows_of<T>(rows, columns);
+  const int64_t cut = random_bits() % rows;
+  quantise(plain.data(), w, 0, cut, columns), quantise(plain.data() + cut * columns, w, cut, rows - cut, columns);
+  std::vector<float> numbers(size_t(rows * columns));
+  for (int64_t i = 0; i < rows; i++) dequantise(w, i, columns, i % 2 ? 1.f : 0.5f, numbers.data() + i * columns);
+  all.add(numbers);
+
+  const int64_t n = 1 + random_bits() % 11;
+  const auto x = rows_of<T>(n, columns);
+  for (const Finish finish : {Finish::STORE, Finish::ADD, Finish::SILU}) {
+    const bool gated = finish == Finish::SILU;
+    const int64_t outputs = gated ? rows / 2 : rows;
+    auto run = [&](int64_t from, int64_t to, int64_t first, int64_t last, std::vector<float>& out, std::vector<T>& narrow) {
+      Linear<T> job{x.data(), columns, {nullptr, rows, columns, &w}, nullptr, finish, 0.7f, nullptr, outputs, false, {}};
+      job.out = gated ? static_cast<void*>(narrow.data()) : out.data();
+      linear(job, from, to, first, last, {nullptr, nullptr, 0});
+    };
+    std::vector<float> out(size_t(n * outputs), 0.25f), other = out;
+    std::vector<T> narrow(out.size()), narrow_too(out.size());
+    const int64_t width = outputs / LANES, middle = random_bits() % (width + 1), row = random_bits() % (n + 1);
+    run(0, n, 0, width, out, narrow);
+    run(0, row, 0, width, other, narrow_too), run(row, n, 0, middle, other, narrow_too), run(row, n, middle, width, other, narrow_too);
+    Digest whole, parts;  // of which any NaN is like another
+    whole.add(out), whole.add(narrow), parts.add(other), parts.add(narrow_too);
+    if (whole.value() != parts.value())
+      std::printf("codes: rows in parts have other bits\n"), std::exit(1);
+    gated ? all.add(narrow) : all.add(out);
+  }
+}
+
+}  // namespace
+
+void codes_round(nano::Digest& all) {
+  for (const Form& form : FORMS) round<bf16>(form, all), round<float>(form, all);
+}
