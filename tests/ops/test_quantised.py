@@ -143,13 +143,20 @@ def test_a_rows_products_know_nothing_of_other_rows(form: Format) -> None:
         assert torch.equal(product(x[row : row + 1], codes)[0], together[row])
 
 
-def test_numbers_that_were_read_make_the_same_codes() -> None:
-    """An engine's weights, sent to another, are the same weights there."""
-    for form in FORMATS.values():
-        codes = as_codes(random(40, 96, dtype=torch.bfloat16), form)
-        again = as_codes(codes.numbers().bfloat16(), form)
-        assert torch.equal(again.codes, codes.codes)
-        assert torch.equal(again.scales, codes.scales)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_numbers_that_were_read_make_the_same_codes(form: Format, dtype: torch.dtype) -> None:
+    """An engine's weights, sent to another, are the same weights there, unless a group is so small
+    that float16 has few digits for its scale.
+    """
+    codes = as_codes(random(2000, 96, dtype=dtype), form)
+    again = as_codes(codes.numbers().to(dtype), form)
+    whole = (codes.scales == 0) | (codes.scales.abs() >= torch.finfo(torch.float16).tiny)
+    assert whole.float().mean() > 0.9
+    assert torch.equal(again.scales[whole], codes.scales[whole])
+    for g, (first, last) in enumerate(codes.groups):
+        rows = whole[:, g]
+        assert torch.equal(again.codes[rows, first:last], codes.codes[rows, first:last])
 
 
 def test_segments_that_do_not_begin_with_a_group_are_one() -> None:

@@ -233,7 +233,10 @@ class ThreadRanks(ModelRunner):
             ops = choose_ops(config, {name: model.spec}, model.dtype, self.device)(
                 budget.num_blocks
             )
-            params = allocate(param_table(model.spec, part), model.dtype, self.device, ops.allocate)
+            params = allocate(
+                *(param_table(model.spec, part), model.dtype, self.device, ops.allocate),
+                config.quantization,
+            )
             _load(params, part, model)
             models[name] = Decoder(
                 part.spec,

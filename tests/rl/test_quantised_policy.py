@@ -14,6 +14,7 @@ from nano_inference.models.weights import param_table, read, slots
 from nano_inference.ops.quantised import QUANTIZATIONS
 from nano_inference.rl import PolicyModel, differences
 from nano_inference.rl.replayer import Replayer
+from tests.engine.weight_cases import NEW
 from tests.models.tiny import tiny_llama, tiny_model, write_model
 from tests.rl.test_policy_model import drawn_and_scored
 from tests.rl.training import bits, build, gradients
@@ -89,6 +90,17 @@ def test_what_is_saved_serves_the_bits_that_were_published(tmp_path: Path) -> No
             assert not differences(sample, replayed)
     with build(tmp_path / "saved", **options) as engine:
         assert engine.weights_checksum() == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_it_starts_with_the_codes_that_an_updated_engine_serves(
+    tmp_path: Path, quantization: str, dtype: str
+) -> None:
+    with build(tiny_llama(tmp_path), backend="cpu", dtype=dtype, quantization=quantization) as one:
+        one.update_weights(NEW, blocking=True)
+        reported, own = drawn_and_scored(PolicyModel(one))
+        assert own == reported
 
 
 def test_bits_of_a_swapped_parameter_follow(tmp_path: Path) -> None:
