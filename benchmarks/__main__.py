@@ -116,6 +116,25 @@ def prefill(
 
 
 @app.command()
+def formats(
+    model: Model = "smollm2-135m",
+    dtype: DType = "bfloat16",
+    repeats: Repeats = 5,
+    kinds: Annotated[
+        str, typer.Option(help="of none, int8, int8-32, int4, file; separated by commas")
+    ] = "none,int8,int8-32,int4,file",
+    out: Out = None,
+) -> None:
+    """Weights in 8 and 4 bits: speed, memory and quality, in turns."""
+    from benchmarks.formats import KINDS, measure
+
+    known = {str(kind or "none"): kind for kind in KINDS}
+    asked = names(kinds, tuple(known))
+    rows = measure(model, dtype, repeats, tuple(known[name] for name in asked))
+    write("formats", rows, {"model": model, "dtype": dtype, "repeats": repeats}, out, model)
+
+
+@app.command()
 def host(out: Out = None) -> None:
     """What a step costs on the host, with a model that does nothing."""
     from benchmarks import host as null_model  # pyright: ignore

@@ -99,6 +99,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "speculation": "none",
         "draft_model": None,
         "draft_layers": None,
+        "draft_quantization": None,
         "max_drafts": 8,
         "seed": None,
         "tensor_parallel": 1,

@@ -43,34 +43,53 @@ def other(value: Any, kind: str) -> Any:
     return 2 if "int" in kind else 2.5 if "float" in kind else "other"
 
 
-CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
+CHOICES = {
+    "quantization": "int8",
+    "cache_type": "radix",
+    "dtype": "float32",
+    "backend": "reference",
+    "device": "cpu",
+}
 CHOICES |= {
+    "quantization": "int8",
     "attention": "reference",
     "batch_invariant": True,
     "lookahead": 1,
     "gpu_memory_utilization": 0.5,
 }
 CHOICES |= {
+    "quantization": "int8",
     "tensor_parallel": 4,
     "pipeline_parallel": 2,
     "context_parallel": 2,
     "expert_parallel": 4,
 }
-CHOICES |= {"block_size": 1024}
-CHOICES |= {"admin_key": "third"}  # a user's key is refused
+CHOICES |= {"quantization": "int8", "block_size": 1024}
+CHOICES |= {"quantization": "int8", "admin_key": "third"}  # a user's key is refused
 CHOICES |= {
+    "quantization": "int8",
     "served_model_name": ("other", "more"),
     "root_path": "/other",
     "max_pending_bytes": 1 << 30,
 }
-CHOICES |= {"generation_config": "none", "grammar_backend": "outlines", "speculation": "suffix"}
 CHOICES |= {
+    "quantization": "int8",
+    "generation_config": "none",
+    "grammar_backend": "outlines",
+    "speculation": "suffix",
+}
+CHOICES |= {
+    "quantization": "int8",
     "log_level": "error",
     "log_format": "json",
     "tool_format": "llama",
     "reasoning_format": "none",
 }
-CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
+CHOICES |= {
+    "quantization": "int8",
+    "weight_update_group_init_method": "tcp://10.0.0.1:9000",
+    "actor_llm_idx": 0,
+}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
 OPTION |= {"enable_prefix_caching": "prefix-caching", "enable_chunked_prefill": "chunked-prefill"}
 OPTION |= {"api_keys": "api-key", "cors_origins": "cors-origin"}
@@ -95,7 +114,7 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
         if field.name != "model_path"
     }
     if kind is EngineConfig:  # a model that drafts has one rank: see below
-        del wanted["draft_model"], wanted["draft_layers"]
+        del wanted["draft_model"], wanted["draft_layers"], wanted["draft_quantization"]
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
@@ -111,9 +130,10 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     assert not started[0][0].enable_chunked_prefill
     assert run("serve", "smollm2-135m", "--rl", "--rl-open", "--host", "0.0.0.0").exit_code == 0
     assert started[1][1].rl_open
-    self_drafts = ("--draft-model", "self", "--draft-layers", "7")
+    self_drafts = ("--draft-model", "self", "--draft-layers", "7", "--draft-quantization", "int8")
     assert run("serve", "smollm2-135m", *self_drafts).exit_code == 0
-    assert (started[2][0].draft_model, started[2][0].draft_layers) == ("self", 7)
+    found = started[2][0]
+    assert (found.draft_model, found.draft_layers, found.draft_quantization) == ("self", 7, "int8")
 
 
 def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from nano_inference.engine.assembly import plan_engine
 from nano_inference.engine.backends import choose_ops
 from nano_inference.models.loading import load_spec
 from nano_inference.models.weights import form_of, num_bytes, param_table
-from nano_inference.ops.quantised import FORMATS, QUANTIZATIONS
+from nano_inference.ops.formats import FORMATS, QUANTIZATIONS
 from tests.engine.test_control import same
 from tests.engine.weight_cases import (
     EMBEDDING,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nano_inference import SamplingParams
 from nano_inference.models.weights import param_table, read, slots
-from nano_inference.ops.quantised import QUANTIZATIONS
+from nano_inference.ops.formats import QUANTIZATIONS
 from nano_inference.rl import PolicyModel, differences
 from nano_inference.rl.replayer import Replayer
 from tests.engine.weight_cases import NEW

@@ -168,6 +168,31 @@ def test_drafts_of_new_weights_are_the_new_weights(model: Path) -> None:
         assert now[1] - drawn > 0.85 * (now[0] - drafted) > 20
 
 
+@pytest.mark.parametrize("how", ["int8", "int8-32"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_codes_of_the_policy_guess_it_and_follow_its_updates(
+    model: Path, backend: str, how: str
+) -> None:
+    """They draw with the samples' noise, so most of what they draw is drawn."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
+    with engine_of(model, backend=backend) as engine:
+        plain = [engine.generate(PROMPTS, params, 2)]
+        engine.update_weights(NEW, blocking=True)
+        plain.append(engine.generate(PROMPTS, params, 2))
+    options = {"draft_model": "self", "draft_quantization": how, "max_drafts": 3}
+    with engine_of(model, backend=backend, **options) as engine:
+        for number, expected in enumerate(plain):
+            if number:
+                engine.update_weights(NEW, blocking=True)
+            before = drafts_of(engine, "self")
+            assert bits(engine.generate(PROMPTS, params, 2)) == bits(expected)
+            drafted, drawn = (
+                now - then for now, then in zip(drafts_of(engine, "self"), before, strict=True)
+            )
+            assert drawn > 0.75 * drafted > 30
+        engine.loop.check()
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3-moe"])
 def test_windows_and_experts(tmp_path: Path, family: str) -> None:
     folder = tiny_model(tmp_path, family)
@@ -286,8 +311,14 @@ def test_layers_are_spread() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"draft_model": "self"}, "give both or neither"),
-        ({"draft_layers": 3}, "give both or neither"),
+        ({"draft_model": "self"}, "give one of them with it"),
+        ({"draft_layers": 3}, "none with draft_model=None"),
+        ({"draft_quantization": "int8"}, "none with draft_model=None"),
+        ({"draft_model": "self", "draft_quantization": "file"}, "makes codes of plain weights"),
+        (
+            {"draft_model": "self", "draft_quantization": "int8", "quantization": "int4"},
+            "makes codes of plain weights",
+        ),
         ({"draft_model": "self", "draft_layers": 3}, "more than the 2 layers"),
         ({"draft_model": "self", "draft_layers": 1, "tensor_parallel": 2}, "runs on one rank"),
         ({"draft_model": "nowhere"}, "nowhere"),

@@ -1,0 +1,108 @@
+"""Weights in 8 and 4 bits: speed, memory and quality of each format, all of them in turns."""
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Row, show, spread
+from benchmarks.models import model_path
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.engine.scoring import ScoreRequest, score_tokens
+from nano_inference.models.embedded import EMBEDDED_MODELS
+from nano_inference.models.weights import formats_of, num_bytes, param_table
+
+KINDS: tuple[str | None, ...] = (None, "int8", "int8-32", "int4", "file")
+TEXT = Path(__file__).parents[1] / "docs" / "speculation.md"
+MOST_TEXT = 1500  # tokens
+CONTEXT = 500
+COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "weights": lambda row: row["name"],
+    "MB": lambda row: row["weight_mb"],
+    "W1 decode tok/s": lambda row: row["decode_tokens_per_s"],
+    "64 samples tok/s": lambda row: row["batch_tokens_per_s"],
+    "prompt tok/s": lambda row: row["prompt_tokens_per_s"],
+    "perplexity": lambda row: row["perplexity"],
+    "largest |logprob - float32|": lambda row: row["largest_difference"],
+    "mean": lambda row: row["mean_difference"],
+}
+
+
+def measure(model: str, dtype: str, repeats: int, kinds: tuple[str | None, ...]) -> list[Row]:
+    """A row a format: one stream of 128 behind 128 tokens, 8 prompts of 256 with 8 samples of 64
+    each, a prompt of 500; medians, with the first round left out. Then the logprobs of a text,
+    beside those of plain weights in float32.
+    """
+    path = model if model in EMBEDDED_MODELS else str(model_path(model))
+    rng = random.Random(3)
+    with ExitStack() as stack:
+        engines = {kind: stack.enter_context(_engine(path, dtype, kind)) for kind in kinds}
+        speeds: dict[str | None, dict[str, list[float]]] = {kind: {} for kind in kinds}
+        for turn in range(repeats + 1):
+            prompts = [[rng.randrange(1000, 40_000) for _ in range(256)] for _ in range(8)]
+            for kind, engine in engines.items():
+                for name, value in _speeds(engine, prompts, turn).items():
+                    if turn:
+                        speeds[kind].setdefault(name, []).append(value)
+        with _engine(path, "float32", None) as exact:
+            tokens = exact.tokenizer.encode(TEXT.read_text("utf-8"))[:MOST_TEXT]
+            expected = _logprobs(exact, tokens)
+        rows: list[Row] = []
+        for kind, engine in engines.items():
+            found = _logprobs(engine, tokens)
+            apart = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+            table = param_table(engine.spec)
+            rows.append(
+                {
+                    "name": kind or dtype,
+                    "weight_mb": round(_bytes(engine, table) / 1e6, 1),
+                    **{name: spread(values) for name, values in speeds[kind].items()},
+                    "perplexity": round(math.exp(-sum(found) / len(found)), 3),
+                    "largest_difference": round(max(apart), 4),
+                    "mean_difference": round(sum(apart) / len(apart), 5),
+                    "text": f"{TEXT.name}, {len(tokens)} tokens, sha256 "
+                    f"{hashlib.sha256(repr(tokens).encode()).hexdigest()[:12]}",
+                    "fingerprint": engine.numerics.fingerprint,
+                }
+            )
+    show(f"formats, {model}: median [min..max] of {repeats}, in turns", COLUMNS, rows)
+    return rows
+
+
+def _engine(path: str, dtype: str, kind: str | None) -> InferenceEngine:
+    limits = {"max_model_len": 1024, "max_batch_size": 64, "kv_cache_memory": 1 << 30}
+    return InferenceEngine(
+        EngineConfig(path, dtype=dtype, device="cpu", quantization=kind, **limits)  # pyright: ignore
+    )
+
+
+def _bytes(engine: InferenceEngine, table: Any) -> int:
+    return num_bytes(table, engine.model.dtype, formats_of(engine.model.params))
+
+
+def _speeds(engine: InferenceEngine, prompts: list[list[int]], turn: int) -> dict[str, float]:
+    def seconds(given: list[list[int]], count: int, samples: int = 1) -> float:
+        engine.flush_cache()
+        params = SamplingParams(max_tokens=count, ignore_eos=True, seed=turn)
+        began = time.perf_counter()
+        engine.generate(given, params, samples)
+        return time.perf_counter() - began
+
+    short, long = [prompts[0][:128]], [[*prompts[1], *prompts[2]][:500]]
+    first = seconds(short, 1)
+    return {
+        "decode_tokens_per_s": 127 / (seconds(short, 128) - first),
+        "batch_tokens_per_s": 8 * 8 * 64 / seconds(prompts, 64, 8),
+        "prompt_tokens_per_s": 500 / seconds(long, 1),
+    }
+
+
+def _logprobs(engine: InferenceEngine, tokens: list[int]) -> list[float]:
+    """Of each token of a text, behind those before it in its piece."""
+    pieces = [tokens[at : at + CONTEXT] for at in range(0, len(tokens), CONTEXT)]
+    scores = score_tokens(engine, [ScoreRequest(piece, 1) for piece in pieces])
+    return [value for each in scores for value in each.logprobs]
