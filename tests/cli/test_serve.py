@@ -43,53 +43,35 @@ def other(value: Any, kind: str) -> Any:
     return 2 if "int" in kind else 2.5 if "float" in kind else "other"
 
 
-CHOICES = {
-    "quantization": "int8",
-    "cache_type": "radix",
-    "dtype": "float32",
-    "backend": "reference",
-    "device": "cpu",
-}
+CHOICES = {"cache_type": "radix", "dtype": "float32", "backend": "reference", "device": "cpu"}
 CHOICES |= {
-    "quantization": "int8",
     "attention": "reference",
     "batch_invariant": True,
     "lookahead": 1,
     "gpu_memory_utilization": 0.5,
 }
 CHOICES |= {
-    "quantization": "int8",
     "tensor_parallel": 4,
     "pipeline_parallel": 2,
     "context_parallel": 2,
     "expert_parallel": 4,
 }
-CHOICES |= {"quantization": "int8", "block_size": 1024}
-CHOICES |= {"quantization": "int8", "admin_key": "third"}  # a user's key is refused
+CHOICES |= {"block_size": 1024}
+CHOICES |= {"admin_key": "third"}  # a user's key is refused
 CHOICES |= {
-    "quantization": "int8",
     "served_model_name": ("other", "more"),
     "root_path": "/other",
     "max_pending_bytes": 1 << 30,
 }
+CHOICES |= {"generation_config": "none", "grammar_backend": "outlines", "speculation": "suffix"}
+CHOICES |= {"quantization": "int8"}
 CHOICES |= {
-    "quantization": "int8",
-    "generation_config": "none",
-    "grammar_backend": "outlines",
-    "speculation": "suffix",
-}
-CHOICES |= {
-    "quantization": "int8",
     "log_level": "error",
     "log_format": "json",
     "tool_format": "llama",
     "reasoning_format": "none",
 }
-CHOICES |= {
-    "quantization": "int8",
-    "weight_update_group_init_method": "tcp://10.0.0.1:9000",
-    "actor_llm_idx": 0,
-}
+CHOICES |= {"weight_update_group_init_method": "tcp://10.0.0.1:9000", "actor_llm_idx": 0}
 OPTION = {"tokenizer_path": "tokenizer", "ref_model_path": "ref-model", "num_threads": "threads"}
 OPTION |= {"enable_prefix_caching": "prefix-caching", "enable_chunked_prefill": "chunked-prefill"}
 OPTION |= {"api_keys": "api-key", "cors_origins": "cors-origin"}
