@@ -23,6 +23,7 @@ BATCHES = "tests/test_batch.py"
 DRAFTS = "tests/speculation/test_bits.py"
 MODEL_DRAFTS = "tests/speculation/test_model_drafts.py"
 STATES = "tests/ops/test_cpu_states.py"
+CODES = "tests/ops/test_quantised.py"
 SIMULATION = "tests/simulation/test_simulation.py"
 POLICIES = "tests/engine/test_kv_policies.py"
 ON_CUDA = "tests/invariance/test_triton_invariance.py -k"
@@ -70,6 +71,12 @@ CATCHES = {
     "cpu_sink_of_the_groups_first_head": "tests/models/test_families.py -k 'agrees and gpt-oss and cpu'",
     "latents_without_their_norm": "tests/models/test_families.py -k 'agrees and deepseek-v3'",
     "quantised_scales_of_another_group": "tests/models/test_quantised.py -k stands_for",
+    "cpu_codes_eight_too_large": f"{CODES} -k 'bits_of_the_definition and cpu'",
+    "cpu_codes_inputs_of_the_tiles_first_row": f"{CODES} -k 'bits_of_the_definition and cpu'",
+    "cpu_codes_in_one_segment": f"{CODES} -k 'bits_of_the_definition and cpu'",
+    "codes_of_whole_rows_under_groups": f"{CODES} -k 'bits_of_the_definition and cpu'",
+    "draft_codes_of_old_weights": f"{MODEL_DRAFTS} -k codes_of",
+    "gguf_minimum_is_added": "tests/models/test_gguf_codes.py -k stand_for",
     "gguf_neighbours_stay_together": "tests/models/test_gguf.py -k round_trip",
     "harmony_commentary_is_reasoning": "tests/serving/parsing/test_harmony.py",
     "masked_odds_keep_all": "tests/ops/test_cpu_head.py -k masked_draw",
