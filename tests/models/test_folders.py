@@ -146,8 +146,10 @@ def test_a_download_tells_its_bytes(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # another test may have given the logger a handler that writes to the terminal
-    monkeypatch.setattr(logging.getLogger("nano_inference"), "handlers", [])
+    # another test may have made the logger write to a terminal, and nowhere else
+    logger = logging.getLogger("nano_inference")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
     clock = Clock()
     hub_of = hub_that_gives([2**20, 2**22], tmp_path, clock)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub_of)

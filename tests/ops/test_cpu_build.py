@@ -320,7 +320,7 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> 
 
 # -- instruction sets ------------------------------------------------------------------------------
 
-X86 = "processor\t: 0\nflags\t\t: fpu avx avx2 {} fma\nbugs\t\t:\nflags\t\t: fpu\n"
+X86 = "processor\t: 0\nflags\t\t: fpu avx avx2 f16c {} fma\nbugs\t\t:\nflags\t\t: fpu\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU part\t: 0xd49\n"
 
 
@@ -331,7 +331,7 @@ ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU
         (
             "Linux",
             "x86_64",
-            X86.format("avx512f avx512bw avx512vl avx512dq avx512_bf16"),
+            X86.format("avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni"),
             "avx512_bf16",
         ),
         ("Linux", "x86_64", "flags\t\t: fpu sse2\n", "portable"),
