@@ -225,6 +225,7 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self._times: dict[int, float] = {}  # by powers of 2 of the sequences
+        self._begun: set[int] = set()  # of these the first, which makes what the others use again
 
     def of(self, num_seqs: int) -> float:
         """Of so many sequences; 0: nobody knows yet."""
@@ -235,6 +236,9 @@ class DraftTimes:
     def note(self, num_seqs: int, took: float) -> None:
         """One draft of each of so many sequences took so long."""
         bucket = _bucket(num_seqs)
+        if bucket not in self._begun:
+            self._begun.add(bucket)
+            return
         self._times[bucket] = SLOWLY * self._times.get(bucket, took) + (1 - SLOWLY) * took
 
 
