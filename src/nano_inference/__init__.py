@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.errors import (
+    AdapterError,
     ConfigError,
     EngineDead,
     InvalidRequest,
@@ -43,11 +44,13 @@ from nano_inference.types import (
 )
 
 if TYPE_CHECKING:
+    from nano_inference.engine.adapters import AdapterInfo
     from nano_inference.engine.async_engine import AsyncInferenceEngine
     from nano_inference.engine.engine import InferenceEngine
     from nano_inference.engine.weights.sync import WeightSyncManager
     from nano_inference.engine.weights.update import WeightPatch, WeightUpdate
     from nano_inference.models.decoder import model_forward
+    from nano_inference.models.lora import LoraSettings
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
 
@@ -56,8 +59,10 @@ __version__ = "0.1.0"
 # What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait
 # seconds for it.
 _NEEDS_TORCH = {
+    "AdapterInfo": "nano_inference.engine.adapters",
     "AsyncInferenceEngine": "nano_inference.engine.async_engine",
     "InferenceEngine": "nano_inference.engine.engine",
+    "LoraSettings": "nano_inference.models.lora",
     "SamplingPipeline": "nano_inference.sampling.pipeline",
     "WeightSyncManager": "nano_inference.engine.weights.sync",
     "WeightPatch": "nano_inference.engine.weights.update",
@@ -67,6 +72,8 @@ _NEEDS_TORCH = {
 }
 
 __all__ = [
+    "AdapterError",
+    "AdapterInfo",
     "AsyncInferenceEngine",
     "Block",
     "CacheAllocation",
@@ -80,6 +87,7 @@ __all__ = [
     "InferenceEngine",
     "InvalidRequest",
     "KVCacheManager",
+    "LoraSettings",
     "ModelLoadError",
     "NanoInferenceError",
     "PagedKVCache",

@@ -78,11 +78,14 @@ class ForwardBatch:
     # rows whose token the step before is sampling, and where in its samples it stands
     relay_rows: Tensor = column(torch.int64, "R", default=NOTHING)
     relay_sources: Tensor = column(torch.int64, "R", default=NOTHING)
+    # the adapter of each row, a place in `adapters`, -1 for none; empty: no row has one
+    row_adapters: Tensor = column(torch.int64, "N", default=NOTHING)
     # those of score_rows whose most probable next tokens are wanted too
     best_rows: Tensor = column(torch.int64, "T", default=NOTHING)
     scored: tuple[Scored, ...] = ()  # the sequences of score_rows, in order
     num_prompt_tokens: int = 0  # rows that belong to prompts, for the books
     num_best: int = 0  # how many most probable tokens are wanted
+    adapters: tuple[Any, ...] = ()  # `ops.lora.Adapter`
     # int64 [1]: numbers from one row of block_tables to the next, where only the device knows
     # (`CudaRunner`)
     table_stride: Tensor | None = None
@@ -192,6 +195,7 @@ class BatchBuilder:
         self._scored = np.zeros(0, dtype=np.bool_)  # [slots] some of its rows are to be scored
         self._undrawn = np.zeros(0, dtype=np.bool_)  # [slots] it does not know this one yet
         self._structured = np.zeros(0, dtype=np.bool_)  # [slots] it has a grammar
+        self._adapted = np.zeros(0, dtype=np.bool_)  # [slots] it has an adapter
 
     def chunks(
         self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences
@@ -326,8 +330,10 @@ class BatchBuilder:
             np.flatnonzero(self._scored[slots]).tolist(), seqs, starts, ends, cu_seqlens
         )
 
+        adapted = _adapters(seqs, lengths) if self._adapted[slots].any() else {}
         return ForwardBatch(
             weight_set=weight_set,
+            **adapted,
             input_ids=_tensor(input_ids),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(slot_mapping),
@@ -388,6 +394,7 @@ class BatchBuilder:
                 self._scored[slot] = bool(seq.request.scored)
                 self._undrawn[slot] = True
                 self._structured[slot] = seq.grammar is not None
+                self._adapted[slot] = seq.adapter is not None
                 self._write_table(slot, seq.block_ids, 0)
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
@@ -405,7 +412,7 @@ class BatchBuilder:
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
             self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            for name in ("prompts", "least", "scored", "undrawn", "structured", "marks"):
+            for name in ("prompts", "least", "scored", "undrawn", "structured", "adapted", "marks"):
                 setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, more)))
 
 
@@ -512,6 +519,14 @@ def _rows_to_score(
             score_targets += seq.token_ids[rows.start + 1 : rows.stop + 1]
             scored.append(Scored(seq, rows.start, rows.stop))
     return score_rows, score_targets, best_rows, scored
+
+
+def _adapters(seqs: Listed[Sequence], lengths: np.ndarray) -> dict[str, Any]:
+    """The adapters of chunks, and of each row its place among them."""
+    places: dict[Any, int] = {}
+    own = [-1 if s.adapter is None else places.setdefault(s.adapter, len(places)) for s in seqs]
+    rows = torch.from_numpy(np.repeat(np.array(own, dtype=np.int64), lengths))
+    return {"adapters": tuple(places), "row_adapters": rows}
 
 
 def _temperatures(scored: Listed[Scored]) -> Tensor:

@@ -143,6 +143,10 @@ class EngineConfig:
             format as `quantization` names them, made anew after each weight update. None: it shares
             them.
         max_drafts: guessed tokens of one sample in a step.
+        max_loras: how many adapters of low rank may be loaded at once (docs/adapters.md); 0: as
+            many as `loras` names. On one rank, for `backend="cpu"` and `"reference"` on a CPU.
+        max_lora_rank: of their matrices, at most 256.
+        loras: adapters to begin with, each `"NAME=FOLDER"`, a folder as PEFT saves it.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the
             first): 1, 2, 4, 8 ….
@@ -232,6 +236,11 @@ class EngineConfig:
         None, DRAFTS, "With --draft-model self: guess with weights as codes of 8 or 4 bits."
     )
     max_drafts: int = option(8, DRAFTS, "Guessed tokens of a sample in a step.", least=1)
+    max_loras: int = option(0, ENGINE, "Adapters that may be loaded at once.", least=0)
+    max_lora_rank: int = option(64, ENGINE, "Of their matrices.", least=1)
+    loras: tuple[str, ...] = option(
+        (), ENGINE, "Load this adapter. May be repeated.", "--lora", each=str, metavar="NAME=FOLDER"
+    )
     seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
     tensor_parallel: int = option(
         1, RANKS, "Processes that share every layer of the model: 1, 2, 4, 8 …", least=1
@@ -257,6 +266,7 @@ class EngineConfig:
         _check_context(self)
         _check_drafts(self)
         _check_quantization(self)
+        _check_adapters(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
             raise ConfigError(
@@ -320,6 +330,22 @@ def _check_choices(config: EngineConfig) -> None:
         ):
             listed = ", ".join(repr(choice) for choice in allowed)
             raise ConfigError(f"{each.name}={value!r} is not available; choose one of {listed}.")
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    names: list[str] = []
+    for each in config.loras:
+        name, _, folder = each.partition("=") if isinstance(each, str) else ("", "", "")  # pyright: ignore
+        if not name or not folder:
+            raise ConfigError(f"loras: {each!r} must be NAME=FOLDER.")
+        names.append(name)
+    if len({*names}) < len(names):
+        raise ConfigError(f"loras={config.loras!r} names an adapter twice.")
+    if config.max_lora_rank > 256:
+        raise ConfigError(f"max_lora_rank={config.max_lora_rank} must be at most 256.")
+    ranks = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
+    if (config.max_loras or config.loras) and ranks * config.expert_parallel > 1:
+        raise ConfigError("adapters are computed by one rank; leave max_loras or the ranks out.")
 
 
 def _check_numbers(config: EngineConfig) -> None:

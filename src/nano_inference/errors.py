@@ -41,6 +41,10 @@ class RequestAborted(NanoInferenceError):
     """A call waited for a request that was aborted, and has nothing partial to return."""
 
 
+class AdapterError(NanoInferenceError, ValueError):
+    """An adapter cannot be loaded or is not loaded; nothing has changed."""
+
+
 class WeightUpdateError(NanoInferenceError):
     """A weight update was refused. The old version goes on serving, untouched."""
 

@@ -101,6 +101,8 @@ class SamplingParams:
             every token of the prompt; needs `prompt_logprobs`.
         grammar: that the completion follows (docs/structured.md). At the end of a text of it the
             sample ends, also before `min_tokens`.
+        adapter: name of the adapter that samples, on top of the weights (docs/adapters.md); None:
+            the weights alone.
     """
 
     temperature: float = option(
@@ -155,6 +157,9 @@ class SamplingParams:
     priority: int = 0
     prompt_top_logprobs: int = 0
     grammar: Grammar | None = None
+    adapter: str | None = option(
+        None, SAMPLING, "Name of a loaded adapter that samples.", metavar="NAME"
+    )
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -171,6 +176,7 @@ class SamplingParams:
         whole("priority", self.priority, -(2**31), 2**31)
         if self.seed is not None:
             whole("seed", self.seed, 0, 2**64)
+        _require_name(self.adapter)
         for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
@@ -245,6 +251,11 @@ class SamplingParams:
             self.allowed_token_ids is not None or self.min_tokens > 0 or self.grammar is not None
         )
         return self.filters or (masks and self.temperature > 0)
+
+
+def _require_name(adapter: object) -> None:
+    if adapter is not None and not (isinstance(adapter, str) and adapter):
+        raise InvalidRequest(f"adapter={adapter!r} must be a name, or None.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +353,8 @@ class TrainingSample:
             needs.
         prompt_top_logprobs: the most probable tokens in the place of each prompt token, if asked
             for, under the distribution that `prompt_logprobs` is of. The first entry is empty.
+        adapter_versions: which version of its adapter (`sampling_params.adapter`) sampled which
+            tokens, as in `weight_versions`; empty without one.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -367,6 +380,7 @@ class TrainingSample:
     loss_mask: tuple[bool, ...] = ()
     sampling_params: SamplingParams | None = None
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    adapter_versions: tuple[VersionSpan, ...] = ()
 
     @property
     def oldest_weight_version(self) -> int:

@@ -42,6 +42,7 @@ from nano_inference.engine.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.engine.step_buffers import Downloads, Uploads
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
+from nano_inference.ops.lora import NO_ADAPTERS
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
@@ -204,7 +205,7 @@ class CudaRunner(ModelRunner):
     def _replay(self, batch: ForwardBatch, graphs: DecodeGraphs) -> StepResult:
         self._count(batch)
         graph, hidden = graphs.forward(batch)
-        return StepResult([(self.models[POLICY], hidden)], self._no_scores, [], graph)
+        return StepResult([(self.models[POLICY], hidden, NO_ADAPTERS)], self._no_scores, [], graph)
 
     def _newest_tokens(self, previous: Any) -> Tensor:
         return self._newest

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import generation
+from nano_inference.engine.adapters import AdapterInfo, Adapters
 from nano_inference.engine.assembly import Launcher, assemble_all
 from nano_inference.engine.backends import lookahead_of
 from nano_inference.engine.block_exchange import BlockExchange
@@ -26,14 +27,16 @@ from nano_inference.engine.speculation import make_drafter, measure_costs
 from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.errors import InvalidRequest
+from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.loading import read_tensors
+from nano_inference.models.lora import LoraSettings
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
 from nano_inference.structured.matching import GrammarState
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
     Delta,
     EngineStats,
+    KvPolicy,
     Limits,
     Memory,
     PauseMode,
@@ -93,6 +96,7 @@ class InferenceEngine:
             self.runner.gate = lockstep
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
+        self.adapter_table = self._make_adapters()
         self.runner.watch(self.shared)
         self._draft_heads = parts.heads
         self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
@@ -403,6 +407,57 @@ class InferenceEngine:
         given = dict(weights) if isinstance(weights, Mapping) else dict(read_tensors(Path(weights)))
         new = heads.checked(given.items())
         self.shared.between_steps(POLICY, lambda: heads.write(new))
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    def load_adapter(
+        self,
+        name: str,
+        source: Mapping[str, Tensor] | str | PathLike[str],
+        settings: LoraSettings | None = None,
+        *,
+        version: int | None = None,
+        kv_policy: KvPolicy = "finish_old",
+    ) -> AdapterInfo:
+        """Serve an adapter of low rank, or a new version of it, to requests that name it
+        (`SamplingParams.adapter`); other requests are not disturbed.
+
+        Args:
+            name: of the adapter. One that is loaded already gets a new version.
+            source: a folder as PEFT saves it, or its tensors by PEFT's names.
+            settings: alpha and how it scales; None: the folder's, or the defaults.
+            version: number of the version, larger than every one of this name before; None counts
+                up, from 1 on.
+            kv_policy: what becomes of requests that run with an older version: `"finish_old"` (they
+                keep it), `"recompute"`, `"keep"` (their keys and values) or `"abort"`.
+
+        Raises `AdapterError`, with nothing changed.
+        """
+        return self.adapter_table.load(name, source, settings, version, kv_policy)
+
+    def unload_adapter(self, name: str) -> None:
+        """No new request may ask for an adapter; those that have it finish with it. Raises
+        `AdapterError`.
+        """
+        self.adapter_table.unload(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may ask for, by name."""
+        return self.adapter_table.infos()
+
+    def _make_adapters(self) -> Adapters:
+        config = self.config
+        most = max(config.max_loras, len(config.loras))
+        if most and (self.model.ops.lora is None or self.model.device.type != "cpu"):
+            raise ConfigError(
+                f"the operations of {self.model.ops.name!r} on {self.model.device} compute no "
+                'adapters; leave max_loras out, or take backend="cpu" or "reference" on a CPU.'
+            )
+        made = Adapters(self.model, self.shared, most, config.max_lora_rank)
+        for each in config.loras:
+            name, _, folder = each.partition("=")
+            made.load(name, folder)
+        return made
 
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as

@@ -21,6 +21,7 @@ from nano_inference.scheduling.sequence import (
     SampleGroup,
     Sequence,
     Sequences,
+    ServedAdapter,
 )
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
@@ -118,7 +119,7 @@ class Intake:
         num_wanted = limits.get("num_wanted")
         _require_wanted(num_wanted, num_samples)
         stop_ids = checks.stop_ids(params)
-        grammar = self.grammar_of(params)
+        grammar, adapter = self.grammar_of(params), self.adapter_of(params.adapter)
         text = None
         if params.stop or is_text(prompt):
             text = OutputText(checks.need_tokenizer("a stop string"), params.stop)
@@ -144,7 +145,17 @@ class Intake:
             output_text=text,
             mask=GrowingMask(most_mask_ids),
             grammar=grammar,
+            adapter=adapter,
         )
+
+    def adapter_of(self, name: str | None) -> ServedAdapter | None:
+        """The newest version of the adapter that a request asks for. Raises `InvalidRequest`."""
+        if name is None:
+            return None
+        if (found := self.live.adapters.get(name)) is None:
+            loaded = ", ".join(map(repr, sorted(self.live.adapters))) or "none is"
+            raise InvalidRequest(f"adapter={name!r} is not loaded; these are: {loaded}.")
+        return found
 
     def grammar_of(
         self, params: SamplingParams, token_ids: Iterable[int] = ()

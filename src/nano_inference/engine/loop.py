@@ -38,13 +38,16 @@ from nano_inference.scheduling.sequence import (
     Sequence,
     Sequences,
     SequenceStatus,
+    ServedAdapter,
 )
 from nano_inference.scheduling.stopping import Finish, failure, grammar_failure, take_text
 from nano_inference.scheduling.versions import (
     begun,
+    change_adapter,
     change_version,
     free_previous,
     is_held,
+    of_adapter,
     outdated,
     release_held,
 )
@@ -363,6 +366,14 @@ class EngineLoop:
             change_version(self.sequences, self.cache, weight_set, version)
         return finished
 
+    def change_adapter(self, adapter: ServedAdapter, kv_policy: KvPolicy) -> list[TrainingSample]:
+        """From now on an adapter, or a new version of it, computes the requests of its name."""
+        finished = self._retire(keep=0)
+        if kv_policy == "abort":
+            finished += self._end(of_adapter(self.sequences, adapter.name))
+        change_adapter(self.sequences, self.cache, adapter, kv_policy)
+        return finished
+
     def resume(self) -> None:
         """Go on after a pause."""
         self.paused, self.admitting = False, True
@@ -447,6 +458,8 @@ class EngineLoop:
         # else the update would wait for ever
         if waits and waits[-1] is not None and seq.weight_set == POLICY:
             seq.behind = waits[-1]
+        if seq.adapter is not None and not seq.num_completion_tokens:  # it may be newer by now
+            seq.adapter = self.sequences.adapters.get(seq.adapter.name, seq.adapter)
         if seq.grammar is not None:
             self.start_grammar(seq)
             if not seq.grammar.is_ready:

@@ -49,7 +49,7 @@ class MedusaDrafts:
 
     def see(self, chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
         """A step was computed: keep the rows that it draws from."""
-        drawn = [hidden for _, hidden in result.drawn]
+        drawn = [hidden for _, hidden, _ in result.drawn]
         if drawn:
             self._rows.keep(chunks, drawn[0].clone() if len(drawn) == 1 else torch.cat(drawn))
 

@@ -83,6 +83,8 @@ def resumed(
         scores=list((sample.prompt_logprobs or ())[1:]) if drawn else [],
         score_best=list((sample.prompt_top_logprobs or ())[1:]) if drawn else [],
         mask=GrowingMask(most_mask_ids),
+        adapter=intake.adapter_of(params.adapter),
+        adapter_starts=[(span.version, span.start) for span in sample.adapter_versions],
     )
     _fill(seq, sample, len(appended))
     # what was appended is no text of the grammar, which begins anew behind it

@@ -16,6 +16,7 @@ from nano_inference.engine.sleeping import Sleep, give_back
 from nano_inference.engine.storage import KVStorage
 from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
+from nano_inference.ops.lora import HeadRows
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import Applied, SampledTokens
@@ -75,8 +76,8 @@ class Sampled:
 class StepResult(NamedTuple):
     """What a step computed."""
 
-    # models with rows [L, H] to draw from, in the order of the batches
-    drawn: list[tuple[Decoder, Tensor]]
+    # models with rows [L, H] to draw from and whose they are, in the order of the batches
+    drawn: list[tuple[Decoder, Tensor, HeadRows]]
     scores: Tensor  # float32 [P], in the order of the batches
     best: list[BestTokens]  # of the batches that have some
     graph: Any = None  # that computed it, if one did
@@ -211,7 +212,7 @@ class ModelRunner:
         """Compute batches of the device, and put their results together."""
         results = self._forward_all(batches, previous)
         drawn = [
-            (self.models[batch.weight_set], result.hidden)
+            (self.models[batch.weight_set], result.hidden, result.rows)
             for batch, result in zip(batches, results, strict=True)
             if len(result.hidden)
         ]
@@ -246,13 +247,14 @@ class ModelRunner:
     def _draw(self, result: StepResult, batch: SamplingBatch) -> Draw:
         """Draw the samples of a step, whose batch is on the device."""
         if len(result.drawn) == 1:
-            model, hidden = result.drawn[0]
-            return model.draw(hidden, batch)
+            model, hidden, whose = result.drawn[0]
+            return model.draw(hidden, batch, whose)
         ops = self.models[POLICY].ops
         if not result.drawn:
             return ops.sample_logits(torch.empty((0, 1), device=self.device), batch)
         return ops.sample_logits(
-            torch.cat([model.logits(hidden) for model, hidden in result.drawn]), batch
+            torch.cat([model.logits(hidden, whose) for model, hidden, whose in result.drawn]),
+            batch,
         )
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids, is_text
 from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarge, WeightUpdateError
 from nano_inference.models.routes import RouteRecord
-from nano_inference.scheduling.sequence import POLICY, CheckedRequest, Sequence
+from nano_inference.scheduling.sequence import POLICY, CheckedRequest, Sequence, ServedAdapter
 from nano_inference.types import SamplingParams, TrainingSample
 
 ATTEMPTS = 8  # to score under one version of the weights
@@ -74,10 +74,13 @@ def checked_sequence(engine: InferenceEngine, sequence: Any, place: int) -> list
 
 
 def score_tokens(
-    engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str = POLICY
+    engine: InferenceEngine,
+    requests: Listed[ScoreRequest],
+    weight_set: str = POLICY,
+    adapter: ServedAdapter | None = None,
 ) -> list[Scores]:
-    """The logprobs of the tokens of each request, all under one version of a weight set; and the
-    routes that the weight set's decoder keeps a record of.
+    """The logprobs of the tokens of each request, all under one version of a weight set (and an
+    adapter of the policy); and the routes that the weight set's decoder keeps a record of.
 
     Where the weights change meanwhile, all is scored again under the new ones. Any thread may call
     this. Raises `RequestAborted`, `EngineDead`, and `WeightUpdateError` where the weights change
@@ -87,7 +90,7 @@ def score_tokens(
     versions = engine.loop.sequences.versions
     for _ in range(ATTEMPTS):
         version = versions[weight_set]
-        scores = iter(_scores(engine, wanted, weight_set))
+        scores = iter(_scores(engine, wanted, weight_set, adapter))
         if versions[weight_set] == version:
             return [
                 next(scores) if request.start < len(request.token_ids) else Scores([])
@@ -100,12 +103,15 @@ def score_tokens(
 
 
 def _scores(
-    engine: InferenceEngine, requests: Listed[ScoreRequest], weight_set: str
+    engine: InferenceEngine,
+    requests: Listed[ScoreRequest],
+    weight_set: str,
+    adapter: ServedAdapter | None,
 ) -> list[Scores]:
     record = engine.runner.models[weight_set].routes
     routes: dict[int, Tensor] = {}
     take = None if record is None else partial(_take_routes, record, routes)
-    scorers = [_scorer(engine, request, weight_set, take) for request in requests]
+    scorers = [_scorer(engine, request, weight_set, adapter, take) for request in requests]
     by_id: dict[int, list[float]] = {}
     with closing(generation.run(engine.shared, scorers, progress=False)) as deltas:
         for sample in (delta.finished for delta in deltas if delta.finished is not None):
@@ -128,6 +134,7 @@ def _scorer(
     engine: InferenceEngine,
     request: ScoreRequest,
     weight_set: str,
+    adapter: ServedAdapter | None,
     at_end: Callable[[Sequence], None] | None,
 ) -> Sequence:
     request_id, num_tokens = engine.intake.new_request_id(), len(request.token_ids)
@@ -156,4 +163,5 @@ def _scorer(
         request.token_ids,
         num_samples=0,
         weight_set=weight_set,
+        adapter=adapter,
     )

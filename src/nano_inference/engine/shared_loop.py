@@ -21,8 +21,8 @@ from nano_inference.engine.lockstep import Lockstep, Member, not_together
 from nano_inference.engine.loop import Abort, Add, EngineLoop, GrammarReady, Message
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
-from nano_inference.scheduling.sequence import POLICY, Sequence
-from nano_inference.types import Delta, Memory, PauseMode, TrainingSample
+from nano_inference.scheduling.sequence import POLICY, Sequence, ServedAdapter
+from nano_inference.types import Delta, KvPolicy, Memory, PauseMode, TrainingSample
 
 logger = logging.getLogger("nano_inference")
 
@@ -326,6 +326,12 @@ class SharedLoop:
                 )
             self.handle()
             self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
+
+    def change_adapter(self, adapter: ServedAdapter, kv_policy: KvPolicy) -> None:
+        """From now on an adapter, or a new version of it, computes the requests of its name."""
+        with self.lock:
+            self.handle()
+            self._deliver(self._guarded(lambda: self.loop.change_adapter(adapter, kv_policy)))
 
     def has_pending(self) -> bool:
         """Whether a step would do or return anything."""

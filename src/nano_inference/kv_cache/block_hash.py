@@ -19,7 +19,7 @@ class Namespace:
         version: the version of those weights. An update can therefore never make an old block
             match.
         salt: the request's `cache_salt`.
-        adapter: name of an adapter on top of the weights.
+        adapter: name and version of an adapter on top of the weights.
     """
 
     weight_set: str = "policy"

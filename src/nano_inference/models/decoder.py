@@ -23,9 +23,12 @@ from nano_inference.models.spec import ModelSpec
 from nano_inference.models.state_spec import DeltaNet
 from nano_inference.models.taps import Taps
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
+from nano_inference.ops.lora import HEAD, NO_ADAPTERS, HeadRows
 from nano_inference.ops.moe import Biases, Experts, Shared
+from nano_inference.ops.reference import lora, scaled
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.head import ShardedHead
+from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
@@ -54,6 +57,7 @@ class ForwardResult(NamedTuple):
     # temperatures
     scores: Tensor
     best: BestTokens | None = None  # after rows `batch.best_rows`; None where there are none
+    rows: HeadRows = NO_ADAPTERS  # whose the rows of `hidden` are, where adapters change the head
 
 
 class Decoder:
@@ -137,7 +141,7 @@ class Decoder:
         computed it.
         """
         own = context.own_rows(batch, view.block_size)
-        hidden, scores, best = self._forward(own, view)
+        hidden, scores, best, _ = self._forward(own, view)
         if not self.is_last_stage:
             return ForwardResult(hidden, scores)
         step = own.context
@@ -153,32 +157,50 @@ class Decoder:
         hidden = self._hidden(batch, view)
         if not self.is_last_stage:
             return ForwardResult(hidden[:0], torch.empty(0, device=self.device))
+        whose = self._head_rows(batch)
         scores = (
-            self._score(hidden, batch)
+            self._score(hidden, batch, whose)
             if len(batch.score_rows)
             else torch.empty(0, device=self.device)
         )
-        best = self.best_tokens(hidden[batch.best_rows], batch.num_best) if batch.num_best else None
+        best = (
+            self.best_tokens(hidden[batch.best_rows], batch.num_best, whose.of(batch.best_rows))
+            if batch.num_best
+            else None
+        )
         drawn = len(batch.logits_indices)
         return ForwardResult(
-            hidden if drawn == len(hidden) else hidden[batch.logits_indices], scores, best
+            hidden if drawn == len(hidden) else hidden[batch.logits_indices],
+            scores,
+            best,
+            whose.of(batch.logits_indices),
         )
 
-    def _score(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    def _head_rows(self, batch: ForwardBatch) -> HeadRows:
+        """Whose the rows of a batch are, where an adapter changes the head."""
+        if not any(HEAD in adapter.parts for adapter in batch.adapters):
+            return NO_ADAPTERS
+        return HeadRows(batch.adapters, batch.row_adapters)
+
+    def _score(self, hidden: Tensor, batch: ForwardBatch, whose: HeadRows) -> Tensor:
         """The logprobs [P] of the tokens that are scored, after rows [N, H]."""
         rows, scale = hidden[batch.score_rows], self.spec.logit_scale
         targets, temperatures = batch.score_targets, batch.score_temperatures
-        if not len(batch.score_mask_words):
+        if not len(batch.score_mask_words) and not whose.adapters:
             return self._end.gather_logprobs(rows, self.head, scale, targets, temperatures)
-        masked = batch.score_mask_rows >= 0
+        whose, masked = whose.of(batch.score_rows), batch.score_mask_rows >= 0
         scores = torch.empty(len(rows), device=self.device)
         plain = (~masked).nonzero()[:, 0]
-        if len(plain):
+        if whose.adapters:
+            for tile in plain.split(MASKED_TILE):
+                logits = self.logits(rows[tile], whose.of(tile))
+                scores[tile] = self.ops.score_logits(logits, targets[tile], temperatures[tile])
+        elif len(plain):
             scores[plain] = self._end.gather_logprobs(
                 rows[plain], self.head, scale, targets[plain], temperatures[plain]
             )
         for tile in masked.nonzero()[:, 0].split(MASKED_TILE):
-            logits = self.logits(rows[tile])
+            logits = self.logits(rows[tile], whose.of(tile))
             finite = logits.amax(dim=-1, keepdim=True).isfinite()
             may = allowed(batch.score_mask_rows[tile], batch.score_mask_words, logits.shape[1])
             # as in a draw, a row that is not finite where the mask cuts it has no logprob
@@ -186,15 +208,22 @@ class Decoder:
             scores[tile] = self.ops.score_logits(cut, targets[tile], temperatures[tile])
         return scores
 
-    def draw(self, hidden: Tensor, batch: SamplingBatch) -> Draw:
+    def draw(self, hidden: Tensor, batch: SamplingBatch, whose: HeadRows = NO_ADAPTERS) -> Draw:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""
+        if whose.adapters:
+            return self.ops.sample_logits(self.logits(hidden, whose), batch)
         return self._end.sample(hidden, self.head, self.spec.logit_scale, batch)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, whose: HeadRows = NO_ADAPTERS) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
-        return self._end.logits(hidden, self.head, self.spec.logit_scale)
+        if not whose.adapters:
+            return self._end.logits(hidden, self.head, self.spec.logit_scale)
+        products = self._end.logits(hidden, self.head, UNSCALED)
+        return scaled(lora(products, hidden, HEAD, whose), self.spec.logit_scale)
 
-    def best_tokens(self, hidden: Tensor, num_best: int) -> BestTokens:
+    def best_tokens(
+        self, hidden: Tensor, num_best: int, whose: HeadRows = NO_ADAPTERS
+    ) -> BestTokens:
         """The most probable tokens after rows [T, H] that a forward pass gave: what greedy draws
         report there.
         """
@@ -202,8 +231,12 @@ class Decoder:
             nothing = torch.empty((0, num_best), device=self.device)
             return BestTokens(nothing.long(), nothing)
         draws = [
-            self.draw(rows, to_device(greedy_batch(len(rows), num_best), self.device))
-            for rows in hidden.split(BEST_TILE)
+            self.draw(
+                hidden[tile],
+                to_device(greedy_batch(len(tile), num_best), self.device),
+                whose.of(tile),
+            )
+            for tile in torch.arange(len(hidden), device=self.device).split(BEST_TILE)
         ]
         return BestTokens(
             torch.cat([draw.top_ids for draw in draws]), torch.cat([d.top_logprobs for d in draws])
@@ -258,9 +291,10 @@ class Decoder:
         """All rows after the last norm, [N, H]; good until the next call."""
         if self.ops.compile is None:
             return self.trunk(self.ops, batch, view)
-        if view not in self.recorded:
-            self.recorded[view] = self.ops.compile(self.trunk, batch, view, self.dtype)
-        return self.recorded[view](batch)
+        key = (view, bool(batch.adapters))
+        if key not in self.recorded:
+            self.recorded[key] = self.ops.compile(self.trunk, batch, view, self.dtype)
+        return self.recorded[key](batch)
 
     def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
         """Everything but the head, by calls of `ops` alone: a backend may record them once and
@@ -314,7 +348,7 @@ class Decoder:
     ) -> Tensor:
         spec, params = self.spec, self.params
         rope = self.ropes[layer]
-        qkv, gate = self._qkv(ops, normed, name), None
+        qkv, gate = self._qkv(ops, batch, normed, name), None
         if spec.gated_attention:
             width = spec.num_heads * spec.head_dim
             gate = ops.columns(qkv, 0, width)
@@ -362,7 +396,7 @@ class Decoder:
         view: KvcacheView,
     ) -> Tensor:
         params, state = self.params, self.spec.state
-        projected = ops.linear(normed, params[name + "mix_in"], params.get(name + "mix_in_bias"))
+        projected = self._linear(ops, batch, normed, name + "mix_in")
         conv = params[name + "conv"]
         if isinstance(state, DeltaNet):
             decay = params[name + "log_decay"], params[name + "decay_bias"]
@@ -373,20 +407,32 @@ class Decoder:
         else:
             weights = ShortConvWeights(conv, params.get(name + "conv_bias"))
             mixed = ops.short_conv(projected, weights, batch, view.states, layer)
-        return ops.linear(mixed, params[name + "mix_out"], params.get(name + "mix_out_bias"))
+        return self._linear(ops, batch, mixed, name + "mix_out")
 
-    def _qkv(self, ops: Operations, normed: Tensor, name: str) -> Tensor:
+    def _linear(
+        self,
+        ops: Operations,
+        batch: ForwardBatch,
+        x: Tensor,
+        name: str,
+        segments: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """The product of rows and a weight with its bias, and what their adapters add."""
+        y = ops.linear(x, self.params[name], self.params.get(name + "_bias"), segments)
+        return ops.lora(y, x, name, batch) if batch.adapters else y
+
+    def _qkv(self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str) -> Tensor:
         """Queries, keys and values side by side, as attention has them: of latents, one KV head."""
         params, latent = self.params, self.spec.latent
         if latent is None:
-            return ops.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
+            return self._linear(ops, batch, normed, name + "qkv")
         q = normed
         if latent.query_rank is not None:
             norm = self._norm(name + "q_a_norm")._replace(eps=latent.eps)
-            q = ops.rms_norm(None, ops.linear(q, params[name + "q_a"]), norm)[0]
+            q = ops.rms_norm(None, self._linear(ops, batch, q, name + "q_a"), norm)[0]
         return ops.latent.meet(
-            ops.linear(q, params[name + "q_b"]),
-            ops.linear(normed, params[name + "kv_a"]),
+            self._linear(ops, batch, q, name + "q_b"),
+            self._linear(ops, batch, normed, name + "kv_a"),
             params[name + "kv_b"],
             self._norm(name + "kv_a_norm")._replace(eps=latent.eps),
             latent.sizes,
@@ -428,7 +474,7 @@ class Decoder:
             self.rank_exchange,
         )
         if rank_exchange.tensor is None:
-            return ops.linear(x, weight, bias, segments if self.ops.in_segments else None)
+            return self._linear(ops, batch, x, name, segments if self.ops.in_segments else None)
         segments = segments if segments is not None else (0, weight.shape[1])
         add_up = partial(rank_exchange.add_up, bias=None if bias is None else bias.float())
         return ops.call(
@@ -451,11 +497,11 @@ class Decoder:
             return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
         if self.spec.gated:
             inner = ops.gate(
-                ops.linear(normed, self.params[name + "gate_up"], None), self.spec.activation
+                self._linear(ops, batch, normed, name + "gate_up"), self.spec.activation
             )
         else:
             activate = partial(_activated, self.spec.activation, self.params.get(name + "act"))
-            up = ops.linear(normed, self.params[name + "up"], None)
+            up = self._linear(ops, batch, normed, name + "up")
             inner = ops.call(batch, activate, (up,), self.spec.intermediate_size, self.dtype)
         return self._row_parallel(ops, batch, inner, name + "down", self.part.inner_segments)
 

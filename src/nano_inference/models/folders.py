@@ -103,8 +103,7 @@ def _refuse_adapter(folder: Path) -> None:
         kind, base = fields.get("peft_type") or "LoRA", fields.get("base_model_name_or_path")
         raise ModelLoadError(
             f"{folder.absolute()} holds an adapter ({kind}{f' of {base}' if base else ''}), and "
-            "adapters are not "
-            "supported yet; merge it into its model and load that."
+            "not a whole model; load the base model, and the adapter with load_adapter."
         )
 
 

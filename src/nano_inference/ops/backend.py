@@ -163,6 +163,9 @@ class Ops:
         head_parts: draws and scores where each rank holds a part of the head. None: ranks gather
             the logits.
         latent: what attention over latents needs beside the others. None: the backend lacks it.
+        lora: (y [N, out], x [N, in], name of the weight, batch) -> the products y of x with what
+            the adapter of each row adds (`ops.lora`), in the dtype of y, which may be written.
+            None: the backend has no adapters.
     """
 
     name: str
@@ -199,6 +202,7 @@ class Ops:
     partial: PartialAttention | None = None
     head_parts: "HeadParts | None" = None
     latent: LatentOps | None = None
+    lora: Callable[[Any, Any, str, Any], Any] | None = None
 
 
 class HeadParts(NamedTuple):

@@ -28,6 +28,8 @@ from nano_inference.ops.backend import (
 )
 from nano_inference.ops.formats import Format
 from nano_inference.ops.latent import LatentOps
+from nano_inference.ops.lora import Adapted
+from nano_inference.ops.lora import lora as add_lora
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 from nano_inference.ops.reference_attention import (
     attention,
@@ -421,6 +423,11 @@ def latent_values(attended: Tensor, kv: Tensor, sizes: Latent) -> Tensor:
     return torch.cat(found, dim=1)
 
 
+def lora(y: Tensor, x: Tensor, name: str, rows: Adapted) -> Tensor:
+    """See `Ops.lora`."""
+    return add_lora(y, x, name, rows, linear)
+
+
 def reference_ops() -> Ops:
     """The backend as a value."""
     return Ops(
@@ -453,4 +460,5 @@ def reference_ops() -> Ops:
         columns=columns,
         head_parts=HeadParts(VOCAB_BLOCK, draw_part, score_of_part),
         latent=LatentOps(meet, latent_values),
+        lora=lora,
     )

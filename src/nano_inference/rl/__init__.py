@@ -7,16 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nano_inference.rl.comparison import differences
+    from nano_inference.rl.lora import LoraPolicy
     from nano_inference.rl.policy import PolicyModel
     from nano_inference.rl.replayer import replay
     from nano_inference.rl.report import MismatchReport, mismatch_report
     from nano_inference.rl.scoring import score
 
-__all__ = ["MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"]
+__all__ = [
+    "LoraPolicy",
+    "MismatchReport",
+    "PolicyModel",
+    "differences",
+    "mismatch_report",
+    "replay",
+    "score",
+]
 
 # No module may bear the name of what it holds: importing it would set that name, here, to the
 # module.
 _MODULES = {
+    "LoraPolicy": "lora",
     "MismatchReport": "report",
     "PolicyModel": "policy",
     "differences": "comparison",

@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +48,65 @@ from nano_inference.scheduling.sequence import POLICY
 WEIGHT_SET = "trainer"
 
 
-class PolicyModel(nn.Module):
+class ScoringModule(nn.Module):
+    """Parameters whose logprobs the engine computes, and their gradients by `_gradients`."""
+
+    engine: InferenceEngine
+
+    def forward(
+        self,
+        sequences: Iterable[TokenIds],
+        *,
+        from_position: int | Iterable[int] = 0,
+        temperature: float = 1.0,
+        grammar: Grammars = None,
+    ) -> list[Tensor]:
+        """See `logprobs`."""
+        return self.logprobs(
+            sequences, from_position=from_position, temperature=temperature, grammar=grammar
+        )
+
+    def logprobs(
+        self,
+        sequences: Iterable[TokenIds],
+        *,
+        from_position: int | Iterable[int] = 0,
+        temperature: float = 1.0,
+        grammar: Grammars = None,
+    ) -> list[Tensor]:
+        """Log-probability of each token given those before it, under the parameters;
+        differentiable.
+
+        Arguments, results and errors are those of `score`. Parameters must not change before
+        `backward`, which raises torch's error if they did. Entries of gradient 0 cost nothing in
+        it, nor do sequences of nothing else.
+        """
+        batch = check_batch(self.engine, sequences, from_position, temperature, grammar)
+        params = dict(self.named_parameters())
+        if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
+            flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
+            lengths = [
+                len(ids) - start
+                for ids, start in zip(batch.token_ids, batch.positions, strict=True)
+            ]
+            ends = list(itertools.accumulate(lengths))
+            return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        return self._score(batch)[0].logprobs
+
+    def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
+        """The scores, and the states of the parameters that they were computed from."""
+        raise NotImplementedError
+
+    def _gradients(
+        self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
+    ) -> dict[str, Tensor]:
+        """Gradients of the parameters in `values` that want one, float32, given those of the
+        sequences' logprobs.
+        """
+        raise NotImplementedError
+
+
+class PolicyModel(ScoringModule):
     """Ordinary parameters under the checkpoint's names, and their logprobs by the engine's own
     operations.
 
@@ -111,53 +169,13 @@ class PolicyModel(nn.Module):
         self._table = param_table(self.engine.spec)
         self._slots = slots(self._table)
         for name, tensor in _initial_weights(self.engine, dtype).items():
-            _place(self, name, nn.Parameter(tensor))
+            place_param(self, name, nn.Parameter(tensor))
         self._trainer = _TrainerWeights(self.engine)
         policy = self.engine.model
         products = gradient_dtype or (
             policy.dtype if policy.dtype == torch.bfloat16 else torch.float32
         )
         self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products)
-
-    def forward(
-        self,
-        sequences: Iterable[TokenIds],
-        *,
-        from_position: int | Iterable[int] = 0,
-        temperature: float = 1.0,
-        grammar: Grammars = None,
-    ) -> list[Tensor]:
-        """See `logprobs`."""
-        return self.logprobs(
-            sequences, from_position=from_position, temperature=temperature, grammar=grammar
-        )
-
-    def logprobs(
-        self,
-        sequences: Iterable[TokenIds],
-        *,
-        from_position: int | Iterable[int] = 0,
-        temperature: float = 1.0,
-        grammar: Grammars = None,
-    ) -> list[Tensor]:
-        """Log-probability of each token given those before it, under the parameters;
-        differentiable.
-
-        Arguments, results and errors are those of `score`. Parameters must not change before
-        `backward`, which raises torch's error if they did. Entries of gradient 0 cost nothing in
-        it, nor do sequences of nothing else.
-        """
-        batch = check_batch(self.engine, sequences, from_position, temperature, grammar)
-        params = dict(self.named_parameters())
-        if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
-            flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
-            lengths = [
-                len(ids) - start
-                for ids, start in zip(batch.token_ids, batch.positions, strict=True)
-            ]
-            ends = list(itertools.accumulate(lengths))
-            return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        return self._score(batch)[0].logprobs
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
         """Let the engine serve the parameters as a new version; options are those of
@@ -216,17 +234,8 @@ class PolicyModel(nn.Module):
         def compute(part: MicroBatch) -> dict[str, Tensor]:
             return self._decoder.gradients(params, head, part.to(device), temperature, wanted)
 
-        workers = (self.num_workers or torch.get_num_threads()) if device.type == "cpu" else 1
         parts = micro_batches(scored, self.micro_batch_tokens)
-        totals: dict[str, Tensor] = {}
-        with _single_threaded(workers) as pool:
-            running: deque[Future[dict[str, Tensor]]] = deque()
-            # the last ones only wait
-            for part in itertools.chain(parts, itertools.repeat(None, workers)):
-                if len(running) == workers or (part is None and running):
-                    _add(totals, running.popleft().result())
-                if part is not None:
-                    running.append(pool.submit(compute, part))
+        totals = sum_of_parts(parts, compute, device, self.num_workers)
         return {
             name: self._part(totals, name)
             for name in self._slots
@@ -263,7 +272,7 @@ class _Logprobs(torch.autograd.Function):
     """All logprobs of a batch in a row, as a function of the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, model: PolicyModel, batch: ScoreBatch, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, model: ScoringModule, batch: ScoreBatch, *params: Tensor) -> Tensor:
         ctx.model, ctx.batch = model, batch
         ctx.save_for_backward(*params)
         scores, ctx.states = model._score(batch)
@@ -358,6 +367,28 @@ class _TrainerWeights:
         return self.engine.loop.sequences.versions[self.name] + 1
 
 
+def sum_of_parts(
+    parts: Iterable[MicroBatch],
+    compute: Callable[[MicroBatch], dict[str, Tensor]],
+    device: torch.device,
+    num_workers: int | None,
+) -> dict[str, Tensor]:
+    """The gradients of micro-batches, added up in their order, however many are computed at
+    once.
+    """
+    workers = (num_workers or torch.get_num_threads()) if device.type == "cpu" else 1
+    totals: dict[str, Tensor] = {}
+    with _single_threaded(workers) as pool:
+        running: deque[Future[dict[str, Tensor]]] = deque()
+        # the last ones only wait
+        for part in itertools.chain(parts, itertools.repeat(None, workers)):
+            if len(running) == workers or (part is None and running):
+                _add(totals, running.popleft().result())
+            if part is not None:
+                running.append(pool.submit(compute, part))
+    return totals
+
+
 def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, Tensor]:
     """The engine's weights by the checkpoint's names; with the checkpoint's digits where those are
     what it rounded.
@@ -377,7 +408,7 @@ def _initial_weights(engine: InferenceEngine, dtype: torch.dtype) -> dict[str, T
     return found
 
 
-def _place(module: nn.Module, name: str, param: nn.Parameter) -> None:
+def place_param(module: nn.Module, name: str, param: nn.Parameter) -> None:
     """Register a parameter under a dotted name, with modules that do nothing on the way there."""
     *path, last = name.split(".")
     for part in path:

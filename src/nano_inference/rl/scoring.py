@@ -16,7 +16,7 @@ from nano_inference.engine.assembly import require_one_rank
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
 from nano_inference.errors import InvalidRequest
-from nano_inference.scheduling.sequence import POLICY
+from nano_inference.scheduling.sequence import POLICY, ServedAdapter
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.token_masks import NotInGrammar
 
@@ -31,6 +31,7 @@ def score(
     from_position: int | Iterable[int] = 0,
     temperature: float = 1.0,
     grammar: Grammars = None,
+    adapter: str | None = None,
 ) -> list[Tensor]:
     """Log-probability of each token given those before it, under the policy.
 
@@ -49,6 +50,7 @@ def score(
         grammar: that the tokens from `from_position` on were drawn under, as a sample's
             `sampling_params.grammar` says; one for all, or one (or None) a sequence. Their logprobs
             are those among the tokens that it allows.
+        adapter: name of a loaded adapter that scores them, on top of the policy's weights.
 
     Returns:
         float32 [len(sequence) - from_position] a sequence, on the CPU. The first token of a
@@ -64,7 +66,7 @@ def score(
         EngineDead: the engine was shut down or failed.
     """
     batch = check_batch(engine, sequences, from_position, temperature, grammar)
-    return score_batch(engine, batch, POLICY).logprobs
+    return score_batch(engine, batch, POLICY, engine.intake.adapter_of(adapter)).logprobs
 
 
 class SequenceMasks(NamedTuple):
@@ -120,8 +122,13 @@ class BatchScores(NamedTuple):
     routes: list[Tensor | None]
 
 
-def score_batch(engine: InferenceEngine, batch: ScoreBatch, weight_set: str) -> BatchScores:
-    """Score a batch under a weight set."""
+def score_batch(
+    engine: InferenceEngine,
+    batch: ScoreBatch,
+    weight_set: str,
+    adapter: ServedAdapter | None = None,
+) -> BatchScores:
+    """Score a batch under a weight set, and an adapter of the policy."""
     starts = [max(position, 1) for position in batch.positions]
     plan = _share(batch.token_ids, starts, _kinds(batch))
     requests = [
@@ -135,7 +142,9 @@ def score_batch(engine: InferenceEngine, batch: ScoreBatch, weight_set: str) -> 
     ]
     known: dict[int, list[float]] = {}  # logprobs from `starts` on
     routes: dict[int, Tensor | None] = {}
-    for own, (scores, routed) in zip(plan, score_tokens(engine, requests, weight_set), strict=True):
+    for own, (scores, routed) in zip(
+        plan, score_tokens(engine, requests, weight_set, adapter), strict=True
+    ):
         first = starts[own.index]
         copied = (
             known[own.source][first - starts[own.source] : own.start - starts[own.source]]

@@ -3,6 +3,7 @@ cache, for gradients.
 """
 
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ HEAD_ROWS = 256  # rows whose logits are in memory at once
 ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
 # more rows than these keep nothing of a layer but its input: it is computed again for its gradient
 KEPT_ROWS = 1024
+LORA = ".lora"  # behind a weight's name: what an adapter adds to its product
 
 
 class TorchDecoder:
@@ -74,7 +76,7 @@ class TorchDecoder:
             hidden = self.hidden({**params, **leaves}, embedded, batch)
         with torch.no_grad():
             d_hidden, d_head = self._head_gradients(
-                hidden.detach(), params[self.head], head, batch, temperature
+                hidden.detach(), params[self.head], head, batch, temperature, self.head in wanted
             )
             found: dict[str, Tensor] = {}
             if hidden.requires_grad:
@@ -92,7 +94,50 @@ class TorchDecoder:
             found["head"] = d_head
         return found
 
-    def hidden(self, params: Mapping[str, Tensor], embedded: Tensor, batch: MicroBatch) -> Tensor:
+    def adapter_gradients(
+        self,
+        params: Mapping[str, Any],
+        leaves: Sequence[Tensor],
+        head: tuple[Tensor, Tensor, float] | None,
+        batch: MicroBatch,
+        temperature: float,
+    ) -> list[Tensor]:
+        """Gradients of an adapter's matrices, given those of the logprobs of a micro-batch. Called
+        where gradients are enabled.
+
+        Args:
+            params: as of `gradients`, and under the weights' names + `LORA` what the adapter adds,
+                made of `leaves`.
+            leaves: the matrices in layers.
+            head: those of the head, [rank, H] and [V, rank], and their scale, where it has some.
+            batch: as of `gradients`.
+            temperature: as there.
+
+        Returns:
+            Those of the leaves, then of the head's two; float32.
+        """
+        weight = params[self.head]
+        with torch.no_grad():
+            embedded = functional.embedding(batch.token_ids, params["embed"])
+            embedded = embedded.float() * self.embed_scale
+            weight32 = weight.float()
+            if head is not None:
+                a, b, scale = head
+                weight32 = weight32 + b @ a * scale
+                weight = weight32.to(self.dtype)
+        hidden = self.hidden(params, embedded, batch)
+        with torch.no_grad():
+            d_hidden, d_head = self._head_gradients(
+                hidden.detach(), weight, weight32, batch, temperature, head is not None
+            )
+        found = list(torch.autograd.grad(hidden, leaves, d_hidden)) if leaves else []
+        if head is not None:
+            a, b, scale = head
+            with torch.no_grad():
+                found += [b.T @ d_head * scale, d_head @ a.T * scale]
+        return found
+
+    def hidden(self, params: Mapping[str, Any], embedded: Tensor, batch: MicroBatch) -> Tensor:
         """Rows after the last norm, in `dtype`: embedded float32 [N, H] -> [N, H]."""
         spec = self.spec
         routes = self._routes(batch)
@@ -151,7 +196,7 @@ class TorchDecoder:
         spec, num_rows, window = self.spec, len(normed), self.spec.windows[layer]
         width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         if spec.latent is None:
-            qkv = functional.linear(normed, params[name + "qkv"], params.get(name + "qkv_bias"))
+            qkv = self._linear(normed, params, name + "qkv")
         else:
             qkv = self._met(normed, params, name, spec.latent)
         q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
@@ -185,7 +230,7 @@ class TorchDecoder:
         attended = torch.cat(parts)
         if spec.latent is not None:
             attended = self._latent_values(attended, params[name + "kv_b"], spec.latent.sizes)
-        return functional.linear(attended, params[name + "o"], params.get(name + "o_bias"))
+        return self._linear(attended, params, name + "o")
 
     def _met(
         self, normed: Tensor, params: Mapping[str, Tensor], name: str, latent: LatentSpec
@@ -193,10 +238,10 @@ class TorchDecoder:
         """As `LatentOps.meet`: queries that meet latents, and the key twice."""
         sizes, q = latent.sizes, normed
         if latent.query_rank is not None:
-            q = self._latent(functional.linear(q, params[name + "q_a"]), params[name + "q_a_norm"])
-        q = functional.linear(q, params[name + "q_b"]).unflatten(1, (self.spec.num_heads, -1))
+            q = self._latent(self._linear(q, params, name + "q_a"), params[name + "q_a_norm"])
+        q = self._linear(q, params, name + "q_b").unflatten(1, (self.spec.num_heads, -1))
         plain, turning = q.split([sizes.plain, sizes.rotary], dim=-1)
-        c = functional.linear(normed, params[name + "kv_a"])
+        c = self._linear(normed, params, name + "kv_a")
         keys = params[name + "kv_b"].unflatten(0, (self.spec.num_heads, -1))[:, : sizes.plain]
         met = torch.cat((turning, torch.einsum("nhp,hpr->nhr", plain, keys)), dim=-1)
         c, turning = c.split([sizes.rank, sizes.rotary], dim=-1)
@@ -225,11 +270,20 @@ class TorchDecoder:
             if numbers is not None:
                 trained, fixed = numbers.split([2, 2])
                 numbers = torch.cat((trained, fixed.detach()))
-            up = functional.linear(normed, params[name + "up"]).float()
+            up = self._linear(normed, params, name + "up").float()
             inner = UNGATED[self.spec.activation](up, numbers).to(self.dtype)
-            return functional.linear(inner, params[name + "down"])
-        gated = self._gate(functional.linear(normed, params[name + "gate_up"]))
-        return functional.linear(gated, params[name + "down"])
+            return self._linear(inner, params, name + "down")
+        gated = self._gate(self._linear(normed, params, name + "gate_up"))
+        return self._linear(gated, params, name + "down")
+
+    def _linear(self, x: Tensor, params: Mapping[str, Any], name: str) -> Tensor:
+        """A product with its bias, and what an adapter adds (`ops.lora`)."""
+        y = functional.linear(x, params[name], params.get(name + "_bias"))
+        for first, a, b, scale in params.get(name + LORA, ()):
+            end = first + b.shape[1]
+            added = y[:, first:end].float() + functional.linear(x.float(), a) * scale @ b
+            y = torch.cat((y[:, :first], added.to(y.dtype), y[:, end:]), dim=1)
+        return y
 
     def _routes(self, batch: MicroBatch) -> dict[int, Tensor]:
         """The engine's choice of experts by layer: [N, K], rising in each row. Raises
@@ -381,14 +435,16 @@ class TorchDecoder:
         weight32: Tensor,
         batch: MicroBatch,
         temperature: float,
+        wanted: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden rows [N, H] in `dtype` and of the head, float32 [V, H].
+        """Gradients of hidden rows [N, H] in `dtype` and, if wanted, of the head, float32 [V, H].
 
         With z = hidden @ weight.T, scaled, -inf where masks cut, it is (one-hot - softmax(z /
         temperature)) / temperature by z. The logits are float32 whatever the dtype: rounded ones
         would be other probabilities.
         """
-        d_hidden, d_head = torch.zeros_like(hidden), torch.zeros_like(weight32)
+        d_hidden = torch.zeros_like(hidden)
+        d_head = torch.zeros_like(weight32) if wanted else torch.empty(0)
         scale, cap = self.spec.logit_scale, self.spec.logits_cap
         divisor = scale.divisor * temperature
         sums = torch.zeros(len(batch.scored_rows), device=hidden.device).index_add_(
@@ -412,5 +468,6 @@ class TorchDecoder:
             d_logits = d_logits.div_(divisor)
             d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(self.dtype)
             d_hidden.index_add_(0, rows, d_logits @ weight)  # a row may stand under several masks
-            d_head += d_logits.T @ own
+            if wanted:
+                d_head += d_logits.T @ own
         return d_hidden, d_head

@@ -317,8 +317,13 @@ def training_samples(
     loss_mask = (True,) * len(completion)
     for each in request.appended:
         loss_mask = (*loss_mask[: each.start], *[False] * len(each), *loss_mask[each.stop :])
-    starts = [*seq.version_starts, (version, len(completion))]
-    spans = [VersionSpan(v, start, end) for (v, start), (_, end) in itertools.pairwise(starts)]
+    spans, adapter_spans = (
+        [
+            VersionSpan(v, start, end)
+            for (v, start), (_, end) in itertools.pairwise([*starts, (version, len(completion))])
+        ]
+        for starts in (seq.version_starts, seq.adapter_starts)
+    )
     return [
         TrainingSample(
             prompt_tokens=tuple(prompt),
@@ -340,6 +345,7 @@ def training_samples(
             sample_index=index,
             request_id=seq.request_id,
             cached_tokens=seq.cached_tokens,
+            adapter_versions=tuple(adapter_spans),
             kv_versions=context_versions(seq),
             loss_mask=loss_mask,
             sampling_params=params,
@@ -373,6 +379,10 @@ def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> No
     starts, params = seq.version_starts, seq.request.params
     if not starts or starts[-1][0] != version:
         starts.append((version, seq.num_completion_tokens))
+    if seq.adapter is not None and (
+        not seq.adapter_starts or seq.adapter_starts[-1][0] != seq.adapter.version
+    ):
+        seq.adapter_starts.append((seq.adapter.version, seq.num_completion_tokens))
     seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
     if params.raw_logprobs:
         seq.output_raw_logprobs.append(sampled.raw_logprobs[row])

@@ -109,6 +109,20 @@ class GrowingGrammar(Protocol):
         ...
 
 
+class ServedAdapter(Protocol):
+    """One version of an adapter that sequences are computed with."""
+
+    @property
+    def name(self) -> str:
+        """Under which requests ask for it."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Counts up with each update of the name."""
+        ...
+
+
 class GrowingMask:
     """Four bytes an id; Python's own integers only when the sample has ended.
 
@@ -230,6 +244,8 @@ class Sequence:
         output_text: where text is wanted.
         stop_string: the one that the newest token completed.
         grammar: that its completion follows, where there is one.
+        adapter: that computes it, on top of the weights, where there is one.
+        adapter_starts: (version of the adapter, first completion token).
     """
 
     seq_id: int
@@ -256,6 +272,8 @@ class Sequence:
     output_text: GrowingText | None = None
     stop_string: str | None = None
     grammar: GrowingGrammar | None = None
+    adapter: ServedAdapter | None = None
+    adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])
     output_log_kept_mass: list[float] = field(default_factory=list[float])
@@ -393,6 +411,7 @@ class Sequence:
             grammar=self.grammar.fork() if self.grammar is not None else None,
             # it has no completion token yet
             version_starts=[],
+            adapter_starts=[],
             output_logprobs=[],
             output_raw_logprobs=[],
             output_log_kept_mass=[],
@@ -418,6 +437,8 @@ class Sequences:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.versions: dict[str, int] = {POLICY: 0}
+        # the newest version of each adapter that requests may ask for
+        self.adapters: dict[str, ServedAdapter] = {}
         self._ids = itertools.count()
 
     def new_id(self) -> int:
@@ -426,8 +447,10 @@ class Sequences:
 
     def namespace_of(self, seq: Sequence) -> Namespace:
         """Where blocks that are computed now for this sequence belong."""
-        lineage = _LINEAGE.get(seq.weight_set, seq.weight_set)
-        return Namespace(lineage, self.versions[seq.weight_set], seq.request.params.cache_salt)
+        lineage, salt = _LINEAGE.get(seq.weight_set, seq.weight_set), seq.request.params.cache_salt
+        own = seq.adapter
+        adapter = None if own is None else f"{own.name}@{own.version}"
+        return Namespace(lineage, self.versions[seq.weight_set], salt, adapter)
 
     def insert(self, seq: Sequence) -> None:
         """Add a live sequence to the list that its status names."""

@@ -4,7 +4,14 @@ one.
 
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.commit import preempt
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS, Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.sequence import (
+    POLICY,
+    PREVIOUS,
+    Sequence,
+    Sequences,
+    SequenceStatus,
+    ServedAdapter,
+)
 from nano_inference.scheduling.stopping import Finish
 from nano_inference.types import VERSION_GONE, KvPolicy, VersionSpan
 
@@ -67,6 +74,44 @@ def change_version(
                 seq.forget_scores()  # scores of one sequence are of one version
     if old != version and not (weight_set == POLICY and sequences.versions.get(PREVIOUS) == old):
         cache.drop_version(weight_set, old)
+
+
+def change_adapter(
+    sequences: Sequences, cache: KVCacheManager, adapter: ServedAdapter, kv_policy: KvPolicy
+) -> None:
+    """An adapter is there, or has a new version. Nothing may be in flight.
+
+    Sequences of the old version recompute their context under the new one, or `keep` their keys and
+    values, and then publish no blocks any more; with `finish_old` those that have begun stay with
+    the old version. Its name is in the blocks' names, so old ones match for nobody else.
+    """
+    old = sequences.adapters.get(adapter.name)
+    sequences.adapters[adapter.name] = adapter
+    begun_with = of_adapter(sequences, adapter.name)
+    for seq in [s for s in sequences.by_id.values() if s.adapter is old and old is not None]:
+        if kv_policy == "finish_old" and seq in begun_with:
+            continue
+        seq.adapter = adapter
+        if seq.status is SequenceStatus.RUNNING:
+            scoring = seq.request.scored and not seq.num_completion_tokens
+            if kv_policy == "keep" and seq.num_samples and not scoring:
+                seq.publishable = False
+            else:
+                preempt(seq, sequences, cache)
+        else:
+            seq.release(sequences.namespace_of(seq))
+            seq.prefix.extend(seq.token_ids, cache.block_size)
+            if not seq.num_samples or not seq.num_completion_tokens:
+                seq.forget_scores()
+
+
+def of_adapter(sequences: Sequences, name: str) -> list[Sequence]:
+    """Live sequences that have begun with an adapter."""
+    return [
+        seq
+        for seq in begun(sequences, *_ON_POLICY)
+        if seq.adapter is not None and seq.adapter.name == name
+    ]
 
 
 def free_previous(sequences: Sequences, cache: KVCacheManager) -> bool:

@@ -74,6 +74,12 @@ class CpuOps:
         """See `Ops.linear`."""
         return self._run(lambda r, x: r.linear(x, weight, bias, segments), x, dtype=weight.dtype)[0]
 
+    def lora(self, y: Tensor, x: Tensor, name: str, batch: ForwardBatch) -> Tensor:
+        """See `Ops.lora`."""
+        added = y.clone()
+        self._run(lambda r, y, x: r.lora(y, x, name, batch), added, x, dtype=x.dtype, batch=batch)
+        return added
+
     def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
         """See `Ops.columns`; a copy, since kernels read whole rows."""
         return x[:, start:stop].contiguous()

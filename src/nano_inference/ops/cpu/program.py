@@ -21,11 +21,13 @@ from nano_inference.ops.cpu.recorder import (
     place_buffers,
     to_struct,
 )
+from nano_inference.ops.lora import Adapter
 
 ALIGNMENT = 64  # bytes
 NO_TABLE = 2**62  # positions that a program without a rotary table may have
-Step, ProgramSpec, Layer, Window, Op = (
-    struct(name) for name in ("Step", "ProgramSpec", "Layer", "Window", "Op")
+Step, ProgramSpec, Layer, Window, Op, LoraPart, LoraParts = (
+    struct(name)
+    for name in ("Step", "ProgramSpec", "Layer", "Window", "Op", "LoraPart", "LoraParts")
 )
 # the columns that a step of the kernels reads: fields of `BatchRows`, and the tokens
 STEP_COLUMNS = [
@@ -38,6 +40,7 @@ PROBLEMS = {
     2: "a position is negative or beyond the rotary table.",
     3: "a slot is outside of the KV cache.",
     4: "a block table names a block that does not exist.",
+    6: "a row names an adapter that the step does not have.",
     5: "chunk lengths, context lengths, positions and block tables do not fit each other.",
 }
 
@@ -80,6 +83,9 @@ class Program:
             row_bytes=ctypes.addressof(self._row_bytes),
             num_threads=num_threads,
         )
+        self._adapted = tuple(recorder.adapted)
+        self._adapters: tuple[Adapter, ...] = ()  # of the step before
+        self._adapter_rows = (ctypes.c_void_p * 0)()
         self._capacity = 0
         self._memory: list[Tensor] = []
         self._views: dict[Buffer, Tensor] = {}  # of all rows that there is memory for
@@ -123,6 +129,7 @@ class Program:
         if batch is not None:
             rows = {name: getattr(batch, name) for name in STEP_COLUMNS}
             step.num_chunks, step.table_stride = batch.block_tables.shape
+            self._take_adapters(batch)
         for name, tensor in rows.items():
             if (
                 tensor.dtype != torch.int64
@@ -142,6 +149,17 @@ class Program:
             setattr(step, name, tensor.data_ptr())
         self._run_pieces(num_rows, batch)
         return [self._view(buffer, num_rows) for buffer in self._outputs]
+
+    def _take_adapters(self, batch: ForwardBatch) -> None:
+        """Say whose rows these are."""
+        step = self._step
+        step.row_adapters = batch.row_adapters.data_ptr() if batch.adapters else None
+        if batch.adapters != self._adapters:
+            self._adapters = batch.adapters
+            found = [packed(each, self._adapted) for each in batch.adapters]
+            self._adapter_rows = (ctypes.c_void_p * len(found))(*found)
+            step.adapters = ctypes.addressof(self._adapter_rows)
+            step.num_adapters = len(found)
 
     def _run_pieces(self, num_rows: int, batch: ForwardBatch | None) -> None:
         """C++ and Python by turns."""
@@ -206,6 +224,27 @@ class Program:
             spec.num_units, spec.block_size = storage.keys.shape[2:4]
             spec.num_blocks = storage.num_blocks
         return spec, (ops, windows, layers)
+
+
+def packed(adapter: Adapter, names: tuple[str, ...]) -> int:
+    """Where the kernels read an adapter: an array of `LoraParts`, one for each of the products
+    `names`. It lives as long as the adapter.
+    """
+    if names not in adapter.packed:
+        arrays = [
+            (LoraPart * len(parts))(
+                *(
+                    LoraPart(a.data_ptr(), b.data_ptr(), len(a), first, b.shape[1], scale)
+                    for first, a, b, scale in parts
+                )
+            )
+            for parts in (adapter.parts.get(name, ()) for name in names)
+        ]
+        rows = (LoraParts * len(names))(
+            *(LoraParts(ctypes.addressof(each), len(each)) for each in arrays)
+        )
+        adapter.packed[names] = rows, arrays
+    return ctypes.addressof(adapter.packed[names][0])
 
 
 def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:

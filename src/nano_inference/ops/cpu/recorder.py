@@ -28,7 +28,7 @@ from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
-EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE, MEET = range(7)  # Kind of program.h
+EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE, MEET, LORA = range(8)  # Kind of program.h
 CALL = -1  # of Python: what stands between two runs of C++
 STORE, ADD, SILU, GELU, CLAMPED = range(5)  # Finish of linear.h
 GATES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED}
@@ -104,6 +104,7 @@ class Recorder:
         self.windows: list[
             tuple[int, float, float]
         ] = []  # window, scale and cap of each kind of attention
+        self.adapted: list[str] = []  # the weights of products that adapters add to
         self.heads: Heads | None = None
         self.num_positions = 0
 
@@ -160,6 +161,16 @@ class Recorder:
             Operation(LINEAR, (x,), out, weight=weight, bias=bias, values=values)
         )
         return out
+
+    def lora(self, y: Buffer, x: Buffer, name: str, _batch: Any) -> Buffer:
+        """See `Ops.lora`; added in place."""
+        _require(
+            y.dtype == torch.float32 and x.dtype == self.dtype, f"y is {y.dtype}, x {x.dtype}."
+        )
+        self.adapted.append(name)
+        values = {"plan": len(self.adapted) - 1, "columns": x.columns}
+        self.operations.append(Operation(LORA, (x,), y, values=values))
+        return y
 
     def rms_norm(
         self, x: Buffer | None, residual: Buffer, norm: Norm, scale: float = 1.0

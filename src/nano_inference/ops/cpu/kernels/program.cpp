@@ -16,7 +16,7 @@ constexpr int64_t BLOCK_OF_ROWS = 256;    // rows that go through a layer togeth
 constexpr int64_t FEW_ROWS = 4;           // so few that each thread normalises all of them rather than wait
 constexpr double UNEVEN = 1.08;           // how much more than its share a thread may get to own whole sequences
 
-enum Problem { NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABLE = 4, BAD_LENGTHS = 5 };
+enum Problem { NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABLE = 4, BAD_LENGTHS = 5, BAD_ADAPTER = 6 };
 
 // How threads share a step. COLUMNS: each product is cut by columns, with a barrier after every operation. ROWS: a
 // thread has the same rows in every operation, with barriers around attention. SEQUENCES: rows of whole sequences, so
@@ -84,6 +84,8 @@ class Program {
         }
       }
     }
+    for (int64_t i = 0; step.row_adapters && i < b.num_rows; i++)
+      if (step.row_adapters[i] >= step.num_adapters) return BAD_ADAPTER;
     for (const Op& op : ops_)
       if (op.kind == Kind::EMBED)
         for (int64_t i = 0; i < b.num_rows; i++)
@@ -128,6 +130,7 @@ class Program {
         for (size_t k = i; k < end; k++) {
           const int64_t to = std::min(from + BLOCK_OF_ROWS, end_row);
           if (ops_[k].kind == Kind::LINEAR) product<T>(k, from, to, 0, 1);
+          else if (ops_[k].kind == Kind::LORA) adapt<T>(ops_[k], from, to, 0, 1);
           else by_rows<T>(ops_[k], from, to);
         }
       if (end < last) {
@@ -155,6 +158,7 @@ class Program {
       }
       if (op.kind == Kind::ATTENTION) attend<T>(i, team);
       else if (op.kind == Kind::LINEAR) product<T>(i, 0, n, team.thread, team.size, has_own ? own.data() : nullptr);
+      else if (op.kind == Kind::LORA) adapt<T>(op, 0, n, team.thread, team.size);
       else if (op.kind == Kind::ROPE_AND_STORE && !op.norm.data) rope_by_heads<T>(op, team);
       else by_rows<T>(op, team.begin(n), team.end(n));
       has_own = false;
@@ -195,6 +199,17 @@ class Program {
       own_job.out = static_cast<float*>(job.out) + op.first_output + head * op.output_step;
       linear(own_job, row, end_row, from - head * size, to - head * size, to < last ? panels_at(job, to) : next);
     }
+  }
+
+  // What the adapters of rows add to a product, a part of its columns.
+  template <class T>
+  void adapt(const Op& op, int64_t row, int64_t end_row, int part, int parts) const {
+    if (!step_->row_adapters) return;
+    const int64_t width = stride<float>(op.output), from = width * part / parts, to = width * (part + 1) / parts;
+    for (int64_t i = row; i < end_row; i++)
+      if (const int64_t own = step_->row_adapters[i]; own >= 0)
+        lora(at<const T>(op.input, i) + op.first_column, op.columns, step_->adapters[own][op.plan], from, to,
+             at<float>(op.output, i));
   }
 
   // What this thread reads after operation `index`: its first panels of the next product.

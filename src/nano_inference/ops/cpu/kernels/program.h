@@ -5,11 +5,12 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "lora.h"
 #include "rows.h"
 
 namespace nano {
 
-enum class Kind : int32_t { EMBED = 0, LINEAR = 1, NORM = 2, ROPE_AND_STORE = 3, ATTENTION = 4, GATE = 5, MEET = 6 };
+enum class Kind : int32_t { EMBED = 0, LINEAR = 1, NORM = 2, ROPE_AND_STORE = 3, ATTENTION = 4, GATE = 5, MEET = 6, LORA = 7 };
 
 // One operation.
 struct Op {
@@ -17,7 +18,7 @@ struct Op {
   Finish finish;        // LINEAR, GATE
   int32_t input, output;  // buffers, -1 for none
   int32_t residual;     // buffer: NORM; MEET: queries
-  int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION
+  int32_t layer, plan;  // ROPE_AND_STORE, ATTENTION; LORA: plan is the product's place among those of an adapter
   int32_t wide;         // NORM: out is float32
   float scale;          // EMBED; NORM and ADD: of what is added
   int32_t read_once;    // NORM: nothing but the product that follows reads its output
@@ -26,7 +27,7 @@ struct Op {
   int64_t input_step, output_step, first_output;  // LINEAR by heads: from one to the next in a row of `in` and of the
                                                   // output, and where the first begins there; MEET: of a query
   const void *weight, *bias;  // EMBED, LINEAR; ATTENTION: bias are its sinks, float
-  int64_t rows, columns;      // of the weight; NORM: columns of the row; GATE: rows is the width of the output; MEET: columns are the latent's
+  int64_t rows, columns;      // of the weight; NORM, LORA: columns of the row; GATE: rows is the width of the output; MEET: columns are the latent's
   NormWeight norm, key_norm;  // NORM; MEET; ROPE_AND_STORE: of queries and of keys, data null for none
   const float *cos, *sin;     // ROPE_AND_STORE: [positions, turning / 2]
   const float* query_scales;  // ROPE_AND_STORE: [positions], or null
@@ -61,6 +62,9 @@ struct Step {
   const int64_t* input_ids;  // [N]
   void* const* buffers;      // each with room for N rows
   const int64_t* row_bytes;  // of each buffer
+  const int64_t* row_adapters;        // [N] -1 for none; null where no row has one
+  const LoraParts* const* adapters;  // [num_adapters], each by the places of products
+  int64_t num_adapters;
   int64_t num_threads;
   int64_t first, last;  // operations to run; a step begins with a run from operation 0
 };

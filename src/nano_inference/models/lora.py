@@ -1,0 +1,261 @@
+"""Adapters of low rank as PEFT stores them: read, checked against a model, and brought to its
+decoder's parameters.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.errors import AdapterError, ModelLoadError
+from nano_inference.models.folders import read_json
+from nano_inference.models.loading import read_tensors
+from nano_inference.models.spec import ModelSpec
+from nano_inference.models.weights import ParamSpec, Slot, param_table, slots
+from nano_inference.ops.lora import HEAD, Adapter, LoraPart
+from nano_inference.options import is_number, is_whole
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# parameters of the decoder whose products take adapters, by the end of their names
+ADAPTED = ("qkv", "o", "gate_up", "up", "down", "mix_in", "mix_out", "q_a", "q_b", "kv_a")
+MOST_RANK = 256
+_PREFIX = "base_model.model."
+# settings of PEFT's that change what is computed, and are not computed here
+_REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """What an adapter is besides its numbers. Checked at construction: `AdapterError`.
+
+    Attributes:
+        rank: of its matrices, where it is made new; from 1 to 256.
+        alpha: what it adds is multiplied by alpha / rank.
+        targets: kinds of modules that it adapts, such as `"q_proj"`; `"all-linear"`: all that take
+            adapters but the head, `"lm_head"`.
+        rslora: it is multiplied by alpha / sqrt(rank) instead (arXiv:2312.03732).
+        seed: of the numbers of a new one.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | tuple[str, ...] = "all-linear"
+    rslora: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.rank, 1) or self.rank > MOST_RANK:
+            raise AdapterError(f"rank={self.rank!r} must be a whole number from 1 to {MOST_RANK}.")
+        if not is_number(self.alpha) or not 0.0 < self.alpha < math.inf:
+            raise AdapterError(f"alpha={self.alpha!r} must be a finite number above 0.")
+        if self.targets != "all-linear" and (
+            isinstance(self.targets, str)
+            or not self.targets
+            or not all(isinstance(each, str) for each in self.targets)
+        ):
+            raise AdapterError(
+                f'targets={self.targets!r} must be "all-linear" or names of modules, such as '
+                '("q_proj", "v_proj").'
+            )
+
+    def scale(self, rank: int) -> float:
+        """What an adapter of this rank is multiplied by."""
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+class Target(NamedTuple):
+    """A module that an adapter may change."""
+
+    module: str  # its name in the checkpoint, as `model.layers.0.self_attn.q_proj`
+    param: str  # the decoder's weight that holds it
+    slot: Slot
+
+    @property
+    def kind(self) -> str:
+        """The last part of its name."""
+        return self.module.rpartition(".")[2]
+
+
+class Pair(NamedTuple):
+    """An adapter's matrices of one module, as PEFT names them."""
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scale: float
+
+
+def targets_of(spec: ModelSpec) -> dict[str, Target]:
+    """The modules of a model that take adapters, by what follows their model's own prefix:
+    `layers.0.self_attn.q_proj`.
+    """
+    table = param_table(spec)
+    found = {
+        _within(name): Target(name.removesuffix(".weight"), slot.param, slot)
+        for name, slot in slots(table).items()
+        if slot.param.startswith("layers.")
+        and slot.param.rpartition(".")[2] in ADAPTED
+        and name.endswith(".weight")
+    }
+    head = _head_slot(spec, table)
+    return found | {"lm_head": Target("lm_head", HEAD, head)}
+
+
+def _head_slot(spec: ModelSpec, table: Iterable[ParamSpec]) -> Slot:
+    name = "embed" if spec.tie_word_embeddings else "head"
+    (param,) = (each for each in table if each.name == name)
+    shape = param.sources[0].shape
+    return Slot("lm_head.weight", shape, 0, None, param=HEAD, start=0)
+
+
+def _within(name: str) -> str:
+    """A module's name without the model's prefix, which its classes disagree about."""
+    module = name.removeprefix(_PREFIX)
+    for end in (".weight", ".lora_A", ".lora_B"):
+        module = module.removesuffix(end)
+    place = module.find("layers.")
+    return module[place:] if place >= 0 else module.rpartition(".")[2]
+
+
+def chosen(spec: ModelSpec, targets: str | tuple[str, ...]) -> list[Target]:
+    """The modules of these kinds, in the model's order. Raises `AdapterError`."""
+    every = targets_of(spec).values()
+    if targets == "all-linear":
+        return [each for each in every if each.kind != "lm_head"]
+    kinds = {each.kind for each in every}
+    for kind in targets:
+        if kind not in kinds:
+            raise AdapterError(
+                f"targets: {kind!r} is no module of {spec.architecture} that takes an adapter; "
+                f"these are: {', '.join(sorted(kinds))}."
+            )
+    return [each for each in every if each.kind in targets]
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the settings of a PEFT folder. Raises `AdapterError`."""
+    try:
+        if not (folder / CONFIG).exists():
+            raise AdapterError(f"{folder} is not an adapter's folder: {CONFIG} is missing.")
+        config = read_json(folder / CONFIG)
+        if not (folder / WEIGHTS).exists():
+            raise AdapterError(f"{folder} holds no {WEIGHTS}; pickled adapters are not read.")
+        return dict(read_tensors(folder / WEIGHTS)), config
+    except ModelLoadError as problem:
+        raise AdapterError(str(problem)) from problem
+
+
+def settings_of(config: Mapping[str, Any]) -> LoraSettings:
+    """What a PEFT configuration says. Raises `AdapterError` for what is not computed here."""
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise AdapterError(f"peft_type={kind!r} is not served; LORA is.")
+    for name in _REFUSED:
+        if config.get(name):
+            raise AdapterError(f"{name}={config[name]!r} is not served; leave it out.")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"bias={config['bias']!r} is not served; train with bias='none'.")
+    if config.get("alpha_pattern"):
+        raise AdapterError(
+            f"alpha_pattern={config['alpha_pattern']!r} is not served; use one lora_alpha."
+        )
+    return LoraSettings(
+        rank=config.get("r", 8),
+        alpha=config.get("lora_alpha", 8),
+        rslora=bool(config.get("use_rslora", False)),
+    )
+
+
+def pairs_of(
+    tensors: Mapping[str, Tensor], settings: LoraSettings, spec: ModelSpec, most_rank: int
+) -> dict[str, Pair]:
+    """An adapter's matrices by the names of `targets_of`, checked against the model. Raises
+    `AdapterError`, which names the tensor.
+    """
+    targets, found = targets_of(spec), dict[str, Pair]()
+    for place, own in _by_module(tensors, targets, spec).items():
+        module, (out, width) = targets[place].module, targets[place].slot.shape
+        for half in "AB":
+            if half not in own:
+                raise AdapterError(f"lora_{half} of {module!r} is missing.")
+            if not own[half].is_floating_point():
+                raise AdapterError(
+                    f"lora_{half} of {module!r} is {own[half].dtype}, not a floating point dtype."
+                )
+        a, b = own["A"], own["B"]
+        rank = a.shape[0] if a.dim() == 2 else 0
+        if tuple(a.shape) != (rank, width) or tuple(b.shape) != (out, rank) or not rank:
+            raise AdapterError(
+                f"lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} of {module!r} do not fit its "
+                f"weight ({out}, {width}); the adapter is of another base model."
+            )
+        if rank > most_rank:
+            raise AdapterError(f"{module!r} has rank {rank}, above max_lora_rank={most_rank}.")
+        found[place] = Pair(a, b, settings.scale(rank))
+    if not found:
+        raise AdapterError("the adapter is empty; give at least one pair of lora_A and lora_B.")
+    return {place: found[place] for place in targets if place in found}
+
+
+def _by_module(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Target], spec: ModelSpec
+) -> dict[str, dict[str, Tensor]]:
+    """Matrices A and B of each module."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, half = _half(name)
+        if (place := _within(module)) not in targets:
+            raise AdapterError(
+                f"{name!r} adapts {module.removeprefix(_PREFIX)!r}, which takes no adapter in "
+                f"{spec.architecture}."
+            )
+        if half in halves.setdefault(place, {}):
+            raise AdapterError(f"{name!r} is there twice.")
+        halves[place][half] = tensor
+    return halves
+
+
+def _half(name: str) -> tuple[str, str]:
+    """The module of a tensor, and which of its matrices it is."""
+    for half in "AB":
+        for end in (f".lora_{half}.weight", f".lora_{half}.default.weight", f".lora_{half}"):
+            if name.endswith(end):
+                return name.removesuffix(end), half
+    raise AdapterError(
+        f"{name!r} is no matrix of an adapter of low rank; those end with lora_A.weight or "
+        "lora_B.weight."
+    )
+
+
+def adapter_of(
+    name: str, version: int, pairs: Mapping[str, Pair], spec: ModelSpec, device: torch.device
+) -> Adapter:
+    """Copies of an adapter's matrices, in float32, as the operations read them. Raises
+    `AdapterError` for numbers that are not finite.
+    """
+    targets = targets_of(spec)
+    parts: dict[str, list[LoraPart]] = {}
+    for place, (a, b, scale) in pairs.items():
+        target = targets[place]
+        with torch.no_grad():
+            a, b = (each.detach().to(device, torch.float32) for each in (a, b))
+            if target.slot.axis == 0:
+                b = target.slot.take(b)
+            else:
+                a = target.slot.take(a)
+            own = LoraPart(target.slot.start, _own(a), _own(b.T), scale)
+        for half, tensor in (("A", own.a), ("B", own.b)):
+            # a sum is finite where its terms are, or they are too large to be an adapter
+            if not bool(tensor.sum().isfinite()):
+                raise AdapterError(f"lora_{half} of {target.module!r} is not finite.")
+        parts.setdefault(target.param, []).append(own)
+    ordered = {param: tuple(sorted(own, key=lambda p: p.first)) for param, own in parts.items()}
+    return Adapter(name, version, ordered)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy whose memory is its own."""
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,265 @@
+"""`LoraPolicy`: the trainer's adapter, whose logprobs are the engine's to the bit; the weights that
+it adapts are the engine's own.
+"""
+
+import json
+import math
+import os
+import threading
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nano_inference.config import EngineConfig, require_count
+from nano_inference.engine.adapters import AdapterInfo
+from nano_inference.engine.assembly import require_one_rank
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.errors import AdapterError, ConfigError
+from nano_inference.models.lora import (
+    CONFIG,
+    WEIGHTS,
+    LoraSettings,
+    Pair,
+    Target,
+    adapter_of,
+    chosen,
+    pairs_of,
+    read_folder,
+    settings_of,
+)
+from nano_inference.models.weights import numbers_of, param_table
+from nano_inference.ops.lora import HEAD, Adapter
+from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
+from nano_inference.rl.parameter_states import State, states
+from nano_inference.rl.policy import ScoringModule, place_param, sum_of_parts
+from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
+from nano_inference.rl.torch_decoder import LORA, TorchDecoder
+from nano_inference.scheduling.sequence import POLICY
+from nano_inference.types import KvPolicy
+
+_A, _B = "lora_A.weight", "lora_B.weight"
+_PREFIX = "base_model.model."
+
+
+class LoraPolicy(ScoringModule):
+    """An adapter of low rank as parameters under PEFT's names, and its logprobs by the engine's own
+    operations.
+
+    Forward: the engine scores the sequences with a copy of the matrices, on top of its own weights:
+    the bits of samples that it draws with the same adapter. Backward: a forward in plain torch at
+    the same weights is differentiated by the matrices alone, sequence by sequence in a fixed order.
+
+    A starts with uniform numbers (Kaiming, as PEFT's), B with zeros: a new adapter changes nothing.
+
+    Args:
+        engine: one that takes adapters (`max_loras`), or the configuration to build one from.
+        settings: rank, alpha, targets and seed; None: the defaults.
+        name: under which `publish` serves it.
+        micro_batch_tokens: as of `PolicyModel`.
+        num_workers: as there.
+        gradient_dtype: of the products of a backward pass with the frozen weights: float32 or
+            bfloat16. None: as the engine's. What the adapter adds is float32.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine | EngineConfig,
+        settings: LoraSettings | None = None,
+        *,
+        name: str = "trainer",
+        micro_batch_tokens: int = 512,
+        num_workers: int | None = None,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        settings = settings or LoraSettings()
+        for what, count in (
+            ("micro_batch_tokens", micro_batch_tokens),
+            ("num_workers", num_workers),
+        ):
+            if count is not None:
+                require_count(what, count)
+        if gradient_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"gradient_dtype={gradient_dtype} must be torch.float32, torch.bfloat16 or None."
+            )
+        self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
+        require_one_rank(self.engine.runner, "LoraPolicy")
+        spec, own = self.engine.spec, self.engine.model
+        if spec.state is not None or spec.moe is not None:
+            kind = "experts" if spec.moe is not None else "layers that carry a state"
+            raise ConfigError(
+                f"LoraPolicy has no gradients for {spec.architecture}: it has {kind}."
+            )
+        most = self.engine.config.max_lora_rank
+        if settings.rank > most:
+            raise AdapterError(f"rank={settings.rank} is above max_lora_rank={most}.")
+        self.settings, self.name = settings, name
+        self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
+        self._targets = chosen(spec, settings.targets)
+        generator = torch.Generator().manual_seed(settings.seed)
+        for target in self._targets:
+            out, width = target.slot.shape
+            bound = 1 / math.sqrt(width)
+            a = torch.empty(settings.rank, width).uniform_(-bound, bound, generator=generator)
+            place_param(self, f"{_PREFIX}{target.module}.{_A}", nn.Parameter(a))
+            b = torch.zeros(out, settings.rank)
+            place_param(self, f"{_PREFIX}{target.module}.{_B}", nn.Parameter(b))
+        products = gradient_dtype or (own.dtype if own.dtype == torch.bfloat16 else torch.float32)
+        self._decoder = TorchDecoder(own.spec, own.ropes, own.embed_scale, products)
+        self._frozen = _Frozen(self.engine, products)
+        self._lock = threading.Lock()
+        self._scoring: tuple[list[State], Adapter] | None = None
+        self._num_states = 0
+
+    def publish(
+        self,
+        name: str | None = None,
+        *,
+        version: int | None = None,
+        kv_policy: KvPolicy = "finish_old",
+    ) -> AdapterInfo:
+        """Serve the adapter as it is now as a new version of `name` (None: its own); options are
+        those of `engine.load_adapter`.
+        """
+        served = self.engine.adapter_table
+        return served.take(name or self.name, self._pairs(), version, kv_policy)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write a folder that PEFT, and `engine.load_adapter`, read.
+
+        Raises `ConfigError` for a folder that holds an adapter already.
+        """
+        path = Path(folder)
+        if (path / WEIGHTS).exists():
+            raise ConfigError(f"{path} holds an adapter already; name a new folder.")
+        path.mkdir(parents=True, exist_ok=True)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self.engine.config.model_path),
+            "r": self.settings.rank,
+            "lora_alpha": self.settings.alpha,
+            "use_rslora": self.settings.rslora,
+            "target_modules": sorted({target.kind for target in self._targets}),
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "inference_mode": True,
+        }
+        (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        tensors = {name: p.detach().contiguous() for name, p in self.named_parameters()}
+        save_file(tensors, path / WEIGHTS)
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Take the numbers of a PEFT folder of the same rank, alpha and modules. Raises
+        `AdapterError`, with nothing changed.
+        """
+        tensors, config = read_folder(Path(folder))
+        spec, most = self.engine.spec, self.engine.config.max_lora_rank
+        pairs = pairs_of(tensors, settings_of(config), spec, most)
+        own = self._pairs()
+        for place in {*pairs, *own}:
+            if place not in pairs or place not in own:
+                where = "is not in" if place in own else "is only in"
+                raise AdapterError(f"{place} {where} {folder}; its targets are others.")
+            if pairs[place].a.shape != own[place].a.shape or pairs[place].scale != own[place].scale:
+                raise AdapterError(f"{place} has another rank or scale in {folder}.")
+        with torch.no_grad():
+            for place, pair in pairs.items():
+                own[place].a.copy_(pair.a)
+                own[place].b.copy_(pair.b)
+
+    def _pairs(self) -> dict[str, Pair]:
+        """The parameters by the names of `targets_of`."""
+        scale, params = self.settings.scale(self.settings.rank), dict(self.named_parameters())
+        return {
+            place: Pair(
+                params[f"{_PREFIX}{target.module}.{_A}"],
+                params[f"{_PREFIX}{target.module}.{_B}"],
+                scale,
+            )
+            for place, target in self._by_place()
+        }
+
+    def _by_place(self) -> Iterator[tuple[str, Target]]:
+        for target in self._targets:
+            at = target.module.find("layers.")
+            yield target.module[at:] if at >= 0 else target.module, target
+
+    def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
+        """The scores, and the states of the parameters that they were computed from."""
+        with self._lock:
+            now = states([*self.parameters()])
+            if self._scoring is None or self._scoring[0] != now:
+                self._num_states += 1
+                name = f"trainer {id(self)}"  # no name that a caller may serve
+                pairs, device = self._pairs(), self.engine.model.device
+                spec = self.engine.spec
+                self._scoring = now, adapter_of(name, self._num_states, pairs, spec, device)
+            return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
+
+    def _gradients(
+        self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
+    ) -> dict[str, Tensor]:
+        device = self.engine.model.device
+
+        def compute(part: MicroBatch) -> dict[str, Tensor]:
+            with torch.enable_grad():
+                leaves = {name: v.detach().float().requires_grad_() for name, v in values.items()}
+                params, head = self._with_adapter(leaves)
+                inner = {n: v for n, v in leaves.items() if not n.startswith(f"{_PREFIX}lm_head.")}
+                found = self._decoder.adapter_gradients(
+                    params, [*inner.values()], head, part.to(device), temperature
+                )
+            outer = [name for name in leaves if name not in inner]
+            return dict(zip([*inner, *outer], found, strict=True))
+
+        parts = micro_batches(scored, self.micro_batch_tokens)
+        totals = sum_of_parts(parts, compute, device, self.num_workers)
+        return {
+            name: totals[name] if name in totals else torch.zeros_like(value)
+            for name, value in values.items()
+        }
+
+    def _with_adapter(
+        self, leaves: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, Any], tuple[Tensor, Tensor, float] | None]:
+        """The decoder's parameters with what the adapter adds in layers, and its matrices of the
+        head.
+        """
+        scale, head = self.settings.scale(self.settings.rank), None
+        added: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
+        for target in self._targets:
+            a, b = (leaves[f"{_PREFIX}{target.module}.{half}"] for half in (_A, _B))
+            if target.param == HEAD:
+                head = a.detach(), b.detach(), scale
+                continue
+            slot = target.slot
+            a, b = (a, slot.take(b)) if slot.axis == 0 else (slot.take(a), b)
+            added.setdefault(target.param + LORA, []).append((slot.start, a, b.T, scale))
+        return ChainMap(added, self._frozen), head  # pyright: ignore[reportArgumentType]
+
+
+class _Frozen(Mapping[str, Tensor]):
+    """The engine's weights as a backward pass reads them, one at a time: there is no second copy of
+    the model.
+    """
+
+    def __init__(self, engine: InferenceEngine, dtype: torch.dtype) -> None:
+        self._params, self._dtype = engine.model.params, dtype
+        self._float32 = {p.name for p in param_table(engine.spec) if p.keep_float32}
+
+    def __getitem__(self, name: str) -> Tensor:
+        numbers = numbers_of(self._params[name])
+        return numbers.float() if name in self._float32 else numbers.to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
