@@ -13,7 +13,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.errors import AdapterError
 from nano_inference.models.loading import load_spec
-from nano_inference.models.lora import CONFIG, WEIGHTS, LoraSettings, pairs_of, targets_of
+from nano_inference.models.lora import CONFIG, WEIGHTS, LoraSettings, pairs_of, targets_of, within
 from tests.models.families import CASES
 from tests.models.strong import NOTICED, TOLERANCE, strong_model, strong_prompts
 from tests.models.tiny import tiny_llama
@@ -22,26 +22,25 @@ RANK = 5
 
 
 def with_adapter(oracle: Any, folder: Path, out: Path, **settings: Any) -> Any:
-    """The oracle with a strong random adapter on all that takes one, saved into `out`."""
+    """The oracle with a strong random adapter on all that takes one, saved into `out`. Beside
+    experts PEFT adapts them too where it is given a dense layer's projections, which it is not.
+    """
+    spec = load_spec(folder)
     targets = [
         name
         for name, module in oracle.named_modules()
-        if isinstance(module, torch.nn.Linear) and within(name) in targets_of(load_spec(folder))
+        if isinstance(module, torch.nn.Linear)
+        and within(name) in targets_of(spec)
+        and not (spec.moe is not None and ".mlp." in name)
     ]
     config = LoraConfig(r=RANK, lora_alpha=7, target_modules=targets, **settings)
     model = get_peft_model(oracle, config)
     generator = torch.Generator().manual_seed(1)
     for name, tensor in model.state_dict().items():
         if "lora_" in name:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
     model.save_pretrained(out, save_embedding_layers=False)
     return model.eval()
-
-
-def within(name: str) -> str:
-    """A module's name from its layer on."""
-    place = name.find("layers.")
-    return name[place:] if place >= 0 else name.rpartition(".")[2]
 
 
 @torch.no_grad()
@@ -50,7 +49,9 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
     return rows[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of PEFT's
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
+)  # of PEFT's
 @pytest.mark.parametrize("family", CASES)
 def test_an_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
     case = CASES[family]
@@ -117,7 +118,7 @@ SETTINGS = {
     "DoRA": ({"use_dora": True}, "use_dora=True is not served"),
     "biases": ({"bias": "all"}, "bias='all' is not served"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
-    "alphas": ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern="),
+    "alphas": ({"alpha_pattern": {"(q|v)_proj": 3}}, "alpha_pattern: '(q|v)_proj' must be"),
     "alpha": ({"lora_alpha": -1}, "alpha=-1 must be"),
     "rank": ({"r": 0}, "rank=0 must be"),
 }
@@ -125,7 +126,9 @@ SETTINGS = {
 
 def engine_of(folder: Path, **options: Any) -> InferenceEngine:
     return InferenceEngine(
-        EngineConfig(str(folder), device="cpu", **{"max_loras": 2, "kv_cache_memory": 2**22} | options)
+        EngineConfig(
+            str(folder), device="cpu", **{"max_loras": 2, "kv_cache_memory": 2**22} | options
+        )
     )
 
 
@@ -153,7 +156,7 @@ def test_settings_that_are_not_served_are_refused(folder: Path, how: str) -> Non
 
 def test_a_folder_that_is_no_adapter_is_refused(folder: Path) -> None:
     with engine_of(folder) as engine:
-        with pytest.raises(AdapterError, match="adapter_config.json is missing"):
+        with pytest.raises(AdapterError, match=r"adapter_config\.json is missing"):
             engine.load_adapter("own", folder)
         (folder / "adapter" / WEIGHTS).unlink()
         with pytest.raises(AdapterError, match="pickled adapters are not read"):
@@ -179,5 +182,14 @@ def test_an_engine_begins_with_the_adapters_of_its_configuration(folder: Path) -
 def test_scales_are_those_of_the_settings(folder: Path) -> None:
     tensors = load_file(folder / "adapter" / WEIGHTS)
     spec = load_spec(folder)
-    for settings, scale in ((LoraSettings(alpha=10), 2.0), (LoraSettings(alpha=10, rslora=True), 10 / 5**0.5)):
+    for settings, scale in (
+        (LoraSettings(alpha=10), 2.0),
+        (LoraSettings(alpha=10, rslora=True), 10 / 5**0.5),
+    ):
         assert {pair.scale for pair in pairs_of(tensors, settings, spec, 64).values()} == {scale}
+    of_modules = LoraSettings(alpha=10, alphas=(("q_proj", 5),))
+    scales = {place: pair.scale for place, pair in pairs_of(tensors, of_modules, spec, 64).items()}
+    assert {place for place, scale in scales.items() if scale == 1.0} == {
+        "layers.0.self_attn.q_proj",
+        "layers.1.self_attn.q_proj",
+    }

@@ -23,7 +23,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # parameters of the decoder whose products take adapters, by the end of their names
 ADAPTED = ("qkv", "o", "gate_up", "up", "down", "mix_in", "mix_out", "q_a", "q_b", "kv_a")
 MOST_RANK = 256
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+# what stands before a layer of a language model
+_OUTER = (
+    "",
+    "model.",
+    "language_model.",
+    "model.language_model.",
+    "language_model.model.",
+    "model.text_model.",
+)
 # settings of PEFT's that change what is computed, and are not computed here
 _REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save")
 
@@ -39,6 +48,7 @@ class LoraSettings:
             adapters but the head, `"lm_head"`.
         rslora: it is multiplied by alpha / sqrt(rank) instead (arXiv:2312.03732).
         seed: of the numbers of a new one.
+        alphas: of modules whose names end so, instead of alpha.
     """
 
     rank: int = 16
@@ -46,12 +56,14 @@ class LoraSettings:
     targets: str | tuple[str, ...] = "all-linear"
     rslora: bool = False
     seed: int = 0
+    alphas: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not is_whole(self.rank, 1) or self.rank > MOST_RANK:
             raise AdapterError(f"rank={self.rank!r} must be a whole number from 1 to {MOST_RANK}.")
-        if not is_number(self.alpha) or not 0.0 < self.alpha < math.inf:
-            raise AdapterError(f"alpha={self.alpha!r} must be a finite number above 0.")
+        for alpha in (self.alpha, *(alpha for _, alpha in self.alphas)):
+            if not is_number(alpha) or not 0.0 < alpha < math.inf:
+                raise AdapterError(f"alpha={alpha!r} must be a finite number above 0.")
         if self.targets != "all-linear" and (
             isinstance(self.targets, str)
             or not self.targets
@@ -62,9 +74,10 @@ class LoraSettings:
                 '("q_proj", "v_proj").'
             )
 
-    def scale(self, rank: int) -> float:
-        """What an adapter of this rank is multiplied by."""
-        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+    def scale(self, rank: int, module: str = "") -> float:
+        """What an adapter of this rank is multiplied by, of a module."""
+        own = (alpha for end, alpha in self.alphas if f".{module}".endswith(f".{end}"))
+        return next(own, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
 class Target(NamedTuple):
@@ -94,9 +107,10 @@ def targets_of(spec: ModelSpec) -> dict[str, Target]:
     """
     table = param_table(spec)
     found = {
-        _within(name): Target(name.removesuffix(".weight"), slot.param, slot)
+        place: Target(name.removesuffix(".weight"), slot.param, slot)
         for name, slot in slots(table).items()
-        if slot.param.startswith("layers.")
+        if (place := within(name)) is not None
+        and slot.param.startswith("layers.")
         and slot.param.rpartition(".")[2] in ADAPTED
         and name.endswith(".weight")
     }
@@ -111,13 +125,16 @@ def _head_slot(spec: ModelSpec, table: Iterable[ParamSpec]) -> Slot:
     return Slot("lm_head.weight", shape, 0, None, param=HEAD, start=0)
 
 
-def _within(name: str) -> str:
-    """A module's name without the model's prefix, which its classes disagree about."""
-    module = name.removeprefix(_PREFIX)
-    for end in (".weight", ".lora_A", ".lora_B"):
-        module = module.removesuffix(end)
+def within(name: str) -> str | None:
+    """A module's name from its layer on, or `lm_head`: what stands before, the classes of a model
+    disagree about. None: it is no part of a language model.
+    """
+    module = name.removeprefix(PREFIX).removesuffix(".weight")
     place = module.find("layers.")
-    return module[place:] if place >= 0 else module.rpartition(".")[2]
+    before, own = (module[:place], module[place:]) if place >= 0 else ("", module)
+    if place < 0 and module.endswith("lm_head"):
+        before, own = module.removesuffix("lm_head"), "lm_head"
+    return own if before in _OUTER else None
 
 
 def chosen(spec: ModelSpec, targets: str | tuple[str, ...]) -> list[Target]:
@@ -158,15 +175,26 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
             raise AdapterError(f"{name}={config[name]!r} is not served; leave it out.")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"bias={config['bias']!r} is not served; train with bias='none'.")
-    if config.get("alpha_pattern"):
-        raise AdapterError(
-            f"alpha_pattern={config['alpha_pattern']!r} is not served; use one lora_alpha."
-        )
     return LoraSettings(
         rank=config.get("r", 8),
         alpha=config.get("lora_alpha", 8),
         rslora=bool(config.get("use_rslora", False)),
+        alphas=tuple(
+            (_ending(pattern), alpha)
+            for pattern, alpha in (config.get("alpha_pattern") or {}).items()
+        ),
     )
+
+
+def _ending(pattern: str) -> str:
+    """The modules' ending that a pattern of PEFT's stands for. Raises `AdapterError` for one that
+    says more.
+    """
+    ending = pattern.removeprefix("^").removesuffix("$").removeprefix(".*")
+    ending = ending.removeprefix("\\.").replace("\\.", ".")
+    if not ending.replace(".", "").replace("_", "").isalnum():
+        raise AdapterError(f"alpha_pattern: {pattern!r} must be the end of a module's name.")
+    return ending
 
 
 def pairs_of(
@@ -194,7 +222,7 @@ def pairs_of(
             )
         if rank > most_rank:
             raise AdapterError(f"{module!r} has rank {rank}, above max_lora_rank={most_rank}.")
-        found[place] = Pair(a, b, settings.scale(rank))
+        found[place] = Pair(a, b, settings.scale(rank, module))
     if not found:
         raise AdapterError("the adapter is empty; give at least one pair of lora_A and lora_B.")
     return {place: found[place] for place in targets if place in found}
@@ -207,9 +235,9 @@ def _by_module(
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, half = _half(name)
-        if (place := _within(module)) not in targets:
+        if (place := within(module)) not in targets:
             raise AdapterError(
-                f"{name!r} adapts {module.removeprefix(_PREFIX)!r}, which takes no adapter in "
+                f"{name!r} adapts {module.removeprefix(PREFIX)!r}, which takes no adapter in "
                 f"{spec.architecture}."
             )
         if half in halves.setdefault(place, {}):

@@ -22,6 +22,7 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import AdapterError, ConfigError
 from nano_inference.models.lora import (
     CONFIG,
+    PREFIX,
     WEIGHTS,
     LoraSettings,
     Pair,
@@ -31,6 +32,7 @@ from nano_inference.models.lora import (
     pairs_of,
     read_folder,
     settings_of,
+    within,
 )
 from nano_inference.models.weights import numbers_of, param_table
 from nano_inference.ops.lora import HEAD, Adapter
@@ -43,7 +45,6 @@ from nano_inference.scheduling.sequence import POLICY
 from nano_inference.types import KvPolicy
 
 _A, _B = "lora_A.weight", "lora_B.weight"
-_PREFIX = "base_model.model."
 
 
 class LoraPolicy(ScoringModule):
@@ -107,9 +108,9 @@ class LoraPolicy(ScoringModule):
             out, width = target.slot.shape
             bound = 1 / math.sqrt(width)
             a = torch.empty(settings.rank, width).uniform_(-bound, bound, generator=generator)
-            place_param(self, f"{_PREFIX}{target.module}.{_A}", nn.Parameter(a))
+            place_param(self, f"{PREFIX}{target.module}.{_A}", nn.Parameter(a))
             b = torch.zeros(out, settings.rank)
-            place_param(self, f"{_PREFIX}{target.module}.{_B}", nn.Parameter(b))
+            place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
         products = gradient_dtype or (own.dtype if own.dtype == torch.bfloat16 else torch.float32)
         self._decoder = TorchDecoder(own.spec, own.ropes, own.embed_scale, products)
         self._frozen = _Frozen(self.engine, products)
@@ -179,8 +180,8 @@ class LoraPolicy(ScoringModule):
         scale, params = self.settings.scale(self.settings.rank), dict(self.named_parameters())
         return {
             place: Pair(
-                params[f"{_PREFIX}{target.module}.{_A}"],
-                params[f"{_PREFIX}{target.module}.{_B}"],
+                params[f"{PREFIX}{target.module}.{_A}"],
+                params[f"{PREFIX}{target.module}.{_B}"],
                 scale,
             )
             for place, target in self._by_place()
@@ -188,8 +189,7 @@ class LoraPolicy(ScoringModule):
 
     def _by_place(self) -> Iterator[tuple[str, Target]]:
         for target in self._targets:
-            at = target.module.find("layers.")
-            yield target.module[at:] if at >= 0 else target.module, target
+            yield within(target.module) or target.module, target
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
         """The scores, and the states of the parameters that they were computed from."""
@@ -212,7 +212,7 @@ class LoraPolicy(ScoringModule):
             with torch.enable_grad():
                 leaves = {name: v.detach().float().requires_grad_() for name, v in values.items()}
                 params, head = self._with_adapter(leaves)
-                inner = {n: v for n, v in leaves.items() if not n.startswith(f"{_PREFIX}lm_head.")}
+                inner = {n: v for n, v in leaves.items() if not n.startswith(f"{PREFIX}lm_head.")}
                 found = self._decoder.adapter_gradients(
                     params, [*inner.values()], head, part.to(device), temperature
                 )
@@ -235,7 +235,7 @@ class LoraPolicy(ScoringModule):
         scale, head = self.settings.scale(self.settings.rank), None
         added: dict[str, list[tuple[int, Tensor, Tensor, float]]] = {}
         for target in self._targets:
-            a, b = (leaves[f"{_PREFIX}{target.module}.{half}"] for half in (_A, _B))
+            a, b = (leaves[f"{PREFIX}{target.module}.{half}"] for half in (_A, _B))
             if target.param == HEAD:
                 head = a.detach(), b.detach(), scale
                 continue
