@@ -65,7 +65,9 @@ def _has_examples(item: pytest.Item) -> bool:
         return False
     # also such as choose their settings as they run
     code = getattr(item.function, "__code__", None)
-    return is_hypothesis_test(item.obj) or (code is not None and "at_depth" in code.co_names)
+    return is_hypothesis_test(item.obj) or (
+        code is not None and not {"at_depth", "share_of"}.isdisjoint(code.co_names)
+    )
 
 
 def pytest_runtest_setup() -> None:

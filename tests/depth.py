@@ -7,9 +7,12 @@ examples. What is asked for by file, by name or by `-k` runs whole, as in `all`,
 asked for too.
 """
 
-from collections.abc import Collection
+import random
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 TIERS = ("quick", "rest", "all")
 LIST = Path(__file__).parent / "thorough.txt"  # written by scripts/tiers.py
 tier = "quick"  # set by conftest.py before tests are imported
@@ -18,6 +21,15 @@ tier = "quick"  # set by conftest.py before tests are imported
 def at_depth(examples: int) -> int:
     """For hypothesis's `max_examples`."""
     return min(examples, max(5, examples // 4)) if tier == "quick" else examples
+
+
+def share_of(cases: Iterable[T]) -> list[T]:
+    """Cases of an exhaustive test: an eighth of them in `quick`, half in `rest`, else all. The same
+    ones in each run.
+    """
+    every = list(cases)
+    part = {"quick": 8, "rest": 2}.get(tier, 1)
+    return random.Random(0).sample(every, -(-len(every) // part)) if part > 1 else every
 
 
 def thorough() -> set[str]:

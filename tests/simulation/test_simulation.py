@@ -1,6 +1,7 @@
 """The real loop on a fake model: random workloads, and every small one."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.engine.assembly import CACHES
 from nano_inference.kv_cache.sliding_window import BlockLayout
+from tests.depth import share_of
 from tests.simulation.workload import (
     Ask,
     FakeDrafts,
@@ -96,18 +98,25 @@ def test_every_schedule_of_three_sequences_on_six_blocks(
     config = SchedulerConfig(
         max_batch_size=seqs, max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk
     )
-    for shapes in itertools.product(SHAPES, repeat=3):
-        for second, third in [(0, 0), (0, 1), (1, 1), (1, 3), (2, 5)]:
-            for stems in ((1, 1, 1), (1, 2, 1)):  # all prompts share a stem, or the second does not
-                asks = [
+    for asks in share_of(three_asks(SHAPES, [(0, 0), (0, 1), (1, 1), (1, 3), (2, 5)])):
+        run(Workload(asks, config, num_blocks=6, lookahead=lookahead, cache_type=cache_type))
+
+
+def three_asks(
+    shapes: list[tuple[int, int]], arrivals: list[tuple[int, int]]
+) -> Iterator[list[Ask]]:
+    """Three requests of every shape, of which the second and the third arrive at every time; all
+    prompts share a stem, or the second does not.
+    """
+    for three in itertools.product(shapes, repeat=3):
+        for second, third in arrivals:
+            for stems in ((1, 1, 1), (1, 2, 1)):
+                yield [
                     Ask([stem] * length, most, arrives=arrives)
                     for (length, most), arrives, stem in zip(
-                        shapes, (0, second, third), stems, strict=True
+                        three, (0, second, third), stems, strict=True
                     )
                 ]
-                run(
-                    Workload(asks, config, num_blocks=6, lookahead=lookahead, cache_type=cache_type)
-                )
 
 
 # A window of three tokens touches two blocks of two. Memory is what 12 tokens alone need, and not
@@ -133,24 +142,16 @@ def test_every_schedule_of_three_sequences_in_the_least_memory(
     num_units: int,
 ) -> None:
     config = SchedulerConfig(max_tokens_per_batch=tokens, block_size=2, max_chunk_tokens=chunk)
-    for shapes in itertools.product([(1, 5), (3, 4), (6, 6)], repeat=3):
-        for second, third in [(0, 0), (1, 1), (2, 5)]:
-            for stems in ((1, 1, 1), (1, 2, 1)):
-                asks = [
-                    Ask([stem] * length, most, arrives=arrives)
-                    for (length, most), arrives, stem in zip(
-                        shapes, (0, second, third), stems, strict=True
-                    )
-                ]
-                run(
-                    Workload(
-                        asks,
-                        config,
-                        num_blocks,
-                        lookahead,
-                        {},
-                        cache_type,
-                        layout=layout,
-                        num_units=num_units,
-                    )
-                )
+    for asks in share_of(three_asks([(1, 5), (3, 4), (6, 6)], [(0, 0), (1, 1), (2, 5)])):
+        run(
+            Workload(
+                asks,
+                config,
+                num_blocks,
+                lookahead,
+                {},
+                cache_type,
+                layout=layout,
+                num_units=num_units,
+            )
+        )

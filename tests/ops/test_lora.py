@@ -1,0 +1,107 @@
+"""What adapters add to a product: the kernels beside the specification, alone and among others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.ops import reference
+from nano_inference.ops.cpu.backend import CpuOps
+from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
+from nano_inference.ops.lora import Adapter, LoraPart
+from tests.depth import at_depth
+from tests.ops.compiler import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
+SETS = [name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= _processor_flags()]
+SIZES = st.sampled_from([1, 3, 15, 16, 17, 48, 64, 65, 130])
+
+
+def numbers(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def adapter(
+    generator: torch.Generator, width: int, columns: list[int], ranks: list[int]
+) -> Adapter:
+    """One whose parts add to neighbouring columns; a rank of 0 leaves its columns alone."""
+    parts: list[LoraPart] = []
+    first = 0
+    for size, rank in zip(columns, ranks, strict=True):
+        if rank:
+            a, b = numbers(generator, rank, width), numbers(generator, rank, size)
+            parts.append(LoraPart(first, a, b, 0.5 + rank))
+        first += size
+    return Adapter("own", 1, {"weight": tuple(parts)} if parts else {})
+
+
+def batch(num_rows: int, adapters: tuple[Adapter, ...], own: list[int]) -> ForwardBatch:
+    rows = batch_of_rows([Rows([0] * num_rows, 0, range(num_rows))], 1)
+    return replace(rows, adapters=adapters, row_adapters=torch.tensor(own))
+
+
+@pytest.fixture(scope="module")
+def backends() -> list[CpuOps]:
+    """The best set first."""
+    return [*(CpuOps(1, name) for name in SETS), CpuOps(2)]
+
+
+@settings(max_examples=at_depth(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    width=SIZES,
+    columns=st.lists(SIZES, min_size=1, max_size=3),
+    num_rows=st.sampled_from([1, 2, 5, 70]),
+    data=st.data(),
+)
+def test_a_row_gets_what_its_own_adapter_adds(
+    backends: list[CpuOps],
+    seed: int,
+    dtype: torch.dtype,
+    width: int,
+    columns: list[int],
+    num_rows: int,
+    data: st.DataObject,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = st.lists(
+        st.sampled_from([0, 1, 3, 4, 8, 17]), min_size=len(columns), max_size=len(columns)
+    )
+    adapters = tuple(adapter(generator, width, columns, data.draw(ranks)) for _ in range(3))
+    own = data.draw(st.lists(st.integers(-1, 2), min_size=num_rows, max_size=num_rows))
+    x, y = numbers(generator, num_rows, width).to(dtype), numbers(generator, num_rows, sum(columns))
+    rows = batch(num_rows, adapters, own)
+    found = [ops.lora(y, x, "weight", rows) for ops in backends]
+    assert all(torch.equal(each, found[0]) for each in found)  # any set, any number of threads
+    expected = reference.lora(y, x, "weight", rows)
+    assert (found[0] - expected).abs().max() < 2e-6 * 20 * width * 17
+    for row in range(min(num_rows, 5)):
+        alone = batch(1, (adapters[max(own[row], 0)],), [min(own[row], 0)])
+        single = (y[row : row + 1], x[row : row + 1], "weight", alone)
+        assert torch.equal(backends[0].lora(*single), found[0][row : row + 1])
+        assert torch.equal(reference.lora(*single), expected[row : row + 1])
+        if own[row] < 0 or "weight" not in adapters[own[row]].parts:
+            assert torch.equal(found[0][row], y[row])
+
+
+def test_the_sum_is_that_of_its_matrices(backends: list[CpuOps]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    own = adapter(generator, 64, [32, 16], [4, 8])
+    x, y = numbers(generator, 3, 64), numbers(generator, 3, 48)
+    expected = y.double()
+    for first, a, b, scale in own.parts["weight"]:
+        expected[:, first : first + b.shape[1]] += x.double() @ a.double().T * scale @ b.double()
+    rows = batch(3, (own,), [0, 0, 0])
+    for found in (backends[0].lora(y, x, "weight", rows), reference.lora(y, x, "weight", rows)):
+        assert (found - expected).abs().max() < 1e-3
+
+
+def test_a_row_of_an_adapter_that_the_step_lacks_is_refused(backends: list[CpuOps]) -> None:
+    own = adapter(torch.Generator().manual_seed(0), 16, [16], [4])
+    with pytest.raises(ValueError, match="a row names an adapter that the step does not have"):
+        backends[0].lora(torch.zeros(1, 16), torch.zeros(1, 16), "weight", batch(1, (own,), [1]))
