@@ -1,0 +1,252 @@
+"""Adapters of an engine: updates while requests run, unloads, limits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import (
+    EngineConfig,
+    InferenceEngine,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+)
+from nano_inference.config import Backend
+from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
+from nano_inference.models.loading import load_spec
+from nano_inference.models.lora import targets_of
+from tests.models.tiny import tiny_llama
+
+PROMPT = list(range(3, 40))
+PARAMS = SamplingParams(max_tokens=12, seed=1, adapter="own", ignore_eos=True)
+
+
+def matrices(folder: Path, seed: int) -> dict[str, Tensor]:
+    """A random adapter of rank 4 on all that takes one."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for target in targets_of(load_spec(folder)).values():
+        out, width = target.slot.shape
+        for half, shape in (("A", (4, width)), ("B", (out, 4))):
+            name = f"base_model.model.{target.module}.lora_{half}.weight"
+            found[name] = torch.randn(shape, generator=generator) * 0.2
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[InferenceEngine]:
+    with make(folder, backend=request.param) as engine:
+        yield engine
+
+
+def make(folder: Path, backend: Backend = "cpu", **options: Any) -> InferenceEngine:
+    fields: dict[str, Any] = {"max_loras": 2, "kv_cache_memory": 2**22, "device": "cpu"}
+    return InferenceEngine(EngineConfig(str(folder), backend=backend, **(fields | options)))
+
+
+def whole(engine: InferenceEngine, params: SamplingParams = PARAMS) -> TrainingSample:
+    (sample,) = engine.generate([PROMPT], params)
+    return sample
+
+
+def bits(sample: TrainingSample) -> tuple[Any, ...]:
+    return sample.completion_tokens, sample.logprobs
+
+
+def begun(engine: InferenceEngine, tokens: int = 4) -> int:
+    """A request that has so many tokens."""
+    request_id = engine.add_request(PROMPT, PARAMS)
+    for _ in range(tokens):
+        engine.step()
+    return request_id
+
+
+def rest(engine: InferenceEngine) -> TrainingSample:
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    (sample,) = samples
+    return sample
+
+
+def test_a_new_version_leaves_those_that_have_begun_alone(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    old = whole(engine)
+    begun(engine)
+    engine.load_adapter("own", matrices(folder, 2))
+    sample = rest(engine)
+    assert bits(sample) == bits(old)
+    assert sample.adapter_versions == (VersionSpan(1, 0, 12),)
+    new = whole(engine)
+    assert new.adapter_versions == (VersionSpan(2, 0, 12),)
+    assert new.logprobs != old.logprobs
+    assert new.cached_tokens == 0  # blocks of the old version match for nobody
+
+
+def test_recompute_goes_on_under_the_new_version_alone(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    begun(engine)
+    engine.load_adapter("own", matrices(folder, 2), kv_policy="recompute")
+    sample = rest(engine)
+    (first, second) = sample.adapter_versions
+    assert (first.version, second.version, second.end) == (1, 2, 12)
+    # as a request whose prompt holds what was sampled before
+    known = sample.completion_tokens[: second.start]
+    with make(folder, engine.config.backend) as other:
+        other.load_adapter("own", matrices(folder, 2))
+        alone = other.resume_from(
+            sample_until(sample, second.start), max_new_tokens=12 - second.start
+        )
+        again = rest(other)
+    assert alone == again.request_id
+    assert again.completion_tokens[: second.start] == known
+    assert bits(again) == bits(sample)
+
+
+def sample_until(sample: TrainingSample, length: int) -> TrainingSample:
+    """A partial sample: its first tokens."""
+    return replace(
+        sample,
+        completion_tokens=sample.completion_tokens[:length],
+        logprobs=sample.logprobs[:length],
+        log_kept_mass=(sample.log_kept_mass or ())[:length],
+        loss_mask=sample.loss_mask[:length],
+        weight_versions=(VersionSpan(0, 0, length),),
+        adapter_versions=(VersionSpan(1, 0, length),),
+        kv_versions=(),
+        finish_reason="abort",
+    )
+
+
+def test_keep_goes_on_with_the_keys_that_are_there(engine: InferenceEngine, folder: Path) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    old = whole(engine)
+    begun(engine)
+    computed = engine.runner.tokens_computed
+    engine.load_adapter("own", matrices(folder, 2), kv_policy="keep")
+    sample = rest(engine)
+    first, second = sample.adapter_versions
+    assert (first.version, second.version) == (1, 2)
+    assert engine.runner.tokens_computed - computed == 12 - second.start
+    assert sample.completion_tokens[: first.end] == old.completion_tokens[: first.end]
+    assert whole(engine).cached_tokens == 0  # nothing of a mix was published
+
+
+def test_abort_ends_those_that_run_with_it_alone(engine: InferenceEngine, folder: Path) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    engine.add_request(PROMPT, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
+    request_id = begun(engine)
+    engine.load_adapter("own", matrices(folder, 2), kv_policy="abort")
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    ends = {sample.request_id: sample.finish_reason for sample in samples}
+    assert ends.pop(request_id) == "abort"
+    assert [*ends.values()] == ["length"]
+
+
+def test_one_that_waits_begins_with_the_newest_version(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    engine.add_request(PROMPT, PARAMS)
+    engine.load_adapter("own", matrices(folder, 2))
+    assert rest(engine).adapter_versions == (VersionSpan(2, 0, 12),)
+
+
+def test_an_unloaded_adapter_serves_those_that_have_it(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    old = whole(engine)
+    begun(engine)
+    engine.unload_adapter("own")
+    with pytest.raises(InvalidRequest, match="adapter='own' is not loaded; these are: none is"):
+        engine.add_request(PROMPT, PARAMS)
+    assert bits(rest(engine)) == bits(old)
+    info = engine.load_adapter("own", matrices(folder, 3))
+    assert info.version == 2  # the name's blocks of version 1 are never read again
+    assert whole(engine).cached_tokens == 0
+
+
+def test_a_base_update_and_an_adapter_keep_to_themselves(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    plain = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    before, own = whole(engine, plain), whole(engine)
+    engine.load_adapter("own", matrices(folder, 2))
+    assert bits(whole(engine, plain)) == bits(before)
+    assert whole(engine, plain).cached_tokens > 0
+    weights = engine.weight_sync.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    engine.update_weights({name: weights[name] * 1.5}, blocking=True)
+    assert whole(engine).weight_version == 1
+    assert whole(engine).logprobs != own.logprobs
+
+
+def test_limits(folder: Path) -> None:
+    with make(folder) as engine:
+        for name in ("one", "two"):
+            engine.load_adapter(name, matrices(folder, 1))
+        with pytest.raises(AdapterError, match="2 adapters are loaded, as many as max_loras"):
+            engine.load_adapter("three", matrices(folder, 1))
+        engine.load_adapter("two", matrices(folder, 2), version=7)
+        for version in (7, 3, -1, 1.5):
+            with pytest.raises(AdapterError, match="must be a whole number above 7"):
+                engine.load_adapter("two", matrices(folder, 2), version=version)
+        with pytest.raises(AdapterError, match="adapter 'three' is not loaded; these are: 'one'"):
+            engine.unload_adapter("three")
+        with pytest.raises(AdapterError, match="kv_policy='wait' is none of"):
+            engine.load_adapter("two", matrices(folder, 2), kv_policy="wait")
+        for name in ("", "x" * 257, 3):
+            with pytest.raises(AdapterError, match="must be a text of 1 to 256 characters"):
+                engine.load_adapter(name, matrices(folder, 1))
+        assert [(info.name, info.version) for info in engine.adapters()] == [("one", 1), ("two", 7)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_loras": 1, "tensor_parallel": 2}, "adapters are computed by one rank"),
+        ({"max_lora_rank": 257}, "max_lora_rank=257 must be at most 256"),
+        ({"loras": ("own",)}, "loras: 'own' must be NAME=FOLDER"),
+        ({"loras": ("a=x", "a=y")}, "names an adapter twice"),
+        ({"max_loras": -1}, "max_loras=-1"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(
+    folder: Path, options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        EngineConfig(str(folder), **options)
+
+
+def test_an_engine_without_room_for_adapters_says_so(folder: Path) -> None:
+    expected = pytest.raises(AdapterError, match="set max_loras to how many it may")
+    with make(folder, max_loras=0) as engine, expected:
+        engine.load_adapter("own", matrices(folder, 1))
+
+
+def test_the_callers_matrices_are_the_callers_again(engine: InferenceEngine, folder: Path) -> None:
+    given = matrices(folder, 1)
+    engine.load_adapter("own", given)
+    before = whole(engine)
+    engine.flush_cache()
+    for tensor in given.values():
+        tensor.fill_(torch.nan)
+    assert bits(whole(engine)) == bits(before)
