@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
+.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ grpo: $(INSTALLED) ## four minutes of GRPO on two cores; curves in out/grpo/
 
 grpo-json: $(INSTALLED) ## ten minutes of GRPO whose answers are JSON under a grammar; curves in out/grpo-json/
 	$(BIN)/python examples/grpo.py --task order --dtype float32 --steps 40 --learning-rate 2e-5 --out out/grpo-json
+
+grpo-lora: $(INSTALLED) ## the same with an adapter of rank 16 alone; curves in out/grpo-lora/
+	$(BIN)/python examples/grpo.py --lora 16 --learning-rate 1e-3 --out out/grpo-lora
 
 same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches, threads: the same checkpoint
 	$(BIN)/python -m examples.same_hash

@@ -21,8 +21,15 @@ from typing import Any
 
 import torch
 
-from nano_inference import EngineConfig, Grammar, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.rl import PolicyModel
+from nano_inference import (
+    EngineConfig,
+    Grammar,
+    InferenceEngine,
+    LoraSettings,
+    SamplingParams,
+    TrainingSample,
+)
+from nano_inference.rl import LoraPolicy, PolicyModel
 
 EXAMPLE = "17, 31 or 52? 52\n"  # stands before every question
 
@@ -135,11 +142,14 @@ def exact_match(sample: TrainingSample, answer: str) -> float:
 
 
 def train(
-    engine: InferenceEngine, policy: PolicyModel, task: Task, recipe: Recipe
+    engine: InferenceEngine, policy: PolicyModel | LoraPolicy, task: Task, recipe: Recipe
 ) -> Iterator[Step]:
     """One optimizer step for each batch of fresh samples. The engine's reference model, if it has
     one, is the initial policy.
     """
+    adapter = None
+    if isinstance(policy, LoraPolicy):  # samples are those of its adapter
+        adapter = policy.publish().name
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, weight_decay=0.0, foreach=False
     )
@@ -147,6 +157,7 @@ def train(
         "max_tokens": task.max_tokens,
         "stop": task.stop,
         "grammar": task.grammar,
+        "adapter": adapter,
     }
     size, began = recipe.samples, time.perf_counter()
     for step in range(recipe.steps):
@@ -251,7 +262,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def checkpoint_hash(policy: PolicyModel) -> str:
+def checkpoint_hash(policy: PolicyModel | LoraPolicy) -> str:
     """SHA-256 of all parameters' names and bytes, by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(policy.state_dict().items()):
@@ -314,6 +325,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank alone"
+    )
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--max-batch-size", type=int, default=EngineConfig.max_batch_size)
     parser.add_argument("--max-chunk-tokens", type=int)
@@ -333,14 +347,17 @@ def main() -> None:
     recipe = Recipe(**{name: options.pop(name) for name in ("steps", "seed", "learning_rate")})
     # it converts the model, and has much to say about it
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    name, model = options.pop("task"), options.pop("model")
+    name, model, rank = options.pop("task"), options.pop("model"), options.pop("lora")
     task = TASKS[name](recipe.seed)
     # a reference model scores without grammars: of samples under one the KL would not be known
     reference = model if task.grammar is None else None
-    config = EngineConfig(model, ref_model_path=reference, max_model_len=128, **options)
+    config = EngineConfig(
+        model, ref_model_path=reference, max_model_len=128, max_loras=min(rank, 1), **options
+    )
     steps: list[Step] = []
     with InferenceEngine(config) as engine:
-        policy = PolicyModel(engine)
+        settings = LoraSettings(rank=rank, alpha=2.0 * rank) if rank else None
+        policy = LoraPolicy(engine, settings) if rank else PolicyModel(engine)
         for step in train(engine, policy, task, recipe):
             steps.append(step)
             tested = "" if step.held_out is None else f", held out {step.held_out:.2f}"
@@ -357,7 +374,7 @@ def main() -> None:
         report = {
             "task": name,
             "recipe": asdict(recipe),
-            "options": options | {"model": model},
+            "options": options | {"model": model} | ({"lora": rank} if rank else {}),
             "steps": [asdict(s) for s in steps],
         }
         (out / "grpo.json").write_text(json.dumps(report, indent=1) + "\n")

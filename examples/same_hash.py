@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.grpo import Recipe, Step, Task, checkpoint_hash, largest_number, train
-from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.rl import PolicyModel
+from nano_inference import EngineConfig, InferenceEngine, LoraSettings
+from nano_inference.rl import LoraPolicy, PolicyModel
 
 ROOMY: dict[str, Any] = {
     "max_batch_size": 256,
@@ -48,11 +48,13 @@ class Run:
     seconds: float
 
 
-def whole_run(config: EngineConfig, task: Task, recipe: Recipe) -> Run:
-    """Build an engine and a policy, and run the loop to its end."""
+def whole_run(
+    config: EngineConfig, task: Task, recipe: Recipe, lora: LoraSettings | None = None
+) -> Run:
+    """Build an engine and a policy, or one of an adapter alone, and run the loop to its end."""
     began = time.perf_counter()
     with InferenceEngine(config) as engine:
-        policy = PolicyModel(engine)
+        policy = PolicyModel(engine) if lora is None else LoraPolicy(engine, lora)
         steps = list(train(engine, policy, task, recipe))
         stats = engine.stats()
         seconds = time.perf_counter() - began

@@ -29,7 +29,7 @@ from examples.grpo import (
     right_fields,
 )
 from examples.same_hash import Run, whole_run
-from nano_inference import EngineConfig, Grammar, TrainingSample
+from nano_inference import EngineConfig, Grammar, LoraSettings, TrainingSample
 from nano_inference.engine import engine
 from nano_inference.rl import PolicyModel
 from nano_inference.speculation import drafter
@@ -95,12 +95,18 @@ def json_task() -> Task:
     return Task(prompts[2:], prompts[:2], small_number, (), grammar, max_tokens=9)
 
 
-def run(model: str, recipe: Recipe, task: Task | None = None, **options: Any) -> Run:
+def run(
+    model: str,
+    recipe: Recipe,
+    task: Task | None = None,
+    lora: LoraSettings | None = None,
+    **options: Any,
+) -> Run:
     before = torch.get_num_threads()
     same: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 32}
     config = EngineConfig(model, ref_model_path=None if task else model, **same, **options)
     try:
-        return whole_run(config, task or low_id_task(), recipe)
+        return whole_run(config, task or low_id_task(), recipe, lora)
     finally:
         torch.set_num_threads(before)
 
@@ -116,6 +122,18 @@ def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str)
     assert untimed[0] == untimed[1]
     other = run(model, dataclasses.replace(RECIPE, seed=1), **ROOMY)
     assert other.sha256 != roomy.sha256  # so the hash sees what was learned
+
+
+def test_adapters_alone_end_in_the_same_checkpoint_too(model: str) -> None:
+    recipe, settings = dataclasses.replace(RECIPE, learning_rate=0.02), LoraSettings(rank=4)
+    roomy, tight = (
+        run(model, recipe, lora=settings, max_loras=1, **options) for options in (ROOMY, TIGHT)
+    )
+    assert tight.preemptions > 0
+    assert tight.sha256 == roomy.sha256
+    assert [each.reward for each in tight.steps] == [each.reward for each in roomy.steps]
+    assert (roomy.steps[-1].held_out or 0) > (roomy.steps[0].held_out or 0)  # it learns
+    assert max(step.mismatch for step in roomy.steps) == 0
 
 
 def test_drafts_from_history_leave_the_checkpoint_as_it_is(

@@ -166,6 +166,13 @@ CATCHES = {
     "sinks_lost_by_the_merge": "tests/ops/test_partial_attention.py -k 'states and reference'",
     "routes_read_one_slot_late": "tests/rl/test_expert_routes.py -k goes_through",
     "blocking_update_looks_at_itself_alone": "tests/engine/test_blocking_updates.py -k every_short",
+    "cpu_adapter_of_the_first_row": "tests/ops/test_lora.py -k its_own",
+    "adapter_of_the_step_for_all_rows": "tests/invariance/test_adapter_invariance.py -k 'shares and reference'",
+    "blocks_of_an_older_adapter_match": "tests/engine/test_adapters.py -k leaves_those",
+    "begun_samples_take_the_new_adapter": "tests/engine/test_adapters.py -k leaves_those",
+    "kept_keys_of_an_older_adapter_are_published": "tests/engine/test_adapters.py -k keep_goes",
+    "adapter_rows_as_the_checkpoint_has_them": "tests/models/test_lora.py -k 'peft and (phi3 or qwen3.5)'",
+    "drafts_rows_know_no_adapter_of_the_head": "tests/invariance/test_adapter_invariance.py -k families",
     "hash_knows_no_upper_halves": "tests/rl/test_parameter_states.py",
 }
 SECONDS = 400  # for one fault; a run that does not end is red too

@@ -54,7 +54,7 @@ def test_logprobs_are_the_engines_to_the_bit(tmp_path: Path, backend: Backend, d
         assert policy.publish().version == 1
         params = SamplingParams(max_tokens=20, temperature=0.7, adapter="own", ignore_eos=True)
         samples = engine.generate([[3, 4, 5], [3, 4, 9, 8]], params, num_samples_per_prompt=2)
-        for sample in (each for group in samples for each in group):  # pyright: ignore
+        for sample in samples:
             ids, start = (
                 [*sample.prompt_tokens, *sample.completion_tokens],
                 len(sample.prompt_tokens),
