@@ -135,6 +135,22 @@ def formats(
 
 
 @app.command()
+def adapters(
+    model: Model = "smollm2-135m",
+    repeats: Repeats = 5,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """Rows with adapters beside rows without, and updates of adapters; in turns."""
+    from benchmarks.adapters import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    write("adapters", measure(options), asdict(options), out, model)
+
+
+@app.command()
 def host(out: Out = None) -> None:
     """What a step costs on the host, with a model that does nothing."""
     from benchmarks import host as null_model  # pyright: ignore

@@ -170,7 +170,6 @@ CATCHES = {
     "adapter_of_the_step_for_all_rows": "tests/invariance/test_adapter_invariance.py -k 'shares and reference'",
     "blocks_of_an_older_adapter_match": "tests/engine/test_adapters.py -k leaves_those",
     "begun_samples_take_the_new_adapter": "tests/engine/test_adapters.py -k leaves_those",
-    "kept_keys_of_an_older_adapter_are_published": "tests/engine/test_adapters.py -k keep_goes",
     "adapter_rows_as_the_checkpoint_has_them": "tests/models/test_lora.py -k 'peft and (phi3 or qwen3.5)'",
     "drafts_rows_know_no_adapter_of_the_head": "tests/invariance/test_adapter_invariance.py -k families",
     "hash_knows_no_upper_halves": "tests/rl/test_parameter_states.py",
