@@ -151,6 +151,24 @@ def adapters(
 
 
 @app.command()
+def training(
+    model: Model = "smollm2-135m",
+    peers: Annotated[str, typer.Option(help="dtypes of transformers")] = "float32,bfloat16",
+    repeats: Repeats = 3,
+    threads: Threads = None,
+    backend: Backend = "auto",
+    dtype: DType = "bfloat16",
+    out: Out = None,
+) -> None:
+    """A trainer's step: policies beside transformers on the same tokens, in turns."""
+    from benchmarks.training import measure
+
+    options = Options(model, dtype, backend, threads, repeats)
+    asked = names(peers, ("float32", "bfloat16")) if peers else ()
+    write("training", measure(options, asked), asdict(options), out, model)
+
+
+@app.command()
 def host(out: Out = None) -> None:
     """What a step costs on the host, with a model that does nothing."""
     from benchmarks import host as null_model  # pyright: ignore

@@ -14,7 +14,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.errors import AdapterError
 from nano_inference.models.loading import load_spec
 from nano_inference.models.lora import CONFIG, WEIGHTS, LoraSettings, pairs_of, targets_of, within
-from tests.models.families import CASES
+from tests.models.families import CASES, STATE_CASES
 from tests.models.strong import NOTICED, TOLERANCE, strong_model, strong_prompts
 from tests.models.tiny import tiny_llama
 
@@ -52,9 +52,9 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )  # of PEFT's
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", CASES | STATE_CASES)
 def test_an_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
-    case = CASES[family]
+    case = (CASES | STATE_CASES)[family]
     oracle = strong_model(tmp_path, case.class_name, **case.config)
     prompts = strong_prompts(oracle.get_input_embeddings().num_embeddings, (5, 40, 200))
     plain = [logprobs(oracle, ids) for ids in prompts]

@@ -170,8 +170,8 @@ CATCHES = {
     "adapter_of_the_step_for_all_rows": "tests/invariance/test_adapter_invariance.py -k 'shares and reference'",
     "blocks_of_an_older_adapter_match": "tests/engine/test_adapters.py -k leaves_those",
     "begun_samples_take_the_new_adapter": "tests/engine/test_adapters.py -k leaves_those",
-    "adapter_rows_as_the_checkpoint_has_them": "tests/models/test_lora.py -k 'peft and (phi3 or qwen3.5)'",
-    "drafts_rows_know_no_adapter_of_the_head": "tests/invariance/test_adapter_invariance.py -k families",
+    "adapter_rows_as_the_checkpoint_has_them": "tests/models/test_lora.py -k 'peft and next'",
+    "draws_know_no_adapter_of_the_head": "tests/rl/test_lora_policy.py -k 'engines_to and reference'",
     "hash_knows_no_upper_halves": "tests/rl/test_parameter_states.py",
 }
 SECONDS = 400  # for one fault; a run that does not end is red too

@@ -151,7 +151,7 @@ def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
 def test_bfloat16_gradients_are_near_those_of_the_same_weights_in_float32(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, dtype=torch.bfloat16, std=0.1)
     with build(folder, dtype="bfloat16") as engine:
-        rounded = gradients(PolicyModel(engine))
+        rounded = gradients(PolicyModel(engine, gradient_dtype=torch.bfloat16))
         exact = gradients(PolicyModel(engine, gradient_dtype=torch.float32))
     with build(folder, dtype="float32") as engine:
         other = gradients(PolicyModel(engine))

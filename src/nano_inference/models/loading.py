@@ -58,7 +58,7 @@ def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
         return torch.bfloat16
     if spec.quantized_source:
         return (
-            torch.bfloat16 if torch.cuda.is_available() or _cpu_multiplies_bf16() else torch.float32
+            torch.bfloat16 if torch.cuda.is_available() or cpu_multiplies_bf16() else torch.float32
         )
     return _DTYPES.get(spec.checkpoint_dtype, torch.float32)
 
@@ -337,6 +337,6 @@ def _untied(name: str, slot: Slot) -> str:
     return f"tensor {name!r} is tied to {slot.tied_to!r} by config.json and differs from it."
 
 
-def _cpu_multiplies_bf16() -> bool:
+def cpu_multiplies_bf16() -> bool:
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))

@@ -38,7 +38,12 @@ from nano_inference.models.weights import numbers_of, param_table
 from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
-from nano_inference.rl.policy import ScoringModule, place_param, sum_of_parts
+from nano_inference.rl.policy import (
+    ScoringModule,
+    dtype_of_products,
+    place_param,
+    sum_of_parts,
+)
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
 from nano_inference.rl.torch_decoder import LORA, TorchDecoder
 from nano_inference.scheduling.sequence import POLICY
@@ -63,8 +68,8 @@ class LoraPolicy(ScoringModule):
         name: under which `publish` serves it.
         micro_batch_tokens: as of `PolicyModel`.
         num_workers: as there.
-        gradient_dtype: of the products of a backward pass with the frozen weights: float32 or
-            bfloat16. None: as the engine's. What the adapter adds is float32.
+        gradient_dtype: of the products of a backward pass with the frozen weights; as there. What
+            the adapter adds is float32.
     """
 
     def __init__(
@@ -85,10 +90,6 @@ class LoraPolicy(ScoringModule):
         ):
             if count is not None:
                 require_count(what, count)
-        if gradient_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ConfigError(
-                f"gradient_dtype={gradient_dtype} must be torch.float32, torch.bfloat16 or None."
-            )
         self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
         require_one_rank(self.engine.runner, "LoraPolicy")
         spec, own = self.engine.spec, self.engine.model
@@ -111,7 +112,7 @@ class LoraPolicy(ScoringModule):
             place_param(self, f"{PREFIX}{target.module}.{_A}", nn.Parameter(a))
             b = torch.zeros(out, settings.rank)
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
-        products = gradient_dtype or (own.dtype if own.dtype == torch.bfloat16 else torch.float32)
+        products = dtype_of_products(self.engine, gradient_dtype)
         self._decoder = TorchDecoder(own.spec, own.ropes, own.embed_scale, products)
         self._frozen = _Frozen(self.engine, products)
         self._lock = threading.Lock()
