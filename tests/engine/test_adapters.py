@@ -20,6 +20,7 @@ from nano_inference.config import Backend
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.models.loading import load_spec
 from nano_inference.models.lora import targets_of
+from nano_inference.rl import replay
 from tests.models.tiny import tiny_llama
 
 PROMPT = list(range(3, 40))
@@ -250,3 +251,9 @@ def test_the_callers_matrices_are_the_callers_again(engine: InferenceEngine, fol
     for tensor in given.values():
         tensor.fill_(torch.nan)
     assert bits(whole(engine)) == bits(before)
+
+
+def test_a_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    with pytest.raises(InvalidRequest, match="drawn with the adapter 'own'; a replay has the"):
+        replay(engine, [whole(engine)])

@@ -94,6 +94,11 @@ class Replayer:
             raise InvalidRequest(
                 "the sample has no sampling_params, so nobody knows how its tokens were drawn."
             )
+        if params.adapter is not None:
+            raise InvalidRequest(
+                f"the sample was drawn with the adapter {params.adapter!r}; a replay has the weights "
+                "alone. `score(adapter=...)` compares its logprobs."
+            )
         if not engine.model.part.is_whole:
             raise InvalidRequest(
                 "this engine holds a part of its model; replay on an engine of its own, of one "
