@@ -256,4 +256,4 @@ def test_the_callers_matrices_are_the_callers_again(engine: InferenceEngine, fol
 def test_a_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) -> None:
     engine.load_adapter("own", matrices(folder, 1))
     with pytest.raises(InvalidRequest, match="drawn with the adapter 'own'; a replay has the"):
-        replay(engine, [whole(engine)])
+        replay(engine, whole(engine))

@@ -96,8 +96,8 @@ class Replayer:
             )
         if params.adapter is not None:
             raise InvalidRequest(
-                f"the sample was drawn with the adapter {params.adapter!r}; a replay has the weights "
-                "alone. `score(adapter=...)` compares its logprobs."
+                f"the sample was drawn with the adapter {params.adapter!r}; a replay has the "
+                "weights alone; `score(adapter=...)` compares its logprobs."
             )
         if not engine.model.part.is_whole:
             raise InvalidRequest(
