@@ -75,7 +75,8 @@ def model_of(folder: Path, quantization: str, family: str) -> Path:
         return folder / "coded"
     arrays = {name: tensor.numpy() for name, tensor in weights.items()}
     tensors = tensors_of("llama", config, arrays)
-    metadata = {f"llama.{key}": value for key, value in metadata_of("llama", config).items()}
+    keys = metadata_of("llama", config).items()
+    metadata = {f"llama.{key}": value for key, value in keys if value is not None}
     kind = gguf.GGMLQuantizationType[family]
     raw = {name: (blocks(each, kind), kind) for name, each in tensors.items() if each.ndim > 1}
     path = folder / "m.gguf"

@@ -23,6 +23,7 @@ from nano_inference.ops.formats import FORMATS
 from nano_inference.ops.quantised import encode
 from nano_inference.ops.reference import reference_ops
 from nano_inference.rl import PolicyModel
+from tests.engine.rank_threads import ThreadLauncher
 from tests.models.quantisers import quantised, write_quantised
 from tests.models.test_quantised import LOAD_AND_WATCH
 from tests.models.tiny import family_weights, llama_config, llama_weights, write_model
@@ -272,6 +273,21 @@ def test_no_weight_is_ever_in_memory_as_numbers(tmp_path: Path, name: str) -> No
     found = json.loads(done.stdout)
     assert found["size"] < 4 * hidden * inner
     assert found["peak"] < found["size"] + hidden * inner  # a matrix in bfloat16 is twice that
+
+
+def test_an_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, "awq", hidden=256, num_heads=8, num_kv_heads=4)
+    params = SamplingParams(max_tokens=8, temperature=1.0)
+    found: list[Any] = []
+    for ranks in (1, 2):
+        options: dict[str, Any] = {"backend": "cpu", "dtype": "bfloat16", "tensor_parallel": ranks}
+        settled = {"max_model_len": 64, "max_batch_size": 4, "seed": 0, "num_threads": 1}
+        config = EngineConfig(str(folder), quantization="file", **settled, **options)
+        with InferenceEngine(config, launcher=ThreadLauncher() if ranks > 1 else None) as engine:
+            (sample,) = engine.generate([[5, 6, 7]], params)
+            bits = sample.completion_tokens, sample.logprobs
+            found.append((bits, engine.weights_checksum(), engine.numerics.fingerprint))
+    assert found[0] == found[1]
 
 
 def test_ranks_cut_no_group(tmp_path: Path) -> None:
