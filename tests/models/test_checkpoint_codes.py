@@ -218,6 +218,17 @@ def test_an_engine_answers_with_a_checkpoints_codes(
         assert 0 < abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 
+def test_a_start_up_line_says_that_codes_are_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path, "awq-64")
+    with caplog.at_level("INFO", logger="nano_inference"), engine_of(folder, backend="reference"):
+        (line,) = [text for text in caplog.messages if "quantised with" in text]
+    assert line == (
+        f"{folder}: quantised with awq (4 bits, a scale for 64), computed with its own codes"
+    )
+
+
 @pytest.mark.parametrize("name", ["compressed-int8", "compressed-int4-128-zeros", "gptq"])
 def test_memory_is_told_by_format_and_updates_keep_it(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, name)
