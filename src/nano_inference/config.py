@@ -99,8 +99,8 @@ class EngineConfig:
             multiply codes (docs/models.md). `"int8"`: 8 bits, a scale a row (o and down: one a
             segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4 bits in
             layers, 8 in the head, a scale for 32 weights; `"file"`: the blocks of a `.gguf` file,
-            as they are. Updates are quantised as they come. None: weights of `dtype`. For
-            `backend="cpu"` and `"reference"`.
+            or the codes of a quantised checkpoint, as they are. Updates are quantised as they come.
+            None: weights of `dtype`. For `backend="cpu"` and `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
             needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;

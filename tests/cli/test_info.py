@@ -111,5 +111,7 @@ def test_info_says_what_becomes_of_a_quantised_checkpoint(tmp_path: Path) -> Non
         "bfloat16"
     ) in told
     assert "weights 0.2 MiB" in told
+    own = " ".join(run("info", str(tmp_path), "--quantization", "file").stdout.split())
+    assert "(4 bits, a scale for 32), computed with its own codes" in own
     found = json.loads(run("info", str(tmp_path), "--json").stdout)
     assert found["architecture"]["quantisation"]["method"] == "compressed-tensors"

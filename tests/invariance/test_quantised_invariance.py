@@ -8,12 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import Backend
+from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.weights import formats_of
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run
-from tests.models.tiny import tiny_model
+from tests.models.hf_to_gguf import TOKEN_IDS, metadata_of, tensors_of
+from tests.models.quantisers import write_quantised
+from tests.models.tiny import family_weights, llama_config, tiny_model
+from tests.models.tiny_gguf import gguf, write_gguf
 
 BYTES = 2**10  # of a token; at least what the tiny models take
 PARAMS = SamplingParams(max_tokens=9, raw_logprobs=True, prompt_logprobs=True, ignore_eos=True)
@@ -35,8 +41,14 @@ FAMILIES: dict[Backend, dict[str, tuple[str, ...]]] = {  # with experts, states,
         "int8": ("llama", "qwen3_5", "deepseek-v3"),
         "int8-32": ("gemma3", "lfm2", "qwen3-moe"),
         "int4": ("llama", "deepseek-v3", "gemma3"),
+        "file": ("Q4_K", "Q8_0", "awq-64", "compressed-int8"),  # llama
     },
-    "reference": {"int8": ("llama",), "int8-32": ("lfm2", "gemma3"), "int4": ("deepseek-v3",)},
+    "reference": {
+        "int8": ("llama",),
+        "int8-32": ("lfm2", "gemma3"),
+        "int4": ("deepseek-v3",),
+        "file": ("awq-64",),
+    },
 }
 CASES = [
     (backend, quantization, family)
@@ -47,14 +59,50 @@ CASES = [
 
 
 def engine(quantization: Any, config: EngineConfig) -> AbstractContextManager[InferenceEngine]:
-    return InferenceEngine(replace(config, quantization=quantization))
+    made = InferenceEngine(replace(config, quantization=quantization))
+    assert {"layers.0.qkv", "layers.0.down"} & formats_of(made.model.params).keys()
+    return made
+
+
+def model_of(folder: Path, quantization: str, family: str) -> Path:
+    """Of files: a Llama whose matrices are in such blocks, or quantised so."""
+    if quantization != "file":
+        return tiny_model(folder, family)
+    config = llama_config(hidden=256, inner=256)
+    weights = family_weights(config)
+    if not family.startswith("Q"):
+        write_quantised(folder / "coded", family, config, weights)
+        return folder / "coded"
+    arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    tensors = tensors_of("llama", config, arrays)
+    keys = metadata_of("llama", config).items()
+    metadata = {f"llama.{key}": value for key, value in keys if value is not None}
+    kind = gguf.GGMLQuantizationType[family]
+    raw = {name: (blocks(each, kind), kind) for name, each in tensors.items() if each.ndim > 1}
+    path = folder / "m.gguf"
+    write_gguf(path, tensors, {**metadata, **TOKEN_IDS}, raw=raw)
+    return convert_gguf(path, folder / "cache", tokenizer_writer=lambda *_: None, coded=True)
+
+
+def blocks(weight: np.ndarray, kind: Any) -> np.ndarray:
+    """A matrix in blocks; of Q4_K, which the `gguf` package does not write, any blocks of about
+    these sizes.
+    """
+    if kind.name != "Q4_K":
+        return gguf.quantize(weight, kind)
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    drawn = np.random.default_rng(weight.size)
+    found = drawn.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=np.uint8)
+    for at, number in ((0, 1e-3), (2, 7.5e-3)):  # of a scale and of a minimum
+        found[..., at : at + 2] = np.array([number], np.float16).view(np.uint8)
+    return found.reshape(len(weight), -1)
 
 
 @pytest.mark.parametrize(("backend", "quantization", "family"), CASES)
 def test_same_bits_under_any_schedule(
     tmp_path: Path, backend: Backend, quantization: str, family: str
 ) -> None:
-    folder, make = tiny_model(tmp_path, family), partial(engine, quantization)
+    folder, make = model_of(tmp_path, quantization, family), partial(engine, quantization)
     expected: dict[tuple[int, int], Any] = {}
     for place, request in enumerate(WORK):
         lonely = [replace(request, arrives=0)]

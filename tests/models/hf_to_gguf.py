@@ -164,7 +164,7 @@ def stacked_experts(weights: Arrays) -> Arrays:
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     return rope.get("full_attention", rope)
 
 

@@ -33,7 +33,7 @@ def write_quantised(
     folder: Path, name: str, config: dict[str, Any], weights: Weights, **fields: Any
 ) -> Weights:
     """Write a model whose projections are quantised, and return the weights that it stands for."""
-    quantiser = QUANTISERS[name]
+    quantiser = (QUANTISERS | GROUPED)[name]
     stored, reference = quantised(name, weights)
     write_model(folder, config | {"quantization_config": quantiser.fields | fields}, stored)
     return reference
@@ -49,7 +49,7 @@ def quantised(name: str, weights: Weights) -> tuple[Weights, Weights]:
         if not each.endswith("_proj.weight"):
             stored[each] = reference[each] = tensor
             continue
-        parts, reference[each] = QUANTISERS[name].pack(tensor.float())
+        parts, reference[each] = (QUANTISERS | GROUPED)[name].pack(tensor.float())
         module = each.removesuffix(".weight")
         stored |= {module + end: part.contiguous() for end, part in parts.items()}
     return stored, reference
@@ -92,7 +92,9 @@ def _mxfp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {".weight": codes.flatten(1), ".weight_scale": scales}, found
 
 
-def _rounded(weight: Tensor, bits: int, symmetric: bool, group: int) -> tuple[Tensor, ...]:
+def _rounded(
+    weight: Tensor, bits: int, symmetric: bool, group: int, stored: torch.dtype = torch.float16
+) -> tuple[Tensor, ...]:
     """Codes [rows, columns] from 0 to 2^bits - 1, scales and zero points [rows, groups]."""
     groups, top = weight.unflatten(1, (-1, group)), 2**bits - 1
     if symmetric:
@@ -102,7 +104,7 @@ def _rounded(weight: Tensor, bits: int, symmetric: bool, group: int) -> tuple[Te
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scales = (high - low) / top
         zeros = (-low / scales).round()
-    scales = scales.half().float()  # as they are stored
+    scales = scales.to(stored).float()
     codes = (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, top)
     return codes.flatten(1), scales, zeros
 
@@ -140,16 +142,26 @@ def _int8(symmetric: bool) -> Pack:
     return pack
 
 
-def _pack_quantized(bits: int, symmetric: bool, ordered: bool = False) -> Pack:
+def _pack_quantized(
+    bits: int,
+    symmetric: bool,
+    ordered: bool = False,
+    group: int | None = GROUP,
+    stored: torch.dtype = torch.float16,
+) -> Pack:
+    """`group`: None: a row; `stored`: dtype of scales."""
+
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         order = _order(weight.shape[1]) if ordered else torch.arange(weight.shape[1])
-        groups = order // GROUP
+        each = group or weight.shape[1]
+        groups = order // each
         # columns of a group come together to be rounded
-        codes, scales, zeros = _rounded(weight[:, order.argsort()], bits, symmetric, GROUP)
+        sorted_ = weight[:, order.argsort()]
+        codes, scales, zeros = _rounded(sorted_, bits, symmetric, each, stored)
         codes = codes[:, order]
         parts = {
             ".weight_packed": _words(codes, bits),
-            ".weight_scale": scales.half(),
+            ".weight_scale": scales.to(stored),
             ".weight_shape": torch.tensor(weight.shape),
         }
         if not symmetric:
@@ -165,13 +177,13 @@ def _order(columns: int) -> torch.Tensor:
     return torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
 
 
-def _gptq(bits: int, symmetric: bool, ordered: bool, first: bool) -> Pack:
+def _gptq(bits: int, symmetric: bool, ordered: bool, first: bool, group: int = GROUP) -> Pack:
     """`first`: zero points are stored less 1, which a word with a 0 borrows."""
 
     def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         order = _order(weight.shape[1]) if ordered else torch.arange(weight.shape[1])
-        groups = order // GROUP
-        codes, scales, zeros = _rounded(weight[:, order.argsort()], bits, symmetric, GROUP)
+        groups = order // group
+        codes, scales, zeros = _rounded(weight[:, order.argsort()], bits, symmetric, group)
         codes = codes[:, order]
         words = _words(zeros.T, bits).numpy().view(np.uint32)
         every = np.uint32(sum(1 << place for place in range(0, 32, bits)))
@@ -187,16 +199,19 @@ def _gptq(bits: int, symmetric: bool, ordered: bool, first: bool) -> Pack:
     return pack
 
 
-def _awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    codes, scales, zeros = _rounded(weight, 4, False, GROUP)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    parts = {
-        ".qweight": _words(codes.T, 4, order),
-        ".qzeros": _words(zeros.T, 4, order),
-        ".scales": scales.T.half(),
-    }
-    groups = torch.arange(weight.shape[1]) // GROUP
-    return parts, _numbers(codes, scales, zeros, groups)
+def _awq(group: int = GROUP) -> Pack:
+    def pack(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, scales, zeros = _rounded(weight, 4, False, group)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        parts = {
+            ".qweight": _words(codes.T, 4, order),
+            ".qzeros": _words(zeros.T, 4, order),
+            ".scales": scales.T.half(),
+        }
+        groups = torch.arange(weight.shape[1]) // group
+        return parts, _numbers(codes, scales, zeros, groups)
+
+    return pack
 
 
 def _bitsandbytes_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -312,15 +327,35 @@ def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def _gptq_fields(bits: int, symmetric: bool, ordered: bool, first: bool) -> dict[str, Any]:
+def _gptq_fields(
+    bits: int, symmetric: bool, ordered: bool, first: bool, group: int = GROUP
+) -> dict[str, Any]:
     return {
         "quant_method": "gptq",
         "bits": bits,
-        "group_size": GROUP,
+        "group_size": group,
         "sym": symmetric,
         "desc_act": ordered,
         "checkpoint_format": "gptq" if first else "gptq_v2",
     }
+
+
+def _awq_fields(group: int) -> dict[str, Any]:
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": None,
+    }
+
+
+def _packed(bits: int, symmetric: bool, group: int | None, stored: torch.dtype) -> Quantiser:
+    sizes: dict[str, Any] = {"strategy": "channel"} if group is None else {"group_size": group}
+    fields = {"num_bits": bits, "type": "int", "symmetric": symmetric, **sizes}
+    pack = _pack_quantized(bits, symmetric, group=group, stored=stored)
+    return Quantiser(_compressed("pack-quantized", **fields), pack)
 
 
 _BLOCKED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
@@ -405,17 +440,7 @@ QUANTISERS: dict[str, Quantiser] = {
         _nvfp4(".weight_packed", ".weight_global_scale", inverse=True),
     ),
     **{name: Quantiser(_gptq_fields(*options), _gptq(*options)) for name, options in _GPTQ.items()},
-    "awq": Quantiser(
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": GROUP,
-            "zero_point": True,
-            "version": "gemm",
-            "modules_to_not_convert": None,
-        },
-        _awq,
-    ),
+    "awq": Quantiser(_awq_fields(GROUP), _awq()),
     "bitsandbytes-int8": Quantiser(
         {"quant_method": "bitsandbytes", "load_in_8bit": True}, _bitsandbytes_int8
     ),
@@ -429,4 +454,23 @@ QUANTISERS: dict[str, Quantiser] = {
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         _bitsandbytes_4bit(True, torch.bfloat16),
     ),
+}
+# The same formats with other groups and scales: matrices of a multiple of 128 columns.
+GROUPED: dict[str, Quantiser] = {
+    "compressed-int4-64": _packed(4, True, 64, torch.bfloat16),
+    "compressed-int4-32-bfloat16": _packed(4, True, 32, torch.bfloat16),
+    "compressed-int4-128-zeros": _packed(4, False, 128, torch.bfloat16),
+    "compressed-int4-rows": _packed(4, True, None, torch.bfloat16),
+    "compressed-int4-48": _packed(4, True, 48, torch.float16),
+    "compressed-int4-float32": _packed(4, True, 128, torch.float32),
+    "compressed-int4-float32-zeros": _packed(4, False, 128, torch.float32),
+    "compressed-int8-128": _packed(8, True, 128, torch.bfloat16),
+    "compressed-int8-rows": _packed(8, True, None, torch.float16),
+    # its config speaks of an order, and its tensors have the usual one
+    "gptq-128": Quantiser(_gptq_fields(4, True, True, True, 128), _gptq(4, True, False, True, 128)),
+    "gptq-8bit-128": Quantiser(
+        _gptq_fields(8, True, False, False, 128), _gptq(8, True, False, False, 128)
+    ),
+    "awq-64": Quantiser(_awq_fields(64), _awq(64)),
+    "awq-128": Quantiser(_awq_fields(128), _awq(128)),
 }

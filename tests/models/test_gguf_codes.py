@@ -102,16 +102,17 @@ def test_an_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) ->
         assert abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
 
 
-def test_a_folder_of_plain_weights_has_no_blocks(tmp_path: Path) -> None:
+def test_a_folder_of_plain_weights_has_no_codes(tmp_path: Path) -> None:
     strong_model(tmp_path, "LlamaForCausalLM", **CONFIG)
-    with pytest.raises(ModelLoadError, match=r"'file' computes with the blocks of a \.gguf file"):
+    with pytest.raises(ModelLoadError, match="'file' computes with the codes of a quantised"):
         InferenceEngine(EngineConfig(str(tmp_path), quantization="file"))
 
 
-def test_ranks_do_not_share_blocks(tmp_path: Path) -> None:
-    strong_model(tmp_path, "LlamaForCausalLM", **CONFIG)
-    config = EngineConfig(str(tmp_path), quantization="file", tensor_parallel=2)
-    with pytest.raises(ConfigError, match="'file' is not possible with tensor_parallel=2"):
+def test_more_ranks_than_segments_do_not_share_blocks(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    strong_model(tmp_path, "LlamaForCausalLM", **{**CONFIG, **heads})
+    config = EngineConfig(str(tmp_path), quantization="file", tensor_parallel=16)
+    with pytest.raises(ConfigError, match="'file' is not possible with tensor_parallel=16"):
         InferenceEngine(config)
 
 

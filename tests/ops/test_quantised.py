@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.formats import FORMATS, QUANTIZATIONS, Format, bounds_of, widest
+from nano_inference.ops.formats import FORMATS, QUANTIZATIONS, Format, bounds_of, fitting, widest
 from nano_inference.ops.quantised import Codes, encode, product, quantise_rows, widened
 from nano_inference.ops.reference import reference_ops
 from nano_inference.sampling.logit_scale import UNSCALED
@@ -23,7 +23,13 @@ from tests.ops.cpu_kernels import kernels
 BACKENDS = ("reference", "cpu")
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-SEGMENTS = {64: (0, 32, 64), 72: (0, 32, 64, 64, 72), 33: None, 96: (0, 12, 48, 60, 96)}
+SEGMENTS = {
+    64: (0, 32, 64),
+    72: (0, 32, 64, 64, 72),
+    33: None,
+    96: (0, 12, 48, 60, 96),
+    296: (0, 128, 256, 256, 296),
+}
 
 formats = st.sampled_from(sorted(FORMATS)).map(FORMATS.__getitem__)
 
@@ -92,29 +98,58 @@ def test_a_product_is_near_that_of_the_numbers(form: Format, columns: int, seed:
     assert ((product(x, codes) - exact).abs() <= most * 1.0001 + size * 1e-5).all()
 
 
-@pytest.mark.parametrize("other", [each for each in FORMATS.values() if each.group])
-@pytest.mark.parametrize("form", [each for each in FORMATS.values() if each.group])
+@pytest.mark.parametrize("other", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_a_wider_format_holds_the_same_numbers(form: Format, other: Format) -> None:
     codes = as_codes(random(5, 96), form)
-    wide = widened(codes, widest([form, other]))
+    wide = widened(codes, widest([form, other]), codes.bounds)
     assert torch.equal(wide.numbers(), codes.numbers())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("form", [each for each in FORMATS.values() if each.group])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_codes_of_a_file_are_stored_as_they_are(form: Format, backend: str) -> None:
     """In runs of rows that begin and end within a panel, of this format and of one that it holds."""
-    given = as_codes(random(40, 96), form)
+    given = as_codes(random(40, 288), form)
     wide = widest([form, FORMATS["int8-16-min"]])
     for own in (form, wide):
-        weight = ops_of(backend).allocate((40, 96), torch.float32, CPU, form=own)
+        weight = ops_of(backend).allocate((40, 288), torch.float32, CPU, form=own)
         for first, last in ((0, 17), (17, 40)):
-            mins = None if given.mins is None else given.mins[first:last]
-            rows = given.codes[first:last], given.scales[first:last]
-            weight.write_codes(first, Codes(*rows, form, given.bounds, mins))
+            weight.write_codes(first, given.rows(first, last))
         assert torch.equal(weight.read(), given.numbers())
-        x = random(3, 96, seed=1)
-        assert torch.equal(ops_of(backend).linear(x, weight), product(x, widened(given, own)))
+        with pytest.raises(ValueError, match="do not fit"):
+            weight.write_codes(38, given.rows(0, 3))
+        x = random(3, 288, seed=1)
+        assert torch.equal(
+            ops_of(backend).linear(x, weight), product(x, widened(given, own, (0, 288)))
+        )
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_columns_of_whole_groups_are_codes_themselves(form: Format) -> None:
+    given = as_codes(random(5, 288), form)
+    for first, last in ((0, 128), (128, 256), (256, 288), (0, 288)):
+        part = given.columns(first, last)
+        assert torch.equal(part.numbers(), given.numbers()[:, first:last])
+        assert part.bounds == (0, last - first)
+
+
+def test_the_smallest_format_that_holds_codes() -> None:
+    def name(*codes: Any) -> str | None:
+        found = fitting(*codes)
+        return None if found is None else found.name
+
+    assert name(4, 128, False, False) == "int4-128-wide"
+    assert name(4, 96, False, False) == "int4-32"
+    assert name(4, 96, True, False) == "int4-32-wide"
+    assert name(4, 0, True, True) == "int4-128-min"
+    assert name(4, 16, False, False) is None
+    assert name(8, 0, False, False) == "int8"
+    assert name(8, 64, False, False) == "int8-32"
+    assert name(8, 256, True, False) == "int8-128-wide"
+    assert name(8, 48, True, True) == "int8-16-min"
+    assert widest([FORMATS["int4-32-wide"], FORMATS["int4-64-min"]]).name == "int8-32-min"
+    assert widest([FORMATS["int4-32"], FORMATS["int4-64-min"]]).name == "int4-32-min"
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

@@ -17,6 +17,7 @@ from nano_inference import SamplingParams
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.loading import load_params, load_spec
 from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.shard import shard_of
@@ -27,8 +28,10 @@ from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 from tests.models.families import CASES
+from tests.models.hf_to_gguf import hf_to_gguf
+from tests.models.quantisers import write_quantised
 from tests.models.strong import strong_model
-from tests.models.tiny import tiny_model
+from tests.models.tiny import family_weights, llama_config, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.parallel.thread_group import ThreadGroup
 
@@ -220,6 +223,27 @@ def test_ranks_that_share_codes_agree_to_the_bit(
 ) -> None:
     folder = tiny_model(tmp_path, family, **changes)
     check(folder, ops(), torch.bfloat16, (2, 4), quantization)
+
+
+@pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
+@pytest.mark.parametrize("name", ["compressed-int8", "compressed-int4", "awq"])
+def test_ranks_that_share_the_codes_of_a_file_agree_to_the_bit(
+    tmp_path: Path, name: str, ops: Any
+) -> None:
+    config = llama_config() | {**WIDE, "head_dim": 32, "intermediate_size": 256}
+    write_quantised(tmp_path, name, config, family_weights(config))
+    check(tmp_path, ops(), torch.bfloat16, (2, 4), "file")
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
+def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[name]
+    sizes = {**WIDE, "head_dim": 32, "intermediate_size": 256}
+    plain = tiny_model(tmp_path / "hf", "llama", **sizes)
+    path = hf_to_gguf(plain, tmp_path / "m.gguf", "llama", matrices=kind)
+    folder = convert_gguf(path, tmp_path / "cache", tokenizer_writer=lambda *_: None, coded=True)
+    check(folder, reference_ops(), torch.bfloat16, (2, 4), "file")
 
 
 def test_ranks_agree_in_bfloat16(tmp_path: Path) -> None:

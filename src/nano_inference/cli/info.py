@@ -236,7 +236,11 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ),
         ("dtype", f"{dtype} ({source})"),
         *((("weights", f"codes, {codes}"),) if (codes := plan.config.quantization) else ()),
-        *((("quantisation", coded.becomes(dtype)),) if coded is not None else ()),
+        *(
+            (("quantisation", coded.computed if codes == "file" else coded.becomes(dtype)),)
+            if coded is not None
+            else ()
+        ),
         ("layers", f"{spec.num_layers}"),
         ("hidden size", f"{spec.hidden_size:,}"),
         ("MLP", _mlp(spec)),

@@ -59,9 +59,16 @@ from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.shard_checks import mesh_of, require_experts
 from nano_inference.models.spec import ModelSpec
-from nano_inference.models.weights import coded_copies, codes_bytes, num_bytes, param_table
+from nano_inference.models.weights import (
+    coded_copies,
+    codes_bytes,
+    formats_of,
+    num_bytes,
+    param_table,
+    require_whole_groups,
+)
 from nano_inference.ops.backend import Numerics, Ops
-from nano_inference.ops.formats import FILE, bounds_of
+from nano_inference.ops.formats import FILE
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup
@@ -264,6 +271,8 @@ def _assemble(
     try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
     memory = memory or _memory_of(device)
     models = _load(plan)
+    if config.quantization == FILE:
+        plan = replace(plan, memory_budget=replace(plan.memory_budget, weights=_held(plan, models)))
     if memory is not None and plan.ops.name == "cuda":
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
         budget = plan_memory(config, plan.parts, claims, plan.dtype, device, plan.rank.ranks_here)
@@ -384,6 +393,15 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
         ) from None
 
 
+def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
+    """Bytes of the models' weights, in the formats that they have."""
+    tables = {name: param_table(part.whole, part) for name, part in plan.parts.items()}
+    return sum(
+        num_bytes(tables[name], plan.dtype, formats_of(model.params))
+        for name, model in models.items()
+    )
+
+
 def _guessed_claims(
     config: EngineConfig,
     parts: Mapping[str, ModelShard],
@@ -423,7 +441,7 @@ def _quantisation_lines(plan: EnginePlan) -> list[str]:
         DRAFT: config.draft_model,
     }
     return [
-        f"{names[name]}: blocks of its file, computed as they are"
+        f"{names[name]}: {spec.quantisation.computed}"
         if codes == FILE
         else f"{names[name]}: {spec.quantisation.becomes(dtype)}; its weights take "
         f"{gibibytes(num_bytes(param_table(spec, plan.parts[name]), plan.dtype, codes))}"
@@ -509,33 +527,19 @@ def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfi
 
 
 def _require_whole_groups(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> None:
-    """Raise `ConfigError` where a rank's columns of a quantised weight would not be whole groups,
-    or its sums not those of one rank.
+    """Raise `ConfigError` where ranks cannot share codes; of a file's `load_params` tells the rest,
+    as its formats are not known yet.
     """
     ranks, quantization = config.tensor_parallel, config.quantization
     if ranks == 1 or quantization is None:
         return
-    if quantization == FILE:
-        raise ConfigError(
-            f"quantization='file' is not possible with tensor_parallel={ranks}: blocks of a file "
-            "are read whole; use tensor_parallel=1, or quantization='int8-32'."
-        )
     if ranks > SEGMENTS:
         raise ConfigError(
             f"quantization={quantization!r} is not possible with tensor_parallel={ranks}: columns "
             f"are added up in {SEGMENTS} segments; use at most {SEGMENTS} ranks."
         )
     for spec in specs.values():
-        for param in param_table(spec):
-            form, segments = param.form(quantization), param.segments
-            if form is None or segments is None:
-                continue
-            if bounds_of(segments, param.shape[1], form) != segments:
-                raise ConfigError(
-                    f"quantization={quantization!r} is not possible with tensor_parallel={ranks} "
-                    f"for {spec.architecture}: the {param.shape[1]} columns of {param.name!r} are "
-                    f"not cut at multiples of {form.group or 4}; use tensor_parallel=1."
-                )
+        require_whole_groups(spec, ranks, quantization, quantization)
 
 
 def _require_lockstep(config: EngineConfig, specs: Mapping[str, ModelSpec], rank: Rank) -> None:

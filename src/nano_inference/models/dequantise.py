@@ -53,55 +53,33 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return ((words.unsqueeze(-1) >> places) & ((1 << bits) - 1)).flatten(-2)
 
 
-def gptq(
-    qweight: Tensor,
-    qzeros: Tensor | None,
-    scales: Tensor,
-    columns: int | Tensor,
-    bits: int,
-    zero_offset: int,
-) -> Tensor:
-    """AutoGPTQ's and gptqmodel's layout.
+def gptq_zeros(words: Tensor, bits: int, offset: int) -> Tensor:
+    """Zero points of AutoGPTQ's and gptqmodel's layout.
 
     Args:
-        qweight: int32 [columns * bits / 32, rows].
-        qzeros: int32 [groups, rows * bits / 32]; None: the middle.
-        scales: [groups, rows].
-        columns: as in `scaled`: its `g_idx`, where it has one.
+        words: int32 [groups, rows * bits / 32].
         bits: of a code.
-        zero_offset: what the zero points lack: 1 in the first version of the layout. It is taken
-            off there from whole words, so a 0 borrows from its neighbour, and is given back so.
+        offset: what the zero points lack: 1 in the first version of the layout. It is taken off
+            there from whole words, so a 0 borrows from its neighbour, and is given back so.
+
+    Returns int32 [groups, rows].
     """
-    zeros = torch.full((1, len(scales)), 1 << (bits - 1), device=scales.device)
-    if qzeros is not None:
-        every = sum(1 << place for place in range(0, 32, bits))  # a 1 in each code of a word
-        zeros = unpacked(qzeros + torch.tensor(zero_offset * every).int(), bits).T
-    return scaled(unpacked(qweight.T, bits), scales.T, 1, columns, zeros)
+    every = sum(1 << place for place in range(0, 32, bits))  # a 1 in each code of a word
+    return unpacked(words + torch.tensor(offset * every).int(), bits)
 
 
-def awq(qweight: Tensor, qzeros: Tensor | None, scales: Tensor, columns: int) -> Tensor:
-    """AutoAWQ's layout "gemm", of 4 bits.
-
-    Args:
-        qweight: int32 [columns, rows / 8].
-        qzeros: int32 [groups, rows / 8]; None: the middle.
-        scales: [groups, rows].
-        columns: how many share a scale.
+def awq(words: Tensor) -> Tensor:
+    """Codes or zero points of AutoAWQ's layout "gemm", of 4 bits: int32 [n, rows / 8] -> int32
+    [n, rows].
     """
-    zeros = torch.full((1, len(scales)), 8, device=scales.device)
-    if qzeros is not None:
-        zeros = _awq_codes(qzeros).T
-    return scaled(_awq_codes(qweight).T, scales.T, 1, columns, zeros)
-
-
-def _awq_codes(words: Tensor) -> Tensor:
-    """int32 [n, rows / 8] -> int32 [n, rows]."""
     return unpacked(words, 4).unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2)
 
 
-def bitsandbytes_int8(codes: Tensor, maxima: Tensor) -> Tensor:
-    """LLM.int8()'s: int8 [rows, columns], of which 127 is the row's maximum: float32 [rows]."""
-    return codes.float() * (maxima.float() * _BITSANDBYTES_127TH).unsqueeze(1)
+def bitsandbytes_scales(maxima: Tensor) -> Tensor:
+    """LLM.int8()'s: codes of which 127 is the row's maximum: float32 [rows] -> float32
+    [rows, 1].
+    """
+    return (maxima.float() * _BITSANDBYTES_127TH).unsqueeze(1)
 
 
 def bitsandbytes_4bit(packed: Tensor, values: Tensor, maxima: Tensor, block: int) -> Tensor:

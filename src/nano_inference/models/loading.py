@@ -33,10 +33,12 @@ from nano_inference.models.weights import (
     named_slots,
     param_table,
     read,
+    require_whole_groups,
     write,
 )
 from nano_inference.ops import reference
 from nano_inference.ops.formats import FILE, Format, widest
+from nano_inference.ops.quantised import widened
 from nano_inference.progress import Progress
 from nano_inference.regular_files import open_regular, read_json
 
@@ -73,11 +75,13 @@ def load_params(
     quantization: Formats = None,
 ) -> dict[str, Any]:
     """All parameters of a model, or of a rank's part of it, streamed from its safetensors files,
-    dequantised where they hold codes, and quantised as `quantization` says. Of other ranks' parts
-    nothing is read. Memory: the parameters and one tensor, both on the device.
+    dequantised where they hold codes, and quantised as `quantization` says; codes that its format
+    of a parameter holds are kept as they are. Of other ranks' parts nothing is read. Memory: the
+    parameters and one tensor, both on the device.
 
-    Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor, before any memory
-    is taken for the parameters.
+    Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor, or the one whose
+    codes are not computed as they are, before any memory is taken for the parameters; `ConfigError`
+    where ranks would cut codes within a group.
     """
     table = param_table(spec, part)
     places = named_slots(table)
@@ -85,6 +89,8 @@ def load_params(
     weights = _weights(folder, spec, whole, dtype, device)
     _require_all(folder, places, weights)
     if quantization == FILE:
+        if part is not None and (ranks := part.place.mesh.tensor) > 1:
+            require_whole_groups(spec, ranks, FILE, _file_formats(folder, whole, weights))
         quantization = _file_formats(folder, table, weights)
     params = allocate(table, dtype, device, matrix, quantization)
     wanted = [  # not a tied head, nor what is another rank's
@@ -93,16 +99,15 @@ def load_params(
         if name in weights and 0 not in slot.local_shape
     ]
     size = sum(prod(slot.local_shape) for _, slot in wanted) * dtype.itemsize
-    with Progress(_loading(folder, spec, part), size) as progress:
+    with Progress(_loading(folder, spec, part, quantization), size) as progress:
         for name, slot in wanted:
-            if slot.tied_to is None and _write_codes(params, slot, weights[name]):
-                progress.add(prod(slot.local_shape) * dtype.itemsize)
-                continue
-            tensor = slot.take(weights[name])
-            if slot.tied_to is None:
-                write(params, slot, tensor)
-            elif not torch.equal(as_held(params, slot, tensor), read(params, slot)):
-                raise ModelLoadError(_untied(name, slot))
+            if slot.tied_to is not None:
+                if not _is_equal(params, slot, weights[name], weights[slot.tied_to]):
+                    raise ModelLoadError(_untied(name, slot))
+            elif _holds(params[slot.param], weights[name]):
+                _write_codes(params[slot.param], slot, weights[name])
+            else:
+                write(params, slot, slot.take(weights[name]))
             progress.add(prod(slot.local_shape) * dtype.itemsize)
     return params
 
@@ -110,36 +115,75 @@ def load_params(
 def _file_formats(
     folder: Path, table: tuple[ParamSpec, ...], weights: Mapping[str, Any]
 ) -> dict[str, Format]:
-    """The format of each parameter whose tensors are all stored as codes that products read."""
+    """The format of each parameter whose tensors are all stored as codes that products read. Raises
+    `ModelLoadError` for other codes, but for those of a .gguf file, which are dequantised.
+    """
     said = quantisation_of(folder)
-    if said is None or said.method != "gguf":
+    if said is None:
         raise ModelLoadError(
-            f"quantization='file' computes with the blocks of a .gguf file, and {folder} is none; "
-            "'int8', 'int8-32' and 'int4' quantise plain weights."
+            f"quantization='file' computes with the codes of a quantised checkpoint, and {folder} "
+            "holds plain weights; 'int8', 'int8-32' and 'int4' quantise these."
         )
     found: dict[str, Format] = {}
-    for param in table:
-        forms = [getattr(weights.get(source.name), "form", None) for source in param.sources]
-        if param.codes is not None and None not in forms:
-            found[param.name] = widest([form for form in forms if form is not None])
+    for param in (each for each in table if each.codes is not None):
+        given = {source.name: weights[source.name] for source in param.sources}
+        forms = {name: getattr(weight, "form", None) for name, weight in given.items()}
+        known = [form for form in forms.values() if form is not None]
+        if len(known) == len(forms):
+            found[param.name] = widest(known)
+        elif said.method != "gguf":
+            _require_no_codes(given, forms)
     return found
 
 
-def _write_codes(params: dict[str, Any], slot: Slot, weight: Any) -> bool:
-    """Whether codes of a file went into their place as they are."""
-    param, form = params[slot.param], getattr(weight, "form", None)
+def _require_no_codes(given: Mapping[str, Any], forms: Mapping[str, Format | None]) -> None:
+    """Raise `ModelLoadError` where some tensors of a parameter are codes, and not all of them codes
+    that products read.
+    """
+    plain = next(name for name, form in forms.items() if form is None)
+    for name, weight in given.items():
+        why = getattr(weight, "why", None)
+        if why is None and forms[name] is not None:
+            why = f"it is held together with {plain!r}, which has no such codes"
+        if why is not None:
+            raise ModelLoadError(
+                f"quantization='file' cannot compute with the codes of {name!r}: {why}; leave the "
+                "option away, and the checkpoint is dequantised."
+            )
+
+
+def _holds(param: Any, weight: Any) -> bool:
+    """Whether a parameter takes the codes of a file as they are."""
     own = form_of(param)
-    if form is None or own is None or widest([form, own]) != own:
-        return False
+    form = None if own is None else getattr(weight, "form", None)
+    return own is not None and form is not None and own.holds(form)
+
+
+def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
+    """Codes of a file into their place, as they are, some rows after the other."""
+    rows, columns = slot.shape
+    parts, within = slot.parts or ((0, rows),), (0, columns)
+    if slot.parts is not None and slot.axis == 1:
+        parts, (within,) = ((0, rows),), slot.parts
     start = slot.start
-    for first, last in slot.parts or ((0, slot.shape[0]),):  # of rows: one rank
-        param.write_codes(start, weight.codes(slice(first, last)))
-        start += last - first
-    return True
+    for first, last in parts:
+        for codes in weight.codes(first, last):
+            own = widened(codes, param.form, (0, columns)).columns(*within)
+            param.write_codes(start, own)
+            start += len(own.codes)
 
 
-def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None) -> str:
-    doing = "loading" if spec.quantisation is None else "dequantising and loading"
+def _is_equal(params: dict[str, Any], slot: Slot, head: Any, embedding: Any) -> bool:
+    """Whether a head is the embedding that it is tied to, which is written already."""
+    tensor = slot.take(head)
+    if _holds(params[slot.param], embedding):
+        return torch.equal(tensor, slot.take(embedding))
+    return torch.equal(as_held(params, slot, tensor), read(params, slot))
+
+
+def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None, quantization: Formats) -> str:
+    in_codes = quantization and not isinstance(quantization, str)
+    doing = "loading" if in_codes or spec.quantisation is None else "dequantising and loading"
     rank = "" if part is None or part.place.mesh.world_size == 1 else f" (rank {part.place.rank})"
     return f"{doing} {folder.name}{rank}"
 

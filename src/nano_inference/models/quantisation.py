@@ -74,6 +74,11 @@ class Quantisation:
         kinds = dict.fromkeys(_told(scheme) for _, scheme in self.schemes)
         return f"{self.method} ({'; '.join(kinds)})"
 
+    @property
+    def computed(self) -> str:
+        """What `quantization="file"` makes of it, for a line."""
+        return f"quantised with {self}, computed with its own codes"
+
     def becomes(self, dtype: str) -> str:
         """What is made of it, for a line."""
         left = f"; activations are not quantised, to {self.activations}" if self.activations else ""

@@ -4,11 +4,11 @@ and a weight that is cut, and dequantised, where somebody takes a part of it.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from nano_inference.models import dequantise
 from nano_inference.models.quantisation import FormatName, Quantisation, Scheme
 from nano_inference.ops.formats import FORMATS as CODE_FORMATS
 from nano_inference.ops.formats import Format as CodeFormat
+from nano_inference.ops.formats import fitting, groups_of
 from nano_inference.ops.quantised import Codes
 
 Shape = tuple[int, ...]
@@ -49,18 +50,34 @@ class Part:
     per_row: Fraction = Fraction(1)
 
 
+Cut = Mapping[str, Tensor]  # the tensors of a weight, cut to some rows of a matrix
+
+
+class Coded(NamedTuple):
+    """How products read a weight as it is stored.
+
+    Attributes:
+        form: the format that holds it.
+        read: its tensors, and the shape of what they are cut to: the codes.
+    """
+
+    form: CodeFormat
+    read: Callable[[Cut, Shape], Codes]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a weight is stored.
 
     Attributes:
         parts: the tensors, by what their names end with.
-        decode: these tensors, cut to some rows of a matrix, and the shape of those: their numbers
-            in float32.
+        decode: these tensors, and the shape of what they are cut to: their numbers in float32.
+        coded: how products read its codes, or why they do not; None: they are no whole numbers.
     """
 
     parts: Mapping[str, Part]
-    decode: Callable[[Mapping[str, Tensor], Shape], Tensor]
+    decode: Callable[[Cut, Shape], Tensor]
+    coded: Callable[[], Coded | str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +186,32 @@ class QuantisedWeight:
         """Names of the tensors that hold it."""
         return frozenset(self._stored.stem + end for end in self._slices)
 
+    @cached_property
+    def _coded(self) -> Coded | str:
+        if self._layout.coded is None:
+            return f"codes of {self._stored.scheme.format} are no whole numbers"
+        return self._layout.coded()
+
     @property
     def form(self) -> CodeFormat | None:
         """The format of codes that products read as they are; None: they do not."""
-        if self._stored.scheme.format != "gguf":
-            return None
-        return gguf_form(self._stored.tensors, self._stored.stem, self._stored.matrix[1])
+        return None if isinstance(self._coded, str) else self._coded.form
 
-    def codes(self, rows: slice) -> Codes:
-        """The codes of some rows, as they are. Raises where `form` is None."""
-        assert self.form is not None
-        cut = {end: self._slices[end][rows] for end in self._layout.parts}
-        return gguf_codes(cut, self.form)
+    @property
+    def why(self) -> str | None:
+        """Why they do not, or None."""
+        return self._coded if isinstance(self._coded, str) else None
+
+    def codes(self, start: int, stop: int) -> Iterator[Codes]:
+        """The codes of rows [start, stop), some rows after the other, in `form`, which is not
+        None. Raises `ModelLoadError` for scales that are damaged.
+        """
+        assert not isinstance(self._coded, str)
+        for at, end in self._panels(start, stop):
+            cut = self._cut_all((), at, end)
+            found = self._coded.read(cut, (end - at, self._stored.shape[1]))
+            self._require_finite(found.scales)
+            yield found.rows(max(start - at, 0), min(end, stop) - at)
 
     def get_shape(self) -> list[int]:
         """Of its numbers."""
@@ -200,32 +231,44 @@ class QuantisedWeight:
         """A part of a matrix, panel by panel into the memory for it."""
         height, width = self._stored.shape[-2:]
         start, stop, _ = rows.indices(height)
-        last = min(_ceil(stop, self._unit) * self._unit, height)
-        size = max(1, PANEL // width // self._unit) * self._unit
         shape = (max(stop - start, 0), len(range(width)[columns]))
         found: Tensor | None = None
-        for at in range(start // self._unit * self._unit, stop, size):
-            begin, end = max(at, start), min(at + size, stop)
-            panel = self._panel(which, at, min(at + size, last))
+        for at, last in self._panels(start, stop):
+            begin, end = max(at, start), min(last, stop)
+            panel = self._panel(which, at, last)
             if found is None:
                 found = panel.new_empty(shape, dtype=self._dtype)
             found[begin - start : end - start] = panel[begin - at : end - at, columns]
         return self._empty(shape) if found is None else found
+
+    def _panels(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Rows that are read at once, which are whole units, until all of [start, stop) are."""
+        height, width = self._stored.shape[-2:]
+        last = min(_ceil(stop, self._unit) * self._unit, height)
+        size = max(1, PANEL // width // self._unit) * self._unit
+        for at in range(start // self._unit * self._unit, stop, size):
+            yield at, min(at + size, last)
 
     def _empty(self, shape: Shape) -> Tensor:
         return torch.empty(shape, dtype=self._dtype)
 
     def _panel(self, which: Place, at: int, end: int) -> Tensor:
         """Rows [at, end), which are whole units, in float32."""
-        parts = self._layout.parts
-        cut = {name: self._cut(name, part, which, at, end) for name, part in parts.items()}
+        cut = self._cut_all(which, at, end)
         values = self._layout.decode(cut, (end - at, self._stored.shape[-1]))
+        self._require_finite(values)
+        return values
+
+    def _require_finite(self, values: Tensor) -> None:
         if not bool(values.isfinite().all()):
             raise ModelLoadError(
                 f"weight {self._stored.name!r} is dequantised to NaN or infinite numbers: the "
                 "tensors of its scales are damaged."
             )
-        return values
+
+    def _cut_all(self, which: Place, at: int, end: int) -> dict[str, Tensor]:
+        parts = self._layout.parts
+        return {name: self._cut(name, part, which, at, end) for name, part in parts.items()}
 
     def _cut(self, end: str, part: Part, which: Place, at: int, stop: int) -> Tensor:
         """What of a tensor belongs to rows [at, stop)."""
@@ -294,6 +337,78 @@ def _grouping(stored: Stored, end: str) -> tuple[dict[str, Part], int | Tensor]:
     return part, groups
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _whole_numbers(
+    stored: Stored,
+    parts: Mapping[str, Part],
+    values: Callable[[Cut], Tensor],
+    scales: str,
+    *,
+    bits: int,
+    middle: int,
+    groups: int | Tensor,
+    grid: Callable[[Tensor], Tensor] = _same,
+    zeros: tuple[str, Callable[[Tensor], Tensor]] | None = None,
+) -> Layout:
+    """Of whole numbers less a zero point, times a scale.
+
+    Args:
+        stored: the tensors around the weight.
+        parts: those that hold it.
+        values: from them to the numbers [rows, columns].
+        scales: what the name of the tensor of scales ends with.
+        bits: of a number.
+        middle: the zero point where none are stored.
+        groups: columns that share a scale, or the group of each.
+        grid: from the tensor of scales to them as `_grid` has them.
+        zeros: likewise of zero points, in the numbers' terms; rows beyond the last do not count.
+    """
+    (each_row, each), (_, columns) = stored.block, stored.matrix
+
+    def points(cut: Cut, rows: int) -> Tensor | None:
+        end, made = zeros if zeros is not None else ("", _same)
+        return made(cut[end])[:rows] if end in cut else None
+
+    def decode(cut: Cut, _: Shape) -> Tensor:
+        found, factors = values(cut), grid(cut[scales])
+        least = points(cut, len(found))
+        if least is None:
+            least = torch.full_like(factors, middle, dtype=torch.float32)
+        return dequantise.scaled(found, factors, each_row, groups, least)
+
+    def coded() -> Coded | str:
+        if isinstance(groups, Tensor) and not groups.equal(torch.arange(columns) // each):
+            return "its columns are in an order of their own (act-order)"
+        dtype = stored.tensor(scales).get_dtype()
+        small = {end: stored.read(end) for end in parts if zeros is not None and end == zeros[0]}
+        all_points = points(small, stored.matrix[0])
+        mins = all_points is not None and bool((all_points != middle).any())
+        if mins and dtype == "F32":
+            return "its zero points times scales of 32 bits have too many digits"
+        held = max(bits, 4)
+        form = fitting(held, 0 if stored.scheme.block[1] is None else each, dtype != "F16", mins)
+        if form is None:
+            return f"no format has codes of {held} bits in groups of {each} columns"
+        # a code of 8 bits has a sign, and one of 4 bits where there is no minimum
+        moved = middle if held == 8 or not mins else 0
+        bounds = (0, columns)
+        at = [first // each for first, _ in groups_of(bounds, form)]
+
+        def read(cut: Cut, shape: Shape) -> Codes:
+            found, rows = values(cut), torch.arange(shape[0]) // each_row
+            factors, least = grid(cut[scales]).float()[rows][:, at], None
+            if mins and (each_points := points(cut, shape[0])) is not None:
+                least = (each_points.float() - moved)[rows][:, at] * factors
+            return Codes((found - moved).to(torch.int8), factors, form, bounds, least)
+
+        return Coded(form, read)
+
+    return Layout(parts, decode, coded)
+
+
 def _fp8(stored: Stored) -> Layout:
     ends = (".weight_scale", ".weight_scale_inv")
     usual = ends[stored.method == "fp8"]
@@ -301,7 +416,7 @@ def _fp8(stored: Stored) -> Layout:
     scales = replace(_grid(stored), dtypes=_FLOATS + _EXPONENTS)
     rows, columns = stored.block
 
-    def decode(parts: Mapping[str, Tensor], _: Shape) -> Tensor:
+    def decode(parts: Cut, _: Shape) -> Tensor:
         grid = parts[end]
         if grid.dtype in (torch.uint8, torch.float8_e8m0fnu):
             grid = dequantise.float8_exponents(grid)
@@ -311,21 +426,22 @@ def _fp8(stored: Stored) -> Layout:
 
 
 def _int8(stored: Stored) -> Layout:
+    end = ".weight_zero_point"
     parts = {".weight": Part(("I8",), stored.matrix, 0), ".weight_scale": _grid(stored)}
     if not stored.scheme.symmetric:
-        parts[".weight_zero_point"] = replace(_grid(stored), dtypes=("I8",))
-    rows, columns = stored.block
-
-    def decode(cut: Mapping[str, Tensor], _: Shape) -> Tensor:
-        codes, scales = cut[".weight"], cut[".weight_scale"]
-        return dequantise.scaled(codes, scales, rows, columns, cut.get(".weight_zero_point"))
-
-    return Layout(parts, decode)
+        parts[end] = replace(_grid(stored), dtypes=("I8",))
+    return _whole_numbers(
+        *(stored, parts, lambda cut: cut[".weight"], ".weight_scale"),
+        bits=8,
+        middle=0,
+        groups=stored.block[1],
+        zeros=(end, _same),
+    )
 
 
 def _packed_int(stored: Stored) -> Layout:
     rows, columns = stored.matrix
-    bits, (each_row, _) = stored.scheme.bits, stored.block
+    bits = stored.scheme.bits
     codes = 32 // bits
     ordering, groups = _grouping(stored, ".weight_g_idx")
     scales = _grid(stored)
@@ -342,23 +458,24 @@ def _packed_int(stored: Stored) -> Layout:
     if (told := tuple(stored.read(".weight_shape").tolist())) != stored.shape:
         raise stored.wrong(".weight_shape", f"says {told}, expected {stored.shape}")
 
-    def decode(cut: Mapping[str, Tensor], shape: Shape) -> Tensor:
-        scales, zeros = cut[".weight_scale"], cut.get(".weight_zero_point")
-        zeros = (
-            torch.full_like(scales, 1 << (bits - 1), dtype=torch.float32)
-            if zeros is None
-            else dequantise.unpacked(zeros.T, bits).T[: shape[0]]
-        )
-        found = dequantise.unpacked(cut[".weight_packed"], bits)[:, :columns]
-        return dequantise.scaled(found, scales, each_row, groups, zeros)
+    def values(cut: Cut) -> Tensor:
+        return dequantise.unpacked(cut[".weight_packed"], bits)[:, :columns]
 
-    return Layout(parts, decode)
+    return _whole_numbers(
+        *(stored, parts, values, ".weight_scale"),
+        bits=bits,
+        middle=1 << (bits - 1),
+        groups=groups,
+        zeros=(".weight_zero_point", lambda words: dequantise.unpacked(words.T, bits).T),
+    )
 
 
 def _gptq(stored: Stored) -> Layout:
+    """AutoGPTQ's and gptqmodel's."""
     rows, columns = stored.matrix
     scheme, count = stored.scheme, stored.groups()
-    codes = 32 // scheme.bits
+    bits, offset = scheme.bits, scheme.zero_offset
+    codes = 32 // bits
     ordering, groups = _grouping(stored, ".g_idx")
     parts = {
         ".qweight": Part(("I32",), (stored.words(columns, codes, "columns"), rows), 1),
@@ -368,29 +485,34 @@ def _gptq(stored: Stored) -> Layout:
     if stored.has(".qzeros") or not scheme.symmetric:
         words = stored.words(rows, codes, "rows")
         parts[".qzeros"] = Part(("I32",), (count, words), 1, Fraction(1, codes))
-
-    def decode(cut: Mapping[str, Tensor], _: Shape) -> Tensor:
-        qweight, qzeros, scales = cut[".qweight"], cut.get(".qzeros"), cut[".scales"]
-        return dequantise.gptq(qweight, qzeros, scales, groups, scheme.bits, scheme.zero_offset)
-
-    return Layout(parts, decode)
+    return _whole_numbers(
+        *(stored, parts, lambda cut: dequantise.unpacked(cut[".qweight"].T, bits), ".scales"),
+        bits=bits,
+        middle=1 << (bits - 1),
+        groups=groups,
+        grid=torch.t,
+        zeros=(".qzeros", lambda words: dequantise.gptq_zeros(words, bits, offset).T),
+    )
 
 
 def _awq(stored: Stored) -> Layout:
+    """AutoAWQ's layout "gemm", of 4 bits."""
     rows, columns = stored.matrix
     count, words = stored.groups(), stored.words(rows, 8, "rows")
-    _, each = stored.block
     parts = {
         ".qweight": Part(("I32",), (columns, words), 1, Fraction(1, 8)),
         ".scales": Part(_FLOATS, (count, rows), 1),
     }
     if stored.has(".qzeros") or not stored.scheme.symmetric:
         parts[".qzeros"] = Part(("I32",), (count, words), 1, Fraction(1, 8))
-
-    def decode(cut: Mapping[str, Tensor], _: Shape) -> Tensor:
-        return dequantise.awq(cut[".qweight"], cut.get(".qzeros"), cut[".scales"], each)
-
-    return Layout(parts, decode)
+    return _whole_numbers(
+        *(stored, parts, lambda cut: dequantise.awq(cut[".qweight"]).T, ".scales"),
+        bits=4,
+        middle=8,
+        groups=stored.block[1],
+        grid=torch.t,
+        zeros=(".qzeros", lambda words: dequantise.awq(words).T),
+    )
 
 
 def _bitsandbytes_int8(stored: Stored) -> Layout:
@@ -403,7 +525,13 @@ def _bitsandbytes_int8(stored: Stored) -> Layout:
         _checked(stored, end, parts[end])
         if (kind := int(stored.read(end))) != 0:
             raise stored.wrong(end, f"is {kind}, a tiled layout; 0, which is by rows, is needed")
-    return Layout(parts, lambda cut, _: dequantise.bitsandbytes_int8(cut[".weight"], cut[".SCB"]))
+    return _whole_numbers(
+        *(stored, parts, lambda cut: cut[".weight"], ".SCB"),
+        bits=8,
+        middle=0,
+        groups=stored.block[1],
+        grid=dequantise.bitsandbytes_scales,
+    )
 
 
 _STATE = ".weight.quant_state.bitsandbytes__"
@@ -439,7 +567,7 @@ def _bitsandbytes_4bit(stored: Stored) -> Layout:
             ".weight.nested_quant_map": Part(("F32",), (256,)),
         }
 
-    def decode(cut: Mapping[str, Tensor], shape: Shape) -> Tensor:
+    def decode(cut: Cut, shape: Shape) -> Tensor:
         maxima = cut[".weight.absmax"]
         if nested:
             maxima = dequantise.bitsandbytes_maxima(
@@ -491,7 +619,7 @@ def _mxfp4_packed(stored: Stored) -> Layout:
         ".weight_scale": Part(_EXPONENTS, (rows, groups), 0),
     }
 
-    def decode(cut: Mapping[str, Tensor], _: Shape) -> Tensor:
+    def decode(cut: Cut, _: Shape) -> Tensor:
         blocks = cut[".weight_packed"].unflatten(1, (groups, 16))
         return dequantise.mxfp4(blocks, cut[".weight_scale"])
 
@@ -509,7 +637,7 @@ def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:
         last: Part(("F32",), (1,)),
     }
 
-    def decode(cut: Mapping[str, Tensor], _: Shape) -> Tensor:
+    def decode(cut: Cut, _: Shape) -> Tensor:
         scales, whole = cut[".weight_scale"].float(), cut[last]
         scales = scales / whole if inverse else scales * whole
         return dequantise.scaled(dequantise.float4(cut[codes]), scales, 1, 16)
@@ -532,7 +660,8 @@ def _gguf(stored: Stored) -> Layout:
     }
     if form.mins:
         parts[".mins"] = Part(("F32",), (rows, groups), 0)
-    return Layout(parts, lambda cut, _: gguf_codes(cut, form).numbers())
+    codes = Coded(form, lambda cut, _: gguf_codes(cut, form))
+    return Layout(parts, lambda cut, _: gguf_codes(cut, form).numbers(), lambda: codes)
 
 
 def gguf_form(tensors: Mapping[str, Any], stem: str, columns: int) -> CodeFormat | None:
@@ -546,7 +675,7 @@ def gguf_form(tensors: Mapping[str, Any], stem: str, columns: int) -> CodeFormat
     return next((f for f in known if (f.bits, f.group, f.wide, f.mins) == wanted), None)
 
 
-def gguf_codes(cut: Mapping[str, Tensor], form: CodeFormat) -> Codes:
+def gguf_codes(cut: Cut, form: CodeFormat) -> Codes:
     """Stored rows as codes."""
     codes = cut[".codes"]
     if form.bits == 4:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from nano_inference.errors import ConfigError
 from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.spec import ModelSpec
@@ -240,7 +241,7 @@ class _Matrices:
     """
 
     def __init__(self, fused: FusedTensor, whole: Any) -> None:
-        self._whole, self._read, self._parts = whole, -1, list[Tensor]()
+        self.whole, self._read, self._parts = whole, -1, list[Tensor]()
         self._each, self._one, self._by_matrix = len(fused.parts), fused, False
         count, each = fused.shape[0], len(fused.parts) // fused.shape[0]
         axes, order = fused.axes, fused.order
@@ -260,7 +261,7 @@ class _Matrices:
         which, within = divmod(place, self._each)
         if which != self._read:
             self._parts.clear()  # before the next matrix is there
-            matrix = self._whole[which : which + 1] if self._by_matrix else self._whole[:]
+            matrix = self.whole[which : which + 1] if self._by_matrix else self.whole[:]
             self._parts = [part for _, part in self._one.split(matrix)]
             self._read = which
         found = self._parts[within]
@@ -280,6 +281,11 @@ class FusedPart:
 
     matrices: _Matrices
     place: int
+
+    @property
+    def why(self) -> str | None:
+        """Why products do not read its codes; None: it has none."""
+        return getattr(self.matrices.whole, "why", None)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         """A part of it, or all."""
@@ -802,6 +808,30 @@ def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
     rows, columns = param.shape
     groups = len(groups_of(bounds_of(param.segments, columns, form), form))
     return rows * (-(-columns * form.bits // 8) + groups * form.group_bytes)
+
+
+def require_whole_groups(
+    spec: ModelSpec, ranks: int, name: str, quantization: Formats = None
+) -> None:
+    """Raise `ConfigError` where a rank's columns of a quantised weight would not be whole groups,
+    or its sums not those of one rank.
+
+    Args:
+        spec: of the whole model.
+        ranks: that share a layer.
+        name: of `EngineConfig.quantization`.
+        quantization: the same, or the format of each parameter.
+    """
+    for param in param_table(spec):
+        form, segments = param.form(quantization), param.segments
+        if form is None or segments is None:
+            continue
+        if bounds_of(segments, param.shape[1], form) != segments:
+            raise ConfigError(
+                f"quantization={name!r} is not possible with tensor_parallel={ranks} for "
+                f"{spec.architecture}: the {param.shape[1]} columns of {param.name!r} are not cut "
+                f"at multiples of {form.group or 4}; use tensor_parallel=1."
+            )
 
 
 def form_of(param: Any) -> Format | None:

@@ -2,7 +2,7 @@
 computed with them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +38,20 @@ class Format:
         """Of the scale of a group, and of its minimum."""
         return (4 if self.wide else 2) + (4 if self.mins else 0)
 
+    def holds(self, other: "Format") -> bool:
+        """Whether it stores weights of another format to the bit; those of group 0 where a row has
+        one segment.
+        """
+        if self.bits == 4 and self.mins and not other.mins and other.wide:
+            return False  # 8 scales, as a minimum, lose digits of a float32
+        nested = other.group % self.group == 0 if self.group else other.group == 0
+        return (
+            nested
+            and self.bits >= other.bits
+            and self.wide >= other.wide
+            and self.mins >= other.mins
+        )
+
 
 FORMATS = {
     each.name: each
@@ -45,14 +59,21 @@ FORMATS = {
         Format("int8", 8, 0, wide=True),
         Format("int8-32", 8, GROUP),
         Format("int4-32", 4, GROUP),
-        # what files hold: Q6_K and Q3_K; Q4_K and Q4_1; Q5_K and Q5_1; Q2_K
+        # what GGUF files hold: Q6_K and Q3_K; Q4_K and Q4_1; Q5_K and Q5_1; Q2_K
         Format("int8-16-wide", 8, 16, wide=True),
         Format("int4-32-min", 4, GROUP, wide=True, mins=True),
         Format("int8-32-min", 8, GROUP, wide=True, mins=True),
         Format("int8-16-min", 8, 16, wide=True, mins=True),
+        # what compressed-tensors, GPTQ and AWQ hold
+        Format("int4-32-wide", 4, GROUP, wide=True),
+        Format("int4-64-wide", 4, 64, wide=True),
+        Format("int4-64-min", 4, 64, wide=True, mins=True),
+        Format("int4-128-wide", 4, 128, wide=True),
+        Format("int4-128-min", 4, 128, wide=True, mins=True),
+        Format("int8-128-wide", 8, 128, wide=True),
     )
 }
-FILE = "file"  # `EngineConfig.quantization`: of a .gguf file the formats that it has
+FILE = "file"  # `EngineConfig.quantization`: the formats of a quantised checkpoint
 # The other ones: the format of a model's layers, and that of its head, by which logits
 # are made.
 QUANTIZATIONS = {
@@ -81,11 +102,21 @@ def groups_of(bounds: tuple[int, ...], form: Format) -> list[tuple[int, int]]:
     ]
 
 
-def widest(forms: Sequence[Format]) -> Format:
-    """The format that holds what all of these hold, to the bit."""
-    mins = any(form.mins for form in forms)
-    group = min(form.group for form in forms)
-    wanted = max(form.bits for form in forms), group, mins or any(form.wide for form in forms), mins
-    return next(
-        form for form in FORMATS.values() if (form.bits, form.group, form.wide, form.mins) == wanted
-    )
+def widest(forms: Iterable[Format]) -> Format:
+    """The smallest format that holds what all of these hold."""
+    wanted = tuple(forms)
+    found = (form for form in FORMATS.values() if all(form.holds(each) for each in wanted))
+    return min(found, key=_size)
+
+
+def fitting(bits: int, group: int, wide: bool, mins: bool) -> Format | None:
+    """The smallest format of codes of so many bits that holds such ones, see `Format`; None: none
+    does.
+    """
+    wanted = Format("", bits, group, wide, mins)
+    found = (form for form in FORMATS.values() if form.bits == bits and form.holds(wanted))
+    return min(found, key=_size, default=None)
+
+
+def _size(form: Format) -> tuple[float, int]:
+    return form.bytes_per_weight, -form.group

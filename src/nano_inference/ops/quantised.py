@@ -14,7 +14,8 @@ Sums of whole numbers are the same in any order, so a format that has one group 
 order. Segments are merged as those of `Ops.linear` are.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -102,6 +103,21 @@ class Codes:
         """Columns of each scale."""
         return groups_of(self.bounds, self.form)
 
+    def rows(self, start: int, stop: int) -> "Codes":
+        """Rows [start, stop)."""
+        mins = None if self.mins is None else self.mins[start:stop]
+        codes, scales = self.codes[start:stop], self.scales[start:stop]
+        return replace(self, codes=codes, scales=scales, mins=mins)
+
+    def columns(self, start: int, stop: int) -> "Codes":
+        """Columns [start, stop), which are whole groups, or a part of the only one."""
+        groups = slice(0, 1)
+        if self.form.group:
+            groups = slice(start // self.form.group, -(-stop // self.form.group))
+        mins = None if self.mins is None else self.mins[:, groups]
+        codes, scales = self.codes[:, start:stop], self.scales[:, groups]
+        return replace(self, codes=codes, scales=scales, bounds=(0, stop - start), mins=mins)
+
     def numbers(self) -> Tensor:
         """The weights that the codes stand for, float32 [rows, K]."""
         widths = torch.tensor([last - first for first, last in self.groups])
@@ -145,13 +161,17 @@ def product(x: Tensor, weight: Codes) -> Tensor:
     return tree_sum(sums)
 
 
-def widened(given: Codes, form: Format) -> Codes:
-    """The same weights in a format that holds them; see `widest`. Formats with groups alone."""
-    codes, mins = given.codes, given.mins
-    times = given.form.group // form.group
-    scales = given.scales.repeat_interleave(times, dim=1)
-    mins = None if mins is None else mins.repeat_interleave(times, dim=1)
+def widened(given: Codes, form: Format, bounds: tuple[int, ...]) -> Codes:
+    """The same weights in a format that holds them (`Format.holds`), in segments of these bounds,
+    each of whose groups lies in one of the given ones.
+    """
+    if (given.form, given.bounds) == (form, bounds):
+        return given
+    starts = [first for first, _ in given.groups]
+    at = [bisect_right(starts, first) - 1 for first, _ in groups_of(bounds, form)]
+    codes, scales = given.codes, given.scales[:, at]
+    mins = None if given.mins is None else given.mins[:, at]
     if form.mins and mins is None:
         moved = 8 if form.bits == 4 else 0
         codes, mins = codes + moved, scales * moved
-    return Codes(codes, scales, form, given.bounds, mins)
+    return Codes(codes, scales, form, bounds, mins)

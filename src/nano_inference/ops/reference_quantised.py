@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nano_inference.ops.formats import Format, bounds_of, groups_of
 from nano_inference.ops.quantised import Codes, encode, product, widened
+from nano_inference.ops.stored_rows import count_rows, require_rows
 
 ALIGNMENT = 4  # bytes: scales are read as float32
 
@@ -67,18 +68,15 @@ class QuantisedWeight:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to codes. Raises
         `ValueError` where it does not fit.
         """
-        if tensor.shape[1:] != (self.columns,) or not 0 <= start <= self.rows - len(tensor):
-            raise ValueError(
-                f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
-                f"{tuple(self.shape)}."
-            )
+        require_rows(self.shape, start, tensor)
         self.write_codes(start, encode(tensor.detach().to(self.device), self.form, self.bounds))
 
     def write_codes(self, start: int, given: Codes) -> None:
         """Rows [start, start + n) become these codes, as they are; of a format that this one holds
-        (see `widest`).
+        (`Format.holds`).
         """
-        given = given if given.form == self.form else widened(given, self.form)
+        require_rows(self.shape, start, given.codes)
+        given = widened(given, self.form, self.bounds)
         own = self.data[start : start + len(given.codes)]
         parts = [_packed(given.codes, self.form), given.scales.to(self._scale)]
         parts += [] if given.mins is None else [given.mins]
@@ -90,9 +88,7 @@ class QuantisedWeight:
         """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;
         None: all that follow. Raises `ValueError` for rows that there are not.
         """
-        count = self.rows - start if count is None else count
-        if not 0 <= start <= self.rows - count:
-            raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
+        count = count_rows(self.rows, start, count)
         return self.part(slice(start, start + count)).codes().numbers().to(self.dtype)
 
     def clone(self) -> "QuantisedWeight":

@@ -13,6 +13,7 @@ from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import load_params, resolve_model
 from nano_inference.models.weights import Formats, allocate, formats_of, param_table
+from nano_inference.ops.formats import FILE
 
 # What a caller says of versions that the engine does not serve: each a whole state dict or a
 # model's folder. Or a function that gives one, and raises LookupError for a version that it does
@@ -80,7 +81,7 @@ class VersionedDecoders:
         model = self._engine.model
         quantization = formats_of(model.params)
         if isinstance(given, str | os.PathLike):
-            folder = resolve_model(os.fspath(given))
+            folder = resolve_model(os.fspath(given), coded=self._engine.config.quantization == FILE)
             self._loaded[version] = load_params(
                 *(folder, model.spec, model.dtype, model.device, model.ops.allocate),
                 quantization=quantization,

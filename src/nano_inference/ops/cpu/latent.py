@@ -6,6 +6,7 @@ from torch import Tensor
 from nano_inference.ops.cpu.memory import Arena
 from nano_inference.ops.cpu.weights import LANES, PackedWeight
 from nano_inference.ops.settings import Latent
+from nano_inference.ops.stored_rows import count_rows, require_rows
 
 
 class LatentWeight:
@@ -58,11 +59,7 @@ class LatentWeight:
 
     def write(self, start: int, tensor: Tensor) -> None:
         """See `PackedWeight.write`."""
-        if tensor.shape[1:] != (self.columns,) or not 0 <= start <= self.rows - len(tensor):
-            raise ValueError(
-                f"rows of shape {tuple(tensor.shape)} do not fit at {start} into "
-                f"{tuple(self.shape)}."
-            )
+        require_rows(self.shape, start, tensor)
         stop, plain, value = start + len(tensor), self.sizes.plain, self.sizes.value
         for head in range(start // self._step, -(-stop // self._step)):
             first = head * self._step
@@ -103,9 +100,7 @@ class LatentWeight:
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """See `PackedWeight.read`."""
-        count = self.rows - start if count is None else count
-        if not 0 <= start <= self.rows - count:
-            raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
+        count = count_rows(self.rows, start, count)
         rank, value = self.sizes.rank, self.sizes.value
         first, last = start // self._step, -(-(start + count) // self._step)
         parts: list[Tensor] = []

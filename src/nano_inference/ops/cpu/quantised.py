@@ -7,9 +7,10 @@ from torch import Tensor
 
 from nano_inference.ops.cpu.library import load, struct
 from nano_inference.ops.cpu.memory import ALIGNMENT, Arena
-from nano_inference.ops.cpu.weights import DTYPES, LANES, require_rows
+from nano_inference.ops.cpu.weights import DTYPES, LANES
 from nano_inference.ops.formats import Format, bounds_of, groups_of
 from nano_inference.ops.quantised import Codes, widened
+from nano_inference.ops.stored_rows import count_rows, require_rows
 
 Quantised, Segments = struct("Quantised"), struct("Segments")
 MOST_COLUMNS = 2**31 // 128**2  # of a sum of products of codes in 32 bits
@@ -85,7 +86,7 @@ class QuantisedWeight:
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to codes."""
-        require_rows(self, start, tensor)
+        require_rows(self.shape, start, tensor)
         source = tensor.detach().to(self.device)
         source = (source if source.dtype in DTYPES else source.float()).contiguous()
         load().nano_quantise(
@@ -100,10 +101,10 @@ class QuantisedWeight:
 
     def write_codes(self, start: int, given: Codes) -> None:
         """Rows [start, start + n) become these codes, as they are; of a format that this one holds
-        (see `widest`).
+        (`Format.holds`).
         """
-        require_rows(self, start, given.codes)
-        given = widened(given, self.form)
+        require_rows(self.shape, start, given.codes)
+        given = widened(given, self.form, self.bounds)
         rows = torch.arange(start, start + len(given.codes))
         at = rows.div(LANES, rounding_mode="floor"), rows % LANES
         codes, scales, mins = self._views()
@@ -134,9 +135,7 @@ class QuantisedWeight:
         """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;
         None: all that follow.
         """
-        count = self.rows - start if count is None else count
-        if not 0 <= start <= self.rows - count:
-            raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
+        count = count_rows(self.rows, start, count)
         out = torch.empty((count, self.columns))
         load().nano_dequantise(
             self.codes_ptr(), start, count, self.columns, out.data_ptr(), self.num_threads

@@ -1,27 +1,14 @@
 """`PackedWeight`: a matrix laid out as the kernels read it, written and read by rows."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.library import load
 from nano_inference.ops.cpu.memory import Arena
+from nano_inference.ops.stored_rows import count_rows, require_rows
 
 LANES = 16
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-def require_rows(weight: Any, start: int, tensor: Tensor) -> None:
-    """Raise ValueError unless `tensor` [n, columns] can be rows [start, start + n) of a weight."""
-    if (
-        tensor.dim() != 2
-        or tensor.shape[1] != weight.columns
-        or not 0 <= start <= weight.rows - len(tensor)
-    ):
-        raise ValueError(
-            f"rows of shape {tuple(tensor.shape)} do not fit at {start} into {tuple(weight.shape)}."
-        )
 
 
 class PackedWeight:
@@ -65,7 +52,7 @@ class PackedWeight:
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
-        require_rows(self, start, tensor)
+        require_rows(self.shape, start, tensor)
         source = tensor.detach().to(self.device)
         source = (source if source.dtype in DTYPES else source.float()).contiguous()
         load().nano_pack(
@@ -96,9 +83,7 @@ class PackedWeight:
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """A copy of rows [start, start + count), [count, columns]; None: all that follow."""
-        count = self.rows - start if count is None else count
-        if not 0 <= start <= self.rows - count:
-            raise ValueError(f"rows {start} to {start + count} are not within {self.rows}.")
+        count = count_rows(self.rows, start, count)
         out = torch.empty((count, self.columns), dtype=self.dtype)
         is_bf16 = self.dtype == torch.bfloat16
         load().nano_unpack(self.data_ptr(), out.data_ptr(), is_bf16, start, count, self.columns)

@@ -1,6 +1,6 @@
 // Whole numbers: sixteen sums of products of codes. Exact, so every machine has its own way to the same numbers.
 //
-//   Sums   szero()   sdot8(sums, w, x): lane i += the sum over j < 4 of w[4 i + j] * x[j], codes of 8 bits
+//   Sums   szero()   sadd(a, b)   sdot8(sums, w, x): lane i += the sum over j < 4 of w[4 i + j] * x[j], codes of 8 bits
 //   Line   lload(p): 64 codes   lmagnitude(w)   llow(w), lhigh(w): the halves of their bytes, 0 to 15
 //   Quad   qdup(x): four input codes, -127 to 127, for all lanes
 //   Halves hzero()   hdot4(halves, w, x): as sdot8, w of 0 to 15, at most 8 times; then hsums(halves)
@@ -50,6 +50,7 @@ using Halves = Sums;  // 32 sums of 16 bits
 using Quad = __m256i;
 
 inline Sums szero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Sums sadd(Sums a, Sums b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline Halves hzero() { return szero(); }
 inline Line lload(const void* p) {
   auto q = static_cast<const __m256i*>(p);
@@ -116,6 +117,10 @@ struct Quad {
 };
 
 inline Sums szero() { return {}; }
+inline Sums sadd(Sums a, const Sums& b) {
+  for (int i = 0; i < LANES; i++) a.at[i] += b.at[i];
+  return a;
+}
 inline Halves hzero() { return {}; }
 inline Line lload(const void* p) {
   Line out;

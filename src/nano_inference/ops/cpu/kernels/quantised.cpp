@@ -122,9 +122,9 @@ INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
   }
 }
 
-// The same over a group of 32 columns: codes of 4 bits.
+// The same over 32 columns: codes of 4 bits.
 template <int HEIGHT>
-INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
+INLINE inline void add_32(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
   Halves halves[HEIGHT];
   UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hzero();
   UNROLL for (int j = 0; j < 4; j++) {
@@ -136,6 +136,16 @@ INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t
     UNROLL for (int i = 0; i < HEIGHT; i++) halves[i] = hdot4(halves[i], high, qdup(x + i * ldx + (2 * j + 1) * QUAD));
   }
   UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = hsums(halves[i]);
+}
+
+template <int HEIGHT, int64_t GROUP>
+INLINE inline void add_group(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx) {
+  add_32<HEIGHT>(sums, w, x, ldx);
+  for (int64_t k = 32; k < GROUP; k += 32) {
+    Sums more[HEIGHT];
+    add_32<HEIGHT>(more, w + k / 8 * LINE, x + k, ldx);
+    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sadd(sums[i], more[i]);
+  }
 }
 
 // How a weight is stored, where the compiler has to know.
@@ -166,7 +176,7 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
     for (int64_t g = first; g < last; g++) {
       Sums sums[HEIGHT];
       if constexpr (F::BITS == 4) {
-        add_group<HEIGHT>(sums, codes + g * (GROUP / 8) * LINE, x + g * GROUP, ldx);
+        add_group<HEIGHT, GROUP>(sums, codes + g * (GROUP / 8) * LINE, x + g * GROUP, ldx);
       } else if constexpr (GROUP > 0) {
         add_quads<HEIGHT>(sums, codes + g * (GROUP / QUAD) * LINE, x + g * GROUP, ldx, GROUP / QUAD);
       } else {
@@ -209,7 +219,11 @@ template <int BITS, int64_t GROUP, bool WIDE, bool MINS>
 constexpr Tile TILE = tile_of<Format<BITS, GROUP, WIDE, MINS>>;
 
 Tile choose(const Quantised& w) {
-  if (w.bits == 4) return w.mins ? TILE<4, 32, true, true> : TILE<4, 32, false, false>;
+  if (w.bits == 4 && w.group == 128) return w.mins ? TILE<4, 128, true, true> : TILE<4, 128, true, false>;
+  if (w.bits == 4 && w.group == 64) return w.mins ? TILE<4, 64, true, true> : TILE<4, 64, true, false>;
+  if (w.bits == 4 && w.mins) return TILE<4, 32, true, true>;
+  if (w.bits == 4) return w.wide ? TILE<4, 32, true, false> : TILE<4, 32, false, false>;
+  if (w.group == 128) return TILE<8, 128, true, false>;
   if (w.group == 16) return w.mins ? TILE<8, 16, true, true> : TILE<8, 16, true, false>;
   if (w.group == 32) return w.mins ? TILE<8, 32, true, true> : TILE<8, 32, false, false>;
   return TILE<8, 0, true, false>;

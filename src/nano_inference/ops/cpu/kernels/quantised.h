@@ -8,10 +8,10 @@ namespace nano {
 
 // How a weight [rows, columns] is stored. A panel is 16 rows; a quad is four columns of each of them, 64 codes.
 //   codes of 8 bits: [panels][quads][16][4] int8
-//   codes of 4 bits: [panels][groups][4][16][4] bytes: of line j of a group the lower halves are its quad 2 j, the upper
-//                    ones quad 2 j + 1; without minima 8 stands for 0
+//   codes of 4 bits: [panels][quads / 2][16][4] bytes: of line j the lower halves are quad 2 j, the upper ones quad
+//                    2 j + 1; without minima 8 stands for 0
 //   scales: [panels][groups][16], float where they are wide, else float16; minima: float, likewise
-// A group is 16 or 32 columns; group 0: a segment. Columns are padded with codes of 0 to whole groups, or to whole quads.
+// A group is 16, 32, 64 or 128 columns; group 0: a segment. Columns are padded with codes of 0 to whole groups, or to whole quads.
 struct Quantised {
   int64_t bits, group, wide;
   const void *codes, *scales;
