@@ -59,8 +59,10 @@ class PolicyModel(nn.Module):
     every row through the experts that the engine's forward chose for it; the cast passes gradients
     as they are. Of quantised weights (`EngineConfig.quantization`) it is a forward at the numbers
     that the codes stand for, with inputs that are not rounded to codes, and gradients pass the
-    rounding of weights as they are too. Gradients have the same bits whatever the number of threads
-    and the engine's options are, on processors for which torch takes the same kernels.
+    rounding of weights as they are too. Keys and values are rounded as the engine keeps them
+    (`EngineConfig.kv_cache_dtype`), and gradients pass that too. Gradients have the same bits
+    whatever the number of threads and the engine's options are, on processors for which torch takes
+    the same kernels.
 
     Args:
         engine: an engine, or the configuration to build one from (`model.engine`).
@@ -117,7 +119,8 @@ class PolicyModel(nn.Module):
         products = gradient_dtype or (
             policy.dtype if policy.dtype == torch.bfloat16 else torch.float32
         )
-        self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products)
+        kept = self.engine.runner.storage.format
+        self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products, kept)
 
     def forward(
         self,
