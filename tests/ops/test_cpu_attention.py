@@ -117,6 +117,7 @@ def with_cuts(paging: Paging, num_rows: int, data: st.DataObject) -> Paging:
     Shape(2, 3, 64, True, codes=True), ([Chunk(0, 1299, 1300)], [0]), Paging(24, num_threads=2), 0
 )
 @example(Shape(2, 3, 64, True, codes=True), ([Chunk(0, 1280, 1300)], [0]), Paging(), 0)
+@example(Shape(2, 3, 64, False, codes=True), ([Chunk(0, 90, 130)], [0]), Paging(32), 0)
 @example(LATENTS, ([Chunk(0, 62, 66)], [0]), Paging(num_threads=3), 0)
 @example(
     LATENTS._replace(is_bf16=False, group=16),
