@@ -169,6 +169,20 @@ def training(
 
 
 @app.command()
+def kv_cache(
+    model: Model = "smollm2-135m",
+    dtype: DType = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="rounds of timing; 0: none")] = 3,
+    out: Out = None,
+) -> None:
+    """Keys and values in 8 bits: what fits, quality, and speed behind long contexts, in turns."""
+    from benchmarks.formats import measure_caches
+
+    rows = measure_caches(model, dtype, repeats)
+    write("kv_cache", rows, {"model": model, "dtype": dtype, "repeats": repeats}, out, model)
+
+
+@app.command()
 def host(out: Out = None) -> None:
     """What a step costs on the host, with a model that does nothing."""
     from benchmarks import host as null_model  # pyright: ignore

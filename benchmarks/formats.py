@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: speed, memory and quality of each format, all of them in turns."""
+"""Weights in 8 and 4 bits, and keys and values in 8: speed, memory and quality, all in turns."""
 
 import hashlib
 import math
@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.measure import Row, show, spread
 from benchmarks.models import model_path
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.config import KVCacheDType
 from nano_inference.engine.scoring import ScoreRequest, score_tokens
 from nano_inference.models.embedded import EMBEDDED_MODELS
 from nano_inference.models.weights import formats_of, num_bytes, param_table
@@ -28,6 +29,18 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "prompt tok/s": lambda row: row["prompt_tokens_per_s"],
     "perplexity": lambda row: row["perplexity"],
     "largest |logprob - float32|": lambda row: row["largest_difference"],
+    "mean": lambda row: row["mean_difference"],
+}
+CACHES: tuple[KVCacheDType, ...] = ("auto", "int8")
+CACHE = 1 << 28  # bytes
+SPEED = "4 streams behind 1,500 tok/s"
+CACHE_COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "keys and values": lambda row: row["name"],
+    "bytes a token": lambda row: row["bytes_per_token"],
+    "blocks": lambda row: row["blocks"],
+    SPEED: lambda row: row["decode_tokens_per_s"],
+    "perplexity": lambda row: row["perplexity"],
+    "largest |logprob - plain cache|": lambda row: row["largest_difference"],
     "mean": lambda row: row["mean_difference"],
 }
 
@@ -73,6 +86,71 @@ def measure(model: str, dtype: str, repeats: int, kinds: tuple[str | None, ...])
     return rows
 
 
+def measure_caches(model: str, dtype: str, repeats: int) -> list[Row]:
+    """A row a format of keys and values: what fits, the logprobs of a text in one piece beside
+    those of a cache in `dtype`, and, of so many rounds in turns, 4 streams of 64 tokens behind
+    1,500 each.
+    """
+    path = model if model in EMBEDDED_MODELS else str(model_path(model))
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1000, 40_000) for _ in range(1500)] for _ in range(4)]
+    with ExitStack() as stack:
+        engines = {
+            kept: stack.enter_context(
+                InferenceEngine(
+                    EngineConfig(
+                        path,
+                        dtype=dtype,  # pyright: ignore
+                        device="cpu",
+                        kv_cache_dtype=kept,
+                        kv_cache_memory=CACHE,
+                        max_model_len=2048,
+                    )
+                )
+            )
+            for kept in CACHES
+        }
+        speeds: dict[str, list[float]] = {kept: [] for kept in CACHES}
+        for turn in range(repeats + 1 if repeats else 0):
+            for kept, engine in engines.items():
+                found = _decode_speed(engine, prompts, turn)
+                if turn:
+                    speeds[kept].append(found)
+        tokens = engines["auto"].tokenizer.encode(TEXT.read_text("utf-8"))[:MOST_TEXT]
+        logprobs = {kept: _logprobs(engine, tokens, MOST_TEXT) for kept, engine in engines.items()}
+        rows: list[Row] = []
+        for kept, engine in engines.items():
+            found, budget = logprobs[kept], engine.memory_budget
+            apart = [abs(a - b) for a, b in zip(found, logprobs["auto"], strict=True)]
+            rows.append(
+                {
+                    "name": dtype if kept == "auto" else kept,
+                    "bytes_per_token": budget.bytes_per_token,
+                    "blocks": budget.num_units,
+                    **({"decode_tokens_per_s": spread(speeds[kept])} if repeats else {}),
+                    "perplexity": round(math.exp(-sum(found) / len(found)), 3),
+                    "largest_difference": round(max(apart), 4),
+                    "mean_difference": round(sum(apart) / len(apart), 5),
+                    "text": f"{TEXT.name}, {len(tokens)} tokens, sha256 "
+                    f"{hashlib.sha256(repr(tokens).encode()).hexdigest()[:12]}",
+                    "fingerprint": engine.numerics.fingerprint,
+                }
+            )
+    columns = CACHE_COLUMNS if repeats else {k: v for k, v in CACHE_COLUMNS.items() if k != SPEED}
+    show(f"KV caches of {CACHE >> 20} MiB, {model}", columns, rows)
+    return rows
+
+
+def _decode_speed(engine: InferenceEngine, prompts: list[list[int]], turn: int) -> float:
+    """Tokens a second behind prompts that are cached but for their last block."""
+    seconds: list[float] = []
+    for count in (1, 1, 64):  # the first computes the prompts
+        began = time.perf_counter()
+        engine.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True, seed=turn))
+        seconds.append(time.perf_counter() - began)
+    return len(prompts) * 63 / (seconds[2] - seconds[1])
+
+
 def _engine(path: str, dtype: str, kind: str | None) -> InferenceEngine:
     limits = {"max_model_len": 1024, "max_batch_size": 64, "kv_cache_memory": 1 << 30}
     return InferenceEngine(
@@ -101,8 +179,8 @@ def _speeds(engine: InferenceEngine, prompts: list[list[int]], turn: int) -> dic
     }
 
 
-def _logprobs(engine: InferenceEngine, tokens: list[int]) -> list[float]:
+def _logprobs(engine: InferenceEngine, tokens: list[int], context: int = CONTEXT) -> list[float]:
     """Of each token of a text, behind those before it in its piece."""
-    pieces = [tokens[at : at + CONTEXT] for at in range(0, len(tokens), CONTEXT)]
+    pieces = [tokens[at : at + context] for at in range(0, len(tokens), context)]
     scores = score_tokens(engine, [ScoreRequest(piece, 1) for piece in pieces])
     return [value for each in scores for value in each.logprobs]

@@ -82,6 +82,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "max_chunk_tokens": None,
         "max_model_len": None,
         "kv_cache_memory": None,
+        "kv_cache_dtype": "auto",
         "gpu_memory_utilization": 0.9,
         "dtype": "auto",
         "quantization": None,

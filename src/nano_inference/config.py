@@ -23,6 +23,7 @@ Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int8-32", "int4", "file"]
+KVCacheDType = Literal["auto", "int8"]
 SELF = "self"  # the model that drafts is the policy, with fewer layers
 # groups of options in `--help`
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
@@ -90,6 +91,9 @@ class EngineConfig:
         kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
             `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size *
             max_model_len` tokens can use.
+        kv_cache_dtype: what keys and values are kept as. `"auto"`: numbers of `dtype`; `"int8"`:
+            codes of 8 bits, with a scale for each token and head, which take about half of
+            bfloat16's memory (docs/caches.md). For `backend="cpu"` and `"reference"`.
         gpu_memory_utilization: share of the device's memory that may be taken in all: by weights,
             KV cache, a step's workspace, CUDA graphs, and what others hold on it (CUDA only).
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF
@@ -182,6 +186,9 @@ class EngineConfig:
     kv_cache_memory: int | None = option(
         None, ENGINE, "Memory of the KV cache, such as 512MiB or 2GiB.", least=1, size=True
     )
+    kv_cache_dtype: KVCacheDType = option(
+        "auto", ENGINE, "int8: keep keys and values as codes of 8 bits. auto: as --dtype says."
+    )
     gpu_memory_utilization: float = option(
         0.9, ENGINE, "Share of a GPU's memory that may be taken."
     )
@@ -267,6 +274,7 @@ class EngineConfig:
         _check_drafts(self)
         _check_quantization(self)
         _check_adapters(self)
+        _check_kv_cache_dtype(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
             raise ConfigError(
@@ -432,6 +440,17 @@ def _check_quantization(config: EngineConfig) -> None:
         raise ConfigError(
             f"quantization={config.quantization!r} is not possible with {choice}, whose kernels "
             "read plain weights; use backend='cpu' or 'reference'."
+        )
+
+
+def _check_kv_cache_dtype(config: EngineConfig) -> None:
+    if config.kv_cache_dtype == "auto":
+        return
+    if config.backend == "cuda" or config.attention in ("flex", "triton", "flashinfer"):
+        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} is not possible with {choice}, whose "
+            "kernels read plain keys; use backend='cpu' or 'reference'."
         )
 
 

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.config import Backend, CacheType, SchedulerConfig
+from nano_inference.config import Backend, CacheType, KVCacheDType, SchedulerConfig
 from nano_inference.engine.model_drafts import ModelDrafts
+from nano_inference.engine.storage import KVStorage
 from nano_inference.kv_cache.block_hash import NO_PREFIX
 from nano_inference.scheduling.sequence import DRAFT, POLICY, Sequence, Sequences
 from nano_inference.speculation.drafter import Drafter, allowed, may_draft
@@ -59,6 +60,7 @@ class Schedule:
     # the one thing here that does change bits: the same in all runs that are compared
     backend: Backend = "cpu"
     device: str = "cpu"  # and this
+    kv_cache_dtype: KVCacheDType = "auto"  # and this
 
     def config(self, model: Path, dtype: str, bytes_per_token: int) -> EngineConfig:
         """The engine configuration that makes this schedule."""
@@ -85,6 +87,7 @@ class Schedule:
             lookahead=self.lookahead,
             num_threads=self.num_threads,
             kv_cache_memory=memory,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
 
@@ -124,8 +127,13 @@ def poison(engine: InferenceEngine) -> None:
             tensor[:, units] = torch.nan
     else:
         free = units
-    storage.keys[:, :, free] = torch.nan
-    storage.values[:, :, free] = torch.nan
+    spoil(storage, free)
+
+
+def spoil(storage: KVStorage, units: Listed[int] | slice) -> None:
+    """Fill units with NaN; of codes, with scales that are."""
+    number = -1 if storage.format.coded else torch.nan
+    storage.keys[:, :, units] = storage.values[:, :, units] = number
 
 
 class TriedDrafts:

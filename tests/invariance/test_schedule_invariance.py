@@ -23,7 +23,8 @@ from tests.structured.vocabularies import byte_tokenizer
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 BACKENDS: tuple[Backend, ...] = ("cpu", "reference")
-VALUES_PER_TOKEN = 2 * 2 * 2 * 16  # keys and values, layers, kv heads, head_dim of the tiny model
+HEAD_DIM, ROWS = 16, 2 * 2 * 2  # of the tiny model: keys and values, layers, kv heads
+VALUES_PER_TOKEN = ROWS * HEAD_DIM
 
 GRAMMARS = (
     Grammar.regex("[a-f]{2,20}"),
@@ -88,6 +89,7 @@ schedules = st.builds(
     cache_type=st.sampled_from(["paged", "radix"]),
     drafts=st.sampled_from(["none", "none", "right", "wrong", "any", "changing", "real", "self"]),
     max_drafts=st.sampled_from([1, 3, 5]),
+    kv_cache_dtype=st.sampled_from(["auto", "int8"]),
 )
 
 
@@ -109,14 +111,18 @@ def fitted(schedule: Schedule, work: list[Request]) -> Schedule:
     return replace(schedule, num_blocks=-(-longest // schedule.block_size) + 2)
 
 
+def bytes_per_token(dtype: str, schedule: Schedule) -> int:
+    """Of the KV cache."""
+    coded = schedule.kv_cache_dtype == "int8"  # with a scale each
+    return ROWS * (HEAD_DIM + 4) if coded else VALUES_PER_TOKEN * DTYPES[dtype]
+
+
 @cache
 def alone(
-    model: Path, dtype: str, request: Request, backend: Backend
+    model: Path, dtype: str, request: Request, schedule: Schedule
 ) -> dict[tuple[int, int], TrainingSample]:
     lonely = Request(request.prompt, request.params, request.num_samples)
-    samples, _ = run(
-        model, dtype, [lonely], Schedule(backend=backend), VALUES_PER_TOKEN * DTYPES[dtype]
-    )
+    samples, _ = run(model, dtype, [lonely], schedule, bytes_per_token(dtype, schedule))
     assert all(sample.finish_reason != "abort" for sample in samples.values()), (
         "even alone it reads what it may not"
     )
@@ -124,13 +130,14 @@ def alone(
 
 
 def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> int:
+    quiet = Schedule(backend=schedule.backend, kv_cache_dtype=schedule.kv_cache_dtype)
     expected = {
         (place, index): sample
         for place, request in enumerate(work)
-        for (_, index), sample in alone(model, dtype, request, schedule.backend).items()
+        for (_, index), sample in alone(model, dtype, request, quiet).items()
     }
     known = {key: sample.completion_tokens for key, sample in expected.items()}
-    size = VALUES_PER_TOKEN * DTYPES[dtype]
+    size = bytes_per_token(dtype, schedule)
     together, preemptions = run(model, dtype, work, fitted(schedule, work), size, known=known)
     require_same_samples(work, together, expected)
     return preemptions

@@ -21,7 +21,13 @@ from nano_inference.rl.replayer import Replayer
 from nano_inference.types import KvPolicy, PauseMode
 from tests.depth import at_depth
 from tests.invariance.scenario import Schedule, poison, threads_restored
-from tests.invariance.test_schedule_invariance import BACKENDS, DTYPES, VALUES_PER_TOKEN, schedules
+from tests.invariance.test_schedule_invariance import (
+    BACKENDS,
+    DTYPES,
+    VALUES_PER_TOKEN,
+    bytes_per_token,
+    schedules,
+)
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
 
 VOCAB = 900
@@ -151,13 +157,12 @@ def live(
 def check(
     model: Path, dtype: str, work: list[Ask], events: list[Event], schedule: Schedule
 ) -> None:
-    bytes_per_token = VALUES_PER_TOKEN * DTYPES[dtype]
     if schedule.num_blocks is not None:
         longest = max(len(ask.prompt) + ask.params.max_tokens for ask in work)
         schedule = replace(schedule, num_blocks=-(-longest // schedule.block_size) + 2)
     with (
         threads_restored(),
-        InferenceEngine(schedule.config(model, dtype, bytes_per_token)) as engine,
+        InferenceEngine(schedule.config(model, dtype, bytes_per_token(dtype, schedule))) as engine,
     ):
         samples, held = live(engine, work, events)
         assert engine.get_weight_version() == max(held)

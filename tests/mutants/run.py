@@ -24,6 +24,7 @@ DRAFTS = "tests/speculation/test_bits.py"
 MODEL_DRAFTS = "tests/speculation/test_model_drafts.py"
 STATES = "tests/ops/test_cpu_states.py"
 CODES = "tests/ops/test_quantised.py"
+KV_CODES = "tests/ops/test_kv_codes.py"
 SIMULATION = "tests/simulation/test_simulation.py"
 POLICIES = "tests/engine/test_kv_policies.py"
 ON_CUDA = "tests/invariance/test_triton_invariance.py -k"
@@ -78,6 +79,8 @@ CATCHES = {
     "cpu_codes_of_a_groups_first_columns": f"{CODES} -k 'bits_of_the_definition and cpu'",
     "ranks_share_codes_of_other_columns": "tests/parallel/test_tensor_parallel.py -k of_a_file",
     "checkpoint_zero_points_unmoved": "tests/models/test_checkpoint_codes.py -k 'dequantised_to and gptq-8bit'",
+    "kv_codes_of_the_whole_step": f"{KV_CODES} -k 'largest or stand_for'",
+    "cpu_kv_scales_of_the_blocks_first_group": "tests/ops/test_cpu_attention.py -k double",
     "draft_codes_of_old_weights": f"{MODEL_DRAFTS} -k codes_of",
     "gguf_minimum_is_added": "tests/models/test_gguf_codes.py -k stand_for",
     "gguf_neighbours_stay_together": "tests/models/test_gguf.py -k round_trip",

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from nano_inference.ops.kv_codes import KvFormat
 
 KERNELS = Path(__file__).parents[2] / "src/nano_inference/ops/cpu/kernels"
 SOURCES = ("attention.cpp", "attention_plan.cpp", "attention_api.cpp", "kv_store.cpp", "pool.cpp")
@@ -87,8 +90,7 @@ class _Batch(ctypes.Structure):
 class _Problem(ctypes.Structure):
     _fields_ = [
         ("shape", _Shape),
-        ("is_bf16", ctypes.c_int64),
-        ("num_units", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("is_bf16", "kv_codes", "num_units")),
         *((name, ctypes.c_void_p) for name in ("units", "keys", "values")),
         ("batch", _Batch),
     ]
@@ -105,10 +107,18 @@ class Shape(NamedTuple):
     has_sinks: bool = False
     cap: float = 0.0
     one_tensor: bool = False  # its keys are its values
+    codes: bool = False  # keys and values are kept as codes of 8 bits
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
+
+    def kept(self, rows: Floats) -> Floats:
+        """What is attended of keys or values."""
+        if not self.codes:
+            return rows
+        form = KvFormat(torch.bfloat16 if self.is_bf16 else torch.float32, coded=True)
+        return form.decode(form.encode(torch.from_numpy(rows))).numpy()
 
     @property
     def sinks(self) -> Floats | None:
@@ -193,8 +203,7 @@ class Kernels:
         tables, num_blocks = self._tables(chunks, paging)
         units = self._units(num_blocks, paging)
         num_units = num_blocks + 3
-        size = (self.shape.num_kv_heads, num_units, paging.block_size * self.shape.head_dim)
-        cache = self._cache(size, 0x7FC0 if self.shape.is_bf16 else np.nan)
+        cache = self._cache(num_units, paging, 0x7FC0 if self.shape.is_bf16 else np.nan)
         for index, chunk in enumerate(chunks):
             self._store(chunk, tables[index], units, cache, paging)
         counts = [chunk.end - chunk.start for chunk in chunks]
@@ -241,7 +250,7 @@ class Kernels:
         text, shape = self.texts[chunk.seq], self.shape
         k, v = (
             np.repeat(x[: chunk.end].astype(np.float64), shape.group, axis=1)
-            for x in (text.k, text.v)
+            for x in (shape.kept(text.k), shape.kept(text.v))
         )
         scores = (
             np.einsum("qhd,khd->hqk", text.q[chunk.start : chunk.end].astype(np.float64), k)
@@ -264,8 +273,7 @@ class Kernels:
         """The chunk's keys and values after they were stored."""
         tables, num_blocks = self._tables([chunk], paging)
         units = self._units(num_blocks, paging)
-        size = (self.shape.num_kv_heads, num_blocks + 3, paging.block_size * self.shape.head_dim)
-        cache = self._cache(size, 0)
+        cache = self._cache(num_blocks + 3, paging, 0)
         self._store(chunk, tables[0], units, cache, paging)
         positions = np.arange(chunk.start, chunk.end)
         problem, kept = self._problem(
@@ -279,9 +287,14 @@ class Kernels:
         del kept
         return keys, values
 
-    def _cache(self, size: tuple[int, ...], fill: float) -> tuple[NDArray[np.generic], ...]:
-        """Keys and values; where they are one, twice the same."""
-        keys, values = (np.full(size, fill, self.dtype) for _ in range(2))
+    def _cache(
+        self, num_units: int, paging: Paging, fill: float
+    ) -> tuple[NDArray[np.generic], ...]:
+        """Keys and values; where they are one, twice the same. Scales of codes are NaN."""
+        codes, row = self.shape.codes, self.shape.head_dim
+        size = (self.shape.num_kv_heads, num_units, paging.block_size * (row + 4 * codes))
+        kind, number = (np.int8, -1) if codes else (self.dtype, fill)
+        keys, values = (np.full(size, number, kind) for _ in range(2))
         return keys, keys if self.shape.one_tensor else values
 
     def _cast(self, x: Floats) -> NDArray[np.generic]:
@@ -363,4 +376,5 @@ class Kernels:
             units.ctypes.data if units is not None else None,
             *(x.ctypes.data for x in cache),
         )
-        return _Problem(c_shape, shape.is_bf16, cache[0].shape[1], *addresses, batch), kept
+        kinds = (shape.is_bf16, shape.codes)
+        return _Problem(c_shape, *kinds, cache[0].shape[1], *addresses, batch), kept

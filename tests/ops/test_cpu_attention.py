@@ -53,6 +53,7 @@ shapes = st.builds(
     has_sinks=st.booleans(),
     cap=st.sampled_from((0.0, 0.0, 0.5, 50.0)),
     one_tensor=st.just(False),
+    codes=st.booleans(),
 ) | st.builds(
     Shape,
     num_kv_heads=st.just(1),
@@ -63,6 +64,7 @@ shapes = st.builds(
     has_sinks=st.just(False),
     cap=st.just(0.0),
     one_tensor=st.just(True),
+    codes=st.just(False),
 )
 # of DeepSeek-V3
 LATENTS = Shape(1, 128, 576, True, one_tensor=True)
@@ -111,6 +113,11 @@ def with_cuts(paging: Paging, num_rows: int, data: st.DataObject) -> Paging:
     Paging(),
     1,
 )
+@example(
+    Shape(2, 3, 64, True, codes=True), ([Chunk(0, 1299, 1300)], [0]), Paging(24, num_threads=2), 0
+)
+@example(Shape(2, 3, 64, True, codes=True), ([Chunk(0, 1280, 1300)], [0]), Paging(), 0)
+@example(Shape(2, 3, 64, False, codes=True), ([Chunk(0, 90, 130)], [0]), Paging(32), 0)
 @example(LATENTS, ([Chunk(0, 62, 66)], [0]), Paging(num_threads=3), 0)
 @example(
     LATENTS._replace(is_bf16=False, group=16),
@@ -152,8 +159,9 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
 
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("is_bf16", [True, False])
-def test_nan_in_a_row_does_not_reach_the_rows_before_it(library, is_bf16, window) -> None:
-    shape, chunk = Shape(1, 1, 64, is_bf16, window), Chunk(0, 60, 90)
+@pytest.mark.parametrize("codes", [True, False])
+def test_nan_in_a_row_does_not_reach_the_rows_before_it(library, codes, is_bf16, window) -> None:
+    shape, chunk = Shape(1, 1, 64, is_bf16, window, codes=codes), Chunk(0, 60, 90)
     texts = make_texts(shape, [chunk.end], [0], 0)
     (clean,) = Kernels(library, shape, texts, [0]).attention([chunk], Paging())
     for bad in range(chunk.start + 1, chunk.end):
@@ -187,15 +195,22 @@ def test_how_many_heads_are_shared_out_changes_no_bit(library) -> None:
     st.sampled_from(BLOCK_SIZES),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([Shape(2, 1, 80, False), Shape(1, 1, 80, False, one_tensor=True)]),
+    st.sampled_from(
+        [
+            Shape(2, 1, 80, False),
+            Shape(2, 1, 80, False, codes=True),
+            Shape(1, 1, 80, False, one_tensor=True),
+        ]
+    ),
 )
 def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16, shape) -> None:
     shape = shape._replace(is_bf16=is_bf16)
     chunk = drawn[0][0]
     kernels = Kernels(library, shape, make_texts(shape, [chunk.end], [0], 0), [0])
     keys, values = kernels.read_back(chunk, Paging(block_size, units=units))
-    assert (keys == kernels.texts[0].k[chunk.start :]).all()
-    assert (values == kernels.texts[0].v[chunk.start :]).all()
+    text = kernels.texts[0]
+    assert (keys == shape.kept(text.k)[chunk.start :]).all()
+    assert (values == shape.kept(text.v)[chunk.start :]).all()
 
 
 @pytest.mark.parametrize("machine", [name for name in MACHINES if name != "avx512_bf16"])
@@ -214,6 +229,7 @@ def test_every_build_gives_the_same_bits(
     ordinary = Shape(2, 3, 16, is_bf16, window, has_sinks, cap)
     for shape in (
         *(ordinary._replace(head_dim=head_dim) for head_dim in (16, 80, 64, 304)),
+        *(ordinary._replace(head_dim=head_dim, codes=True) for head_dim in (16, 80, 304)),
         Shape(1, 36, 48, is_bf16, window, has_sinks, cap, one_tensor=True),
     ):
         texts = make_texts(shape, [c.end for c in chunks], [0, 0, long], 3)

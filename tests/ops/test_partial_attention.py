@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.config import KVCacheDType
 from nano_inference.engine.storage import KVStorage
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
@@ -20,6 +21,7 @@ from nano_inference.ops.reference import reference_ops
 from nano_inference.ops.reference_attention import SoftmaxState, _merge
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 from tests.depth import at_depth
+from tests.invariance.scenario import spoil
 from tests.ops.test_reference import Shape
 
 CALM = settings(
@@ -39,14 +41,18 @@ def backend(name: str, num_threads: int) -> Ops:
         pytest.skip(str(problem))
 
 
-def filled(shape: Shape, num_tokens: int, block_size: int) -> tuple[KVStorage, list[int]]:
+def filled(
+    shape: Shape, num_tokens: int, block_size: int, kept: KVCacheDType
+) -> tuple[KVStorage, list[int]]:
     """A storage with keys and values of one sequence, all other slots NaN, and the sequence's
     blocks.
     """
     num_blocks = -(-num_tokens // block_size)
-    storage = KVStorage(shape.spec(), num_blocks + 1, block_size, shape.dtype, torch.device("cpu"))
-    storage.keys.fill_(math.nan)
-    storage.values.fill_(math.nan)
+    device = torch.device("cpu")
+    storage = KVStorage(
+        shape.spec(), num_blocks + 1, block_size, shape.dtype, device, kv_cache_dtype=kept
+    )
+    spoil(storage, slice(None))
     blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)) + 1
     return storage, blocks.tolist()
 
@@ -86,7 +92,8 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
         )
     )
     num_tokens = max(start + count for start, count in starts)
-    view, blocks = filled(shape, num_tokens, block_size)
+    kept: KVCacheDType = data.draw(st.sampled_from(["auto", "int8"]))
+    view, blocks = filled(shape, num_tokens, block_size, kept)
 
     def write(slots: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         qkv = torch.cat(

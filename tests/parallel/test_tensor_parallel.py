@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nano_inference import SamplingParams
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.config import KVCacheDType
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.gguf import convert_gguf
@@ -27,6 +28,7 @@ from nano_inference.ops.reference import reference_ops
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from tests.invariance.scenario import spoil
 from tests.models.families import CASES
 from tests.models.hf_to_gguf import hf_to_gguf
 from tests.models.quantisers import write_quantised
@@ -127,10 +129,9 @@ def requests(kind: str, vocab: int) -> list[DrawRequest]:
 
 
 @torch.inference_mode()
-def run(model: Decoder) -> Found:
-    storage = KVStorage(model.spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, CPU)
-    storage.keys.fill_(torch.nan)
-    storage.values.fill_(torch.nan)
+def run(model: Decoder, kept: KVCacheDType = "auto") -> Found:
+    storage = KVStorage(model.spec, NUM_BLOCKS, BLOCK_SIZE, model.dtype, CPU, kv_cache_dtype=kept)
+    spoil(storage, slice(None))
     hidden: list[Tensor] = []
     scores: list[Tensor] = []
     draws: list[Draw] = []
@@ -173,12 +174,13 @@ def check(
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     quantization: str | None = None,
+    kept: KVCacheDType = "auto",
 ) -> None:
-    alone = run(decoders(folder, ops, dtype, 1, quantization)[0])
+    alone = run(decoders(folder, ops, dtype, 1, quantization)[0], kept)
     assert not alone.hidden.isnan().any()
     for ranks in sizes:
         models = decoders(folder, ops, dtype, ranks, quantization)
-        for found in on_ranks(ranks, lambda rank: run(models[rank])):  # noqa: B023 (called at once)
+        for found in on_ranks(ranks, lambda rank: run(models[rank], kept)):  # noqa: B023 (called at once)
             require_same(found, alone)
 
 
@@ -244,6 +246,13 @@ def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> Non
     path = hf_to_gguf(plain, tmp_path / "m.gguf", "llama", matrices=kind)
     folder = convert_gguf(path, tmp_path / "cache", tokenizer_writer=lambda *_: None, coded=True)
     check(folder, reference_ops(), torch.bfloat16, (2, 4), "file")
+
+
+@pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
+def test_a_head_is_rounded_by_itself(tmp_path: Path, ops: Any) -> None:
+    """Keys and values in codes: ranks have some of the heads."""
+    folder = tiny_model(tmp_path, "llama", **WIDE)
+    check(folder, ops(), torch.bfloat16, (2, 4), kept="int8")
 
 
 def test_ranks_agree_in_bfloat16(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens
 from nano_inference.scheduling.sequence import POLICY, PREVIOUS
+from tests.invariance.scenario import spoil
 from tests.parallel.thread_group import ThreadGroup
 
 PATIENCE = 30.0  # seconds for any step
@@ -249,10 +250,15 @@ class ThreadRanks(ModelRunner):
             if key not in by_key:
                 size = config.block_size // place.mesh.context
                 by_key[key] = KVStorage(
-                    part.spec, budget.num_blocks, size, model.dtype, self.device, unit_map
+                    part.spec,
+                    budget.num_blocks,
+                    size,
+                    model.dtype,
+                    self.device,
+                    unit_map,
+                    config.kv_cache_dtype,
                 )
-                by_key[key].keys.fill_(torch.nan)
-                by_key[key].values.fill_(torch.nan)
+                spoil(by_key[key], slice(None))
             storages[name] = by_key[key]
         return Rank(models[POLICY].part, ModelRunner(models, storages), config.block_size, units)
 
@@ -351,5 +357,4 @@ def _load(params: dict[str, Any], part: ModelShard, model: Decoder) -> None:
 
 def _poison(runner: ModelRunner, free: list[int]) -> None:
     for storage in set(runner.storages.values()):
-        storage.keys[:, :, free] = torch.nan
-        storage.values[:, :, free] = torch.nan
+        spoil(storage, free)

@@ -310,7 +310,7 @@ void by_rows() {
 
 struct Problem {
   AttentionShape shape;
-  int64_t is_bf16, num_units;
+  int64_t is_bf16, kv_codes, num_units;
   const int64_t* units;
   void *keys, *values;
   BatchRows batch;
@@ -321,23 +321,27 @@ void attention() {
   struct Case {
     int64_t heads, kv_heads, head_dim, block_size, window;
     float cap;
-    bool latent, spoiled;
+    bool latent, spoiled, codes = false;
   };
   Digest digest;
   for (const Case& c : {Case{4, 1, 64, 16, 0, 0, false, false}, Case{6, 2, 48, 32, 40, 0, false, true}, Case{7, 1, 16, 4, 0, 5.f, false, false},
                         Case{10, 2, 128, 64, 100, 0, false, true}, Case{3, 3, 256, 24, 0, 30.f, false, false}, Case{5, 1, 288, 16, 0, 0, true, false},
-                        Case{6, 1, 576, 16, 0, 0, true, true}})
+                        Case{6, 1, 576, 16, 0, 0, true, true}, Case{6, 2, 80, 32, 40, 0, false, true, true},
+                        Case{4, 4, 64, 24, 0, 5.f, false, false, true}})
     for (int threads : {1, 3}) {
       const std::vector<int64_t> lengths = {1, 30, 13, 50}, contexts = {200, 30, 530, 70};  // the rows of each chunk, and all it sees
       const int64_t chunks = int64_t(lengths.size()), stride = (530 + c.block_size - 1) / c.block_size;
       const int64_t units = chunks * stride + 1;
-      const size_t size = size_t(c.kv_heads * units * c.block_size * c.head_dim);
+      const size_t rows = size_t(c.kv_heads * units * c.block_size), size = c.codes ? 0 : rows * size_t(c.head_dim);
       std::vector<T> keys(size, number<T>(NAN)), values(size, number<T>(NAN));
+      std::vector<int8_t> key_codes(c.codes ? rows * size_t(c.head_dim + 4) : 0, -1), value_codes(key_codes);  // scales are NaN
+      void* const own_keys = c.codes ? static_cast<void*>(key_codes.data()) : keys.data();
+      void* const own_values = c.codes ? static_cast<void*>(value_codes.data()) : values.data();
       std::vector<int64_t> tables;
       for (int64_t i = 0; i < chunks * stride; i++) tables.push_back(1 + (i * 7 + 3) % (chunks * stride));
       if ((chunks * stride) % 7 == 0) for (int64_t i = 0; i < chunks * stride; i++) tables[size_t(i)] = 1 + i;
       Problem problem{{c.heads, c.kv_heads, c.head_dim, c.block_size, c.window, 0.3f / std::sqrt(float(c.head_dim)), c.cap},
-                      sizeof(T) == 2, units, nullptr, keys.data(), c.latent ? keys.data() : values.data(), {}};
+                      sizeof(T) == 2, c.codes, units, nullptr, own_keys, c.latent ? own_keys : own_values, {}};
       for (bool ask : {false, true}) {  // first all is stored, then the last rows ask
         std::vector<int64_t> positions, slots, row_chunks, starts{0};
         for (int64_t k = 0; k < chunks; k++) {
@@ -352,7 +356,7 @@ void attention() {
         if (!ask) {
           const auto k = matrix<T>(n, c.kv_heads * c.head_dim, 2.f, false), v = matrix<T>(n, c.kv_heads * c.head_dim, 1.f, c.spoiled);
           nano_store(&problem, k.data(), c.latent ? k.data() : v.data());
-          digest.add(keys), digest.add(values);
+          digest.add(keys), digest.add(values), digest.add(key_codes), digest.add(value_codes);
         } else {
           const auto q = matrix<T>(n, c.heads * c.head_dim, 6.f, c.spoiled);
           const auto sinks = matrix<float>(1, c.heads);

@@ -29,6 +29,7 @@ class Digest {
   void add(const uint32_t* p, size_t n) { bytes(p, 4 * n); }
   void add(const int64_t* p, size_t n) { bytes(p, 8 * n); }
   void add(const uint8_t* p, size_t n) { bytes(p, n); }
+  void add(const int8_t* p, size_t n) { bytes(p, n); }
   template <class T>
   void add(const std::vector<T>& v) { add(v.data(), v.size()); }
 

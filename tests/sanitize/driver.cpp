@@ -51,6 +51,7 @@ std::vector<T> packed(int64_t rows, int64_t columns) {
 
 struct Sizes {
   int64_t heads, kv_heads, head_dim, hidden, inner, vocab, block_size, window, layers;
+  bool kv_codes;
 };
 
 struct Result {
@@ -79,8 +80,9 @@ class Model {
   // The token ids in chunks of such lengths, sequence 0 beside a copy of itself; draws from every last row.
   Result run(const std::vector<int64_t>& ids, const std::vector<int64_t>& chunks, int64_t threads) {
     const int64_t blocks_of_one = (int64_t(ids.size()) + s.block_size - 1) / s.block_size, num_blocks = 2 * blocks_of_one + 1;
-    const size_t kv_size = size_t(s.layers * s.kv_heads * num_blocks * s.block_size * s.head_dim);
-    std::vector<T> keys(kv_size, number<T>(NAN)), values(kv_size, number<T>(NAN));
+    const int64_t row = s.kv_codes ? s.head_dim + 4 : s.head_dim * int64_t(sizeof(T));
+    const size_t kv_size = size_t(s.layers * s.kv_heads * num_blocks * s.block_size * row);
+    std::vector<char> keys(kv_size, char(0xff)), values(kv_size, char(0xff));  // NaN, and NaN as a scale
     std::vector<Layer> layers;
     for (int64_t l = 0; l < s.layers; l++) {
       const size_t at = kv_size / size_t(s.layers) * size_t(l);
@@ -94,7 +96,7 @@ class Model {
     const std::vector<Op> ops = operations();
     const Window window{s.window, 1.f / std::sqrt(float(s.head_dim)), 0.f};
     const ProgramSpec spec{int64_t(ops.size()), s.layers, 1, ops.data(), layers.data(), &window, sizeof(T) == 2, s.heads,
-                           s.kv_heads, s.head_dim, s.block_size, num_blocks, num_blocks, positions};
+                           s.kv_heads, s.head_dim, s.block_size, num_blocks, num_blocks, positions, s.kv_codes};
     void* program = nano_program_new(&spec);
     Result result;
     int64_t start = 0;
@@ -239,7 +241,7 @@ template <class T>
 void round(Digest& all) {
   const int64_t kv_heads = pick({1, 2, 3});
   const Sizes s{kv_heads * pick({1, 2, 3}), kv_heads, pick({16, 32, 64}), pick({32, 48, 50, 96}), pick({32, 40, 64}),
-                pick({100, 385, 800}), pick({1, 4, 16, 24, 64}), pick({0, 0, 5, 64}), pick({1, 2})};
+                pick({100, 385, 800}), pick({1, 4, 16, 24, 64}), pick({0, 0, 5, 64}), pick({1, 2}), pick({0, 0, 1}) == 1};
   Model<T> model(s);
   std::vector<int64_t> ids(size_t(pick({1, 17, 70, 150})));
   for (auto& id : ids) id = int64_t(random_bits() % unsigned(s.vocab));

@@ -34,7 +34,7 @@ _Engine = Annotated[
         EngineConfig,
         (
             *("ref_model_path", "tokenizer_path", "dtype", "quantization", "device"),
-            *("kv_cache_memory", "max_model_len", *options.RANKS, "block_size"),
+            *("kv_cache_memory", "kv_cache_dtype", "max_model_len", *options.RANKS, "block_size"),
         ),
     ),
 ]

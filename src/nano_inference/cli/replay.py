@@ -126,11 +126,13 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
     name.
     """
     parts = fingerprint.split("/")
+    kept = parts.pop().removeprefix("kv-") if parts[-1].startswith("kv-") else "auto"
     quantization = parts.pop() if parts[-1] in get_args(Quantization) else None
     if len(parts) != 4:
         return {}
     backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2]
     found: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}
+    found["kv_cache_dtype"] = kept
     return found | ({"backend": backend} if backend in ("reference", "cpu") else {})
 
 

@@ -301,6 +301,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
                 plan.dtype,
                 device,
                 units,
+                config.kv_cache_dtype,
             )
             for name, spec in specs.items()
         }

@@ -84,6 +84,7 @@ def choose_ops(
     )
     backend = best if asked == "auto" else asked
     _require_products_of_codes(config, backend, device)
+    _require_coded_keys(config, specs, backend, device)
     ops, problem = reference_ops(), None
     if backend != "reference":
         problem = _no_kernels_for(backend, config, specs, dtype, device)
@@ -120,6 +121,30 @@ def _require_products_of_codes(
             f"{name}={asked!r} has no kernels on {device}; use device='cpu', "
             "or backend='reference'."
         )
+
+
+def _require_coded_keys(
+    config: EngineConfig, specs: Specs, backend: Backend, device: torch.device
+) -> None:
+    asked = config.kv_cache_dtype
+    if asked == "auto":
+        return
+    if backend == "cuda":
+        raise ConfigError(
+            f"kv_cache_dtype={asked!r} has no kernels on {device}; use device='cpu', or "
+            "backend='reference'."
+        )
+    _require_rows_of_keys(config, specs)
+
+
+def _require_rows_of_keys(config: EngineConfig, specs: Specs) -> None:
+    asked = config.kv_cache_dtype
+    for spec in specs.values() if asked != "auto" else ():
+        if spec.latent is not None:
+            raise ConfigError(
+                f"kv_cache_dtype={asked!r} is not possible for {spec.architecture}, whose keys are "
+                "latents, small already; use kv_cache_dtype='auto'."
+            )
 
 
 class _Needs(NamedTuple):
@@ -193,6 +218,7 @@ def numerics_of(
         else config.tensor_parallel,
         state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
         quantization=config.quantization,
+        kv_cache=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
     )
 
 
@@ -213,6 +239,8 @@ def start_up_line(
     dtype = numerics.dtype
     if config.quantization is not None:
         dtype += f", weights {config.quantization}"
+    if config.kv_cache_dtype != "auto":
+        dtype += f", KV cache {config.kv_cache_dtype}"
     parts = [f"attention {attention}", where, dtype, invariant]
     if device.type == "cuda":
         parts.append("CUDA graphs" if graphs else "no CUDA graphs")
@@ -297,6 +325,7 @@ def require_drafting(
     """Raise `ConfigError` unless a model that drafts runs on the operations of the policy, which
     stay what they are without it.
     """
+    _require_rows_of_keys(config, {DRAFT: spec})
     backend: Any = ops.name
     if backend in _KERNELS:
         problem = _no_kernels_for(backend, config, {DRAFT: spec}, dtype, device)

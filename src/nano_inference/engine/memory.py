@@ -11,6 +11,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.state_storage import state_bytes
 from nano_inference.engine.storage import (
     common_layout,
+    kv_format,
     layers_of_a_unit,
     state_layout,
     storage_key,
@@ -19,6 +20,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.kv_codes import KvFormat
 
 CPU_SHARE = 0.25  # of the available memory
 
@@ -185,7 +187,7 @@ def plan_memory(
         return _with_states(config, held, states, claims, dtype, device, asked_len)
     layout = common_layout(specs, asked_len, some.place.mesh.pipeline) if knows_units else UNIFORM
     stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
-    unit_bytes = _bytes_of_keys(held, layout, dtype) * stored
+    unit_bytes = _bytes_of_keys(held, layout, kv_format(dtype, config.kv_cache_dtype)) * stored
     unit_bytes += _bytes_of_states(held, layout, config.block_size, dtype)
     memory = _for_the_cache(config, claims, device, unit_bytes * layout.num_units, ranks_here)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
@@ -225,7 +227,8 @@ def _with_states(
     Either gets half of the memory, and what the other has no use for.
     """
     size = config.block_size
-    block_bytes = _bytes_of_keys(specs, layout, dtype) * size
+    kept = kv_format(dtype, config.kv_cache_dtype)
+    block_bytes = _bytes_of_keys(specs, layout, kept) * size
     unit_bytes = _bytes_of_states(specs, layout, size, dtype)
     least = layout.most_in_window(1, size)
     memory = _for_the_cache(config, claims, device, block_bytes + least * unit_bytes, 1)
@@ -256,18 +259,18 @@ def _with_states(
     )
 
 
-def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, dtype: torch.dtype) -> int:
+def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, kept: KvFormat) -> int:
     """Bytes of a token's keys and values in a unit, in all storages."""
-    shapes = {
+    sizes = {
         storage_key(spec, layout, name): (
             layers_of_a_unit(spec, layout),
             spec.num_kv_heads,
-            spec.head_dim,
+            kept.row_bytes(spec.head_dim),
             spec.kv_tensors,
         )
         for name, spec in specs.items()
     }
-    return sum(math.prod(shape) * dtype.itemsize for shape in shapes.values())
+    return sum(math.prod(each) for each in sizes.values())
 
 
 def _bytes_of_states(

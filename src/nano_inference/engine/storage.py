@@ -7,14 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nano_inference.config import KVCacheDType
 from nano_inference.engine.state_storage import StateStorage
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
 from nano_inference.models.shard import split_layers
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
+from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.scheduling.sequence import DRAFT, POLICY
 
 NO_PLACE = (-1, -1)  # of a layer without keys
+
+
+def kv_format(dtype: torch.dtype, kv_cache_dtype: KVCacheDType) -> KvFormat:
+    """How rows are kept of a model of this dtype."""
+    return KvFormat(dtype, coded=kv_cache_dtype == "int8")
 
 
 def kv_shape(spec: ModelSpec) -> tuple[object, ...]:
@@ -120,14 +127,25 @@ class UnitMap:
 
 
 class KVStorage:
-    """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, head_dim]. A
-    `KvcacheView`.
+    """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, numbers of a
+    row]. A `KvcacheView`.
 
     The head stands before the block, so that a gather over slots gives one contiguous matrix a
     head. Without `units` a block is one unit of all layers. With them, each layer of a block lies
     in one of the block's units. Where a model has layers with a state, the units are theirs.
 
+    Args:
+        spec: of the model, or of a rank's part of it.
+        num_blocks: blocks there is room for.
+        block_size: tokens of one.
+        dtype: of the model.
+        device: where they lie.
+        units: what stands behind blocks; None: a block is its unit.
+        kv_cache_dtype: as in `EngineConfig`.
+
     Attributes:
+        format: of the rows.
+        head_dim: numbers of a row that are attended.
         states: what layers with a state keep; None: the model has none.
     """
 
@@ -139,7 +157,9 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
         units: UnitMap | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
+        self.format, self.head_dim = kv_format(dtype, kv_cache_dtype), spec.head_dim
         self.states = (
             None
             if spec.state is None
@@ -151,7 +171,8 @@ class KVStorage:
             (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
         )
         layers = layers_of_a_unit(spec, layout)
-        shape = (layers, spec.num_kv_heads, num_units, block_size, spec.head_dim)
+        width, stored = self.format.width(spec.head_dim), self.format.stored
+        shape = (layers, spec.num_kv_heads, num_units, block_size, width)
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.unit_map = units
@@ -165,9 +186,9 @@ class KVStorage:
         ]
         # Not initialised: no slot is read before it is written (tests fill them with NaN), and
         # touching gigabytes that may never be used takes seconds.
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(shape, dtype=stored, device=device)
         self.values = (
-            torch.empty(shape, dtype=dtype, device=device) if spec.kv_tensors == 2 else self.keys
+            torch.empty(shape, dtype=stored, device=device) if spec.kv_tensors == 2 else self.keys
         )
         if device.type == "cpu":
             for cache in self._caches:
@@ -198,8 +219,8 @@ class KVStorage:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Of one block in `read_blocks`: [tensors, layers, kv heads, block_size, head_dim], keys
-        first; with states all of its numbers in a row.
+        """Of one block in `read_blocks`: [tensors, layers, kv heads, block_size, numbers of a row],
+        keys first; with states all of its numbers in a row.
         """
         if self.states is not None:
             return (math.prod(self._kv_shape) + self.states.block_bytes // self.keys.itemsize,)
@@ -221,7 +242,7 @@ class KVStorage:
         for layer in self._attention_layers:
             place, where = self._find_blocks(layer, blocks)
             parts.append(torch.stack([cache[place][:, where] for cache in self._caches]))
-        # [layers, tensors, kv heads, blocks, block_size, head_dim]
+        # [layers, tensors, kv heads, blocks, block_size, numbers of a row]
         whole = torch.stack(parts).permute(3, 1, 0, 2, 4, 5).to("cpu").contiguous()
         keys = whole.view(len(block_ids), -1).view(torch.uint8)
         if self.states is None:
@@ -255,7 +276,7 @@ class KVStorage:
 
     @property
     def _keys(self) -> Tensor:
-        return self.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, head_dim]
+        return self.keys.flatten(2, 3)  # [layers of a unit, kv heads, slots, numbers of a row]
 
     @property
     def _values(self) -> Tensor:
@@ -264,20 +285,20 @@ class KVStorage:
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, kv heads, head_dim] at slots [N]."""
         place, slots = self._find(layer, slots)
-        self._keys[place].index_copy_(1, slots, keys.transpose(0, 1).to(self._keys.dtype))
+        self._keys[place].index_copy_(1, slots, self.format.encode(keys).transpose(0, 1))
         if self.values is not self.keys:
-            self._values[place].index_copy_(1, slots, values.transpose(0, 1).to(self._values.dtype))
+            self._values[place].index_copy_(1, slots, self.format.encode(values).transpose(0, 1))
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at slots [...], as float32: two of [kv heads, ..., head_dim]."""
         place, flat = self._find(layer, slots.flatten())
-        keys = self._keys[place].index_select(1, flat).float()
-        values = self._values[place].index_select(1, flat).float()
+        keys = self.format.decode(self._keys[place].index_select(1, flat))
+        values = self.format.decode(self._values[place].index_select(1, flat))
         shape = (keys.shape[0], *slots.shape, keys.shape[-1])
         return keys.view(shape), values.view(shape)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values themselves: two of [kv heads, slots, head_dim]."""
+        """The layer's keys and values themselves: two of [kv heads, slots, numbers of a row]."""
         if self.unit_map is not None:
             raise RuntimeError(
                 "slots of units are not slots of blocks; plan_memory keeps them apart."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
+from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Moe
 from nano_inference.parallel.context import SegmentRows
@@ -28,13 +29,17 @@ class KvcacheView(Protocol):
 
     Attributes:
         block_size: tokens of a block.
-        keys, values: [layers of a unit, kv heads, units, block_size, head_dim].
+        format: how rows of keys and values are kept.
+        head_dim: numbers of a row that are attended.
+        keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row].
         places: of each layer: which of a block's units it lies in, and where in there.
         states: a `StateView`, where the model has layers with a state; else None.
         unit_map: tells which units stand behind which block; None: a block is its unit.
     """
 
     block_size: int
+    format: KvFormat
+    head_dim: int
     keys: Tensor
     values: Tensor
     states: Any
@@ -50,8 +55,8 @@ class KvcacheView(Protocol):
         ...
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer in their own dtype, not copied, each [num_kv_heads, slots,
-        head_dim].
+        """All keys and values of a layer as they are kept, not copied, each [num_kv_heads, slots,
+        numbers of a row].
         """
         ...
 
@@ -268,7 +273,7 @@ class Numerics:
     Attributes:
         backend, version: of the operations; the batch-invariant kernels of CUDA are another backend
             than the others.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights, activations and, unless `kv_cache` says otherwise, KV cache.
         device: kind of device, of a GPU with its generation; torch's own products decide the bits
             on each.
         torch: version of torch, whose products the reference backend is made of.
@@ -278,6 +283,7 @@ class Numerics:
             `Ops.in_segments`.
         state_tokens: from one state to the next, where that decides bits; else 0.
         quantization: of the weights, one of `ops.quantised.QUANTIZATIONS`; None: there is none.
+        kv_cache: how keys and values are kept, where that is not `dtype`; else None.
     """
 
     backend: str
@@ -289,6 +295,7 @@ class Numerics:
     tensor_parallel: int = 1
     state_tokens: int = 0
     quantization: str | None = None
+    kv_cache: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -296,5 +303,6 @@ class Numerics:
         ranks = "" if self.tensor_parallel == 1 else f"/tensor-parallel-{self.tensor_parallel}"
         states = f"/states-of-{self.state_tokens}" if self.state_tokens else ""
         codes = "" if self.quantization is None else f"/{self.quantization}"
+        kept = "" if self.kv_cache is None else f"/kv-{self.kv_cache}"
         own = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
-        return own + ranks + states + codes
+        return own + ranks + states + codes + kept

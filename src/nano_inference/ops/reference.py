@@ -178,7 +178,7 @@ def rope_and_store(
     query_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, return queries in the dtype of keys."""
-    dtype = view.keys.dtype  # of a quantised weight qkv has more digits
+    dtype = view.format.dtype  # of a quantised weight qkv has more digits
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))  # also of no rows
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if norms is not None:

@@ -113,7 +113,8 @@ class LoraPolicy(ScoringModule):
             b = torch.zeros(out, settings.rank)
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
         products = dtype_of_products(self.engine, gradient_dtype)
-        self._decoder = TorchDecoder(own.spec, own.ropes, own.embed_scale, products)
+        kept = self.engine.runner.storage.format
+        self._decoder = TorchDecoder(own.spec, own.ropes, own.embed_scale, products, kept)
         self._frozen = _Frozen(self.engine, products)
         self._lock = threading.Lock()
         self._scoring: tuple[list[State], Adapter] | None = None

@@ -170,7 +170,8 @@ class PolicyModel(ScoringModule):
             place_param(self, name, nn.Parameter(tensor))
         self._trainer = _TrainerWeights(self.engine)
         policy, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
-        self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products)
+        kept = self.engine.runner.storage.format
+        self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products, kept)
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
         """Let the engine serve the parameters as a new version; options are those of

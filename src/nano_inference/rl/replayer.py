@@ -175,7 +175,12 @@ class Replayer:
         held = self._storages.get(key)
         if held is None or held.num_blocks < num_blocks:
             held = KVStorage(
-                model.spec, 2 ** (num_blocks - 1).bit_length(), size, model.dtype, model.device
+                model.spec,
+                2 ** (num_blocks - 1).bit_length(),
+                size,
+                model.dtype,
+                model.device,
+                kv_cache_dtype=self.engine.config.kv_cache_dtype,
             )
             self._storages[key] = held
             self.decoders.renew()  # a decoder keeps a program for each storage that it has seen

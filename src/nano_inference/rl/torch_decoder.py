@@ -15,6 +15,7 @@ from nano_inference.models.decoder import EXPERT_BIASES
 from nano_inference.models.latent_spec import LatentSpec
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.reference import rotate, scaled
 from nano_inference.ops.reference_attention import capped
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent
@@ -33,16 +34,23 @@ class TorchDecoder:
     own names).
 
     Products are made in the parameters' dtype, with sums in float32; norms, rotation and residual
-    stream are float32.
+    stream are float32. Keys and values are attended as the engine keeps them (`kept`), and
+    gradients pass that rounding as they are.
     """
 
     def __init__(
-        self, spec: ModelSpec, ropes: Sequence[Rotation], embed_scale: float, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        ropes: Sequence[Rotation],
+        embed_scale: float,
+        dtype: torch.dtype,
+        kept: KvFormat,
     ) -> None:
         self.spec = spec
         self.ropes = ropes
         self.embed_scale = embed_scale
         self.dtype = dtype
+        self.kept = kept
         self.head = "embed" if spec.tie_word_embeddings else "head"
 
     def gradients(
@@ -213,6 +221,7 @@ class TorchDecoder:
         if rope.query_scales is not None:
             q = q * rope.query_scales[places][:, None, None]
         q, k = q.to(self.dtype), k.to(self.dtype)
+        k, v = self.kept.rounded(k), self.kept.rounded(v)
         lengths = [each.end - each.start for each in batch.segments]
         parts: list[Tensor] = []
         for segment, own_q, own_k, own_v in zip(

@@ -115,7 +115,7 @@ class CpuOps:
         q = self._run(
             lambda r, x: r.rope_and_store(x, cos, sin, *where, norms, interleaved, query_scales),
             qkv.float() if norms is None else qkv.float().clone(),  # norms work in place
-            dtype=view.keys.dtype,
+            dtype=view.format.dtype,
             storage=view,
             positions=positions,
             slot_mapping=slot_mapping,

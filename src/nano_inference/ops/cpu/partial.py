@@ -81,17 +81,18 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         unit, place = view.places[layer]
         units = None if view.unit_map is None else view.unit_map.units()[unit].data_ptr()
         if (
-            q.dtype != keys.dtype
+            q.dtype != view.format.dtype
             or plan.block_size != keys.shape[3]
             or num_rows != plan.rows.num_rows
         ):
             raise ValueError(
-                f"{num_rows} rows of {q.dtype} do not fit the plan, or keys of {keys.dtype}."
+                f"{num_rows} rows of {q.dtype} do not fit the plan, or keys of {view.format.dtype}."
             )
         out = torch.empty((int(plan.first_states[-1]), num_heads, 1 + LANES + head_dim))
         shape = Shape(num_heads, keys.shape[1], head_dim, plan.block_size, 0, scale, cap)
         addresses = (units, keys[place].data_ptr(), view.values[place].data_ptr())
-        problem = Problem(shape, q.dtype == torch.bfloat16, keys.shape[2], *addresses, plan.rows)
+        kinds = (q.dtype == torch.bfloat16, view.format.coded)
+        problem = Problem(shape, *kinds, keys.shape[2], *addresses, plan.rows)
         rows = q.contiguous()
         begins = None if plan.begins is None else plan.begins.data_ptr()
         if num_rows and kernels.nano_attention_states(

@@ -222,7 +222,7 @@ class Program:
         if storage is not None and layers is not None:
             spec.num_layers, spec.layers = len(layers), ctypes.addressof(layers)
             spec.num_units, spec.block_size = storage.keys.shape[2:4]
-            spec.num_blocks = storage.num_blocks
+            spec.num_blocks, spec.kv_codes = storage.num_blocks, storage.format.coded
         return spec, (ops, windows, layers)
 
 
@@ -257,13 +257,13 @@ def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
 
 def _layers(storage: Any, recorder: Recorder, heads: Heads) -> Any:
     """Where the keys and values of each layer lie: an array of `Layer`."""
-    kv_heads, head_dim = storage.keys.shape[1], storage.keys.shape[4]
+    kv_heads, head_dim, dtype = storage.keys.shape[1], storage.head_dim, storage.format.dtype
     if (kv_heads, head_dim) != (
         heads.num_kv_heads,
         heads.head_dim,
-    ) or storage.keys.dtype != recorder.dtype:
+    ) or dtype != recorder.dtype:
         raise ValueError(
-            f"the KV storage is {storage.keys.dtype} [{kv_heads} heads, {head_dim}], the program "
+            f"the KV storage is {dtype} [{kv_heads} heads, {head_dim}], the program "
             f"{recorder.dtype} [{heads.num_kv_heads} heads, {heads.head_dim}]."
         )
     units = storage.unit_map.units() if storage.unit_map is not None else None

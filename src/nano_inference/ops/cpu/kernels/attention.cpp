@@ -42,12 +42,54 @@ Tile<T> locate(const Plan& plan, const Plan::Job& job, int64_t head, const Walk<
     int64_t block = key / shape.block_size, in_tile = key - job.start;
     int64_t at = layer.start(head, table[block]) + key % shape.block_size * shape.head_dim;
     int64_t group = in_tile / LANES * group_size;
-    pack_key(packed_keys + group, shape.head_dim, in_tile % LANES, layer.keys + at);
-    pack_value(packed_values + group, shape.head_dim, in_tile % LANES, layer.values + at);
+    pack_key<T>(packed_keys + group, shape.head_dim, in_tile % LANES, layer.keys + at);
+    pack_value<T>(packed_values + group, shape.head_dim, in_tile % LANES, layer.values + at);
   }
   for (int j = 0; j < GROUPS; j++)
     tile.keys[j] = packed_keys + j * group_size, tile.values[j] = packed_values + j * group_size;
   return tile;
+}
+
+// Codes are widened, and their scales stand beside them.
+template <class T>
+Tile<T> locate(const Plan& plan, const Plan::Job& job, int64_t head, const Walk<T>& walk, const KvLayer<int8_t>& layer) {
+  const int64_t head_dim = plan.shape().head_dim, size = plan.shape().block_size, group_size = LANES * head_dim;
+  T *keys = walk.gathered, *values = keys + GROUPS * group_size;
+  float *key_scales = walk.scales, *value_scales = key_scales + KEY_TILE;
+  if (is_packed(size)) {
+    for (int j = 0; j < GROUPS; j++) {
+      const int64_t start = layer.start(head, job.blocks[j]), at = start + job.groups[j] * group_size;
+      const int64_t token = job.groups[j] * LANES;
+      widen_codes(layer.keys + at, group_size, keys + j * group_size);
+      widen_codes(layer.values + at, group_size, values + j * group_size);
+      memcpy(key_scales + j * LANES, scale_at(layer.keys + start, size, head_dim, token), LANES * sizeof(float));
+      memcpy(value_scales + j * LANES, scale_at(layer.values + start, size, head_dim, token), LANES * sizeof(float));
+    }
+  } else {
+    T row[MAX_HEAD_DIM];
+    const int64_t* table = plan.batch().block_tables + job.chunk * plan.batch().table_stride;
+    for (int64_t key = job.begin; key < job.end; key++) {
+      const int64_t start = layer.start(head, table[key / size]), offset = key % size;
+      const int64_t at = start + offset * row_size<int8_t>(head_dim);
+      const int64_t in_tile = key - job.start, group = in_tile / LANES * group_size;
+      widen_codes(layer.keys + at, head_dim, row);
+      pack_key<T>(keys + group, head_dim, in_tile % LANES, row);
+      widen_codes(layer.values + at, head_dim, row);
+      pack_value<T>(values + group, head_dim, in_tile % LANES, row);
+      memcpy(key_scales + in_tile, scale_at(layer.keys + start, size, head_dim, offset), sizeof(float));
+      memcpy(value_scales + in_tile, scale_at(layer.values + start, size, head_dim, offset), sizeof(float));
+    }
+  }
+  Tile<T> tile;
+  for (int j = 0; j < GROUPS; j++) tile.keys[j] = keys + j * group_size, tile.values[j] = values + j * group_size;
+  tile.key_scales = key_scales, tile.value_scales = value_scales;
+  return tile;
+}
+
+// Whether products read keys where they are stored.
+template <class T, class S>
+bool in_place(int64_t block_size) {
+  return std::is_same_v<T, S> && is_packed(block_size);
 }
 
 // Where keys are the values: the tile with values of its own, made of them.
@@ -73,11 +115,11 @@ void each_row(const Plan& plan, const Plan::Task& task, F use) {
 }
 
 // The jobs of an item in order; `end_segment(its number)` is called after each segment but the last.
-template <class T, class F>
-void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T>& walk, const KvLayer<T>& layer,
+template <class T, class S, class F>
+void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T>& walk, const KvLayer<S>& layer,
                F end_segment) {
   const Plan::Item& item = plan.item(index);
-  bool packed = is_packed(plan.shape().block_size), turned = packed && layer.keys_are_values();
+  bool packed = in_place<T, S>(plan.shape().block_size), turned = packed && layer.keys_are_values();
   Tile<T> tile = locate(plan, plan.job(item.first_job), item.head, walk, layer);
   for (int32_t number = item.first_job; number < item.last_job; number++) {
     const Plan::Job& job = plan.job(number);
@@ -101,25 +143,27 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
   }
 }
 
-// Lay out the scratch of an item (totals, states, q, a gathered tile, what lines see; each part but the last is a
-// multiple of 32 bytes), bring its lines' queries and what they see there, and clear the states.
-template <class T>
-Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq, const KvLayer<T>& layer,
+// Lay out the scratch of an item (totals, states, q, a gathered tile, its scales, what lines see; each part but the last
+// is a multiple of 32 bytes), bring its lines' queries and what they see there, and clear the states.
+template <class T, class S>
+Walk<T> begin(const Plan& plan, const Plan::Item& item, const T* q, int64_t ldq, const KvLayer<S>& layer,
               float* own_states, AttentionScratch& scratch) {
   const Plan::Task& task = plan.task(item.task);
   const AttentionShape& shape = plan.shape();
   int64_t head_dim = shape.head_dim, group = shape.group(), state_size = plan.state_size();
   int64_t states = plan.most_lines() * state_size;
-  int64_t tile = !is_packed(shape.block_size) ? 2 * KEY_TILE * head_dim : layer.keys_are_values() ? KEY_TILE * head_dim : 0;
+  int64_t tile = !in_place<T, S>(shape.block_size) ? 2 * KEY_TILE * head_dim : layer.keys_are_values() ? KEY_TILE * head_dim : 0;
+  int64_t scales = std::is_same_v<T, S> ? 0 : 2 * KEY_TILE;
   Walk<T> walk{};
   walk.head_dim = head_dim, walk.state_size = state_size;
   int64_t q_stride = walk.q_stride(), queries = plan.most_lines() * q_stride;
-  unsigned char* memory = scratch.reserve(size_t(2 * (states + plan.most_lines())) * sizeof(float) +
+  unsigned char* memory = scratch.reserve(size_t(2 * (states + plan.most_lines()) + scales) * sizeof(float) +
                                           size_t(queries + tile) * sizeof(T));
   walk.scale = shape.cap ? shape.scale / shape.cap : shape.scale * LOG2E, walk.cap = shape.cap * LOG2E;
   walk.totals = reinterpret_cast<float*>(memory), walk.states = walk.totals + states;
   walk.q = reinterpret_cast<T*>(walk.states + states), walk.gathered = walk.q + queries;
-  walk.positions = reinterpret_cast<int32_t*>(walk.gathered + tile), walk.begins = walk.positions + plan.most_lines();
+  walk.scales = reinterpret_cast<float*>(walk.gathered + tile);
+  walk.positions = reinterpret_cast<int32_t*>(walk.scales + scales), walk.begins = walk.positions + plan.most_lines();
   if (own_states) walk.states = own_states;
   each_row(plan, task, [&](int64_t row, int64_t line) {
     const T* from = q + row * ldq + item.head * group * head_dim;
@@ -148,8 +192,8 @@ void finish(State total, const float* sink, T* to, int64_t head_dim) {
 
 }  // namespace
 
-template <class T>
-void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q, int64_t ldq, const KvLayer<T>& layer,
+template <class T, class S>
+void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q, int64_t ldq, const KvLayer<S>& layer,
               const float* sinks, T* out, int64_t ldo, AttentionScratch& scratch) {
   const Plan::Item& item = plan.item(index);
   const Plan::Task& task = plan.task(item.task);
@@ -179,9 +223,9 @@ void run_item(const AttentionPlan& plan, int64_t index, int64_t next, const T* q
   });
 }
 
-template <class T>
+template <class T, class S>
 void run_item_states(const AttentionPlan& plan, int64_t index, int64_t next, const T* q, int64_t ldq,
-                     const KvLayer<T>& layer, const int64_t* first_states, float* states, AttentionScratch& scratch) {
+                     const KvLayer<S>& layer, const int64_t* first_states, float* states, AttentionScratch& scratch) {
   const Plan::Item& item = plan.item(index);
   const Plan::Task& task = plan.task(item.task);
   const AttentionShape& shape = plan.shape();
@@ -217,14 +261,15 @@ void merge_row(const float* states, int64_t num_states, int64_t stride, int64_t 
   finish(total, sink, out, head_dim);
 }
 
-template void run_item(const AttentionPlan&, int64_t, int64_t, const bf16*, int64_t, const KvLayer<bf16>&, const float*,
-                       bf16*, int64_t, AttentionScratch&);
-template void run_item(const AttentionPlan&, int64_t, int64_t, const float*, int64_t, const KvLayer<float>&,
-                       const float*, float*, int64_t, AttentionScratch&);
-template void run_item_states(const AttentionPlan&, int64_t, int64_t, const bf16*, int64_t, const KvLayer<bf16>&,
-                              const int64_t*, float*, AttentionScratch&);
-template void run_item_states(const AttentionPlan&, int64_t, int64_t, const float*, int64_t, const KvLayer<float>&,
-                              const int64_t*, float*, AttentionScratch&);
+#define NANO_ATTENTION(T, S)                                                                                             \
+  template void run_item(const AttentionPlan&, int64_t, int64_t, const T*, int64_t, const KvLayer<S>&, const float*, T*, \
+                         int64_t, AttentionScratch&);                                                                    \
+  template void run_item_states(const AttentionPlan&, int64_t, int64_t, const T*, int64_t, const KvLayer<S>&,            \
+                                const int64_t*, float*, AttentionScratch&);
+NANO_ATTENTION(bf16, bf16)
+NANO_ATTENTION(bf16, int8_t)
+NANO_ATTENTION(float, float)
+NANO_ATTENTION(float, int8_t)
 template void merge_row(const float*, int64_t, int64_t, int64_t, const float*, bf16*);
 template void merge_row(const float*, int64_t, int64_t, int64_t, const float*, float*);
 

@@ -15,7 +15,6 @@ namespace nano {
 
 constexpr int64_t KEY_TILE = 64, SEGMENT = 512;
 constexpr int GROUPS = KEY_TILE / LANES;
-constexpr int64_t MAX_HEAD_DIM = 576;
 
 // The rows of one step. The arrays belong to the caller and outlive the plans made from them.
 struct BatchRows {
@@ -164,16 +163,18 @@ class AttentionScratch {
 // values of the batch's rows are stored already. `sinks` [num_heads]: a score of each head that belongs to no key, the
 // last term of the softmax's sum; null: none. `next` is the item that this thread will likely run after: its first
 // tile is fetched ahead; num_items() or more: none. Denormals must be flushed (run_team does).
-template <class T>
-void run_item(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq, const KvLayer<T>& layer,
+//
+// Of codes, scores are multiplied by the scales of keys, and what weighs values by theirs.
+template <class T, class S>
+void run_item(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq, const KvLayer<S>& layer,
               const float* sinks, T* out, int64_t ldo, AttentionScratch& scratch);
 
 // The same without the merge: what a row's query head finds in each segment is written apart, as its highest score,
 // 16 sums of probabilities and the output before the division: states[first_states[row] + segment][num_heads]
 // [1 + 16 + head_dim], segments counted from the first that the row sees.
-template <class T>
+template <class T, class S>
 void run_item_states(const AttentionPlan& plan, int64_t item, int64_t next, const T* q, int64_t ldq,
-                     const KvLayer<T>& layer, const int64_t* first_states, float* states, AttentionScratch& scratch);
+                     const KvLayer<S>& layer, const int64_t* first_states, float* states, AttentionScratch& scratch);
 
 // Attention of one row and query head from all its states, `stride` numbers apart, in order of keys, and its sink.
 template <class T>

@@ -10,23 +10,28 @@ using namespace nano;
 // What Python fills in, in this order; all numbers are int64 and all arrays their addresses.
 struct Problem {
   AttentionShape shape;  // its scale and cap, the last, as floats
-  int64_t is_bf16, num_units;
+  int64_t is_bf16, kv_codes, num_units;
   const int64_t* units;
   void *keys, *values;
   BatchRows batch;
 };
 
-template <class T>
-KvLayer<T> layer_of(const Problem& problem) {
-  int64_t size = problem.shape.block_size * problem.shape.head_dim;  // stored as [kv heads][num_units][size]
-  return kv_layer<T>(problem.keys, problem.values, problem.num_units, size, problem.units);
+// use(layer), which is of T or of codes.
+template <class T, class F>
+void with_layer(const Problem& problem, F use) {
+  const AttentionShape& shape = problem.shape;
+  auto layer_of = [&](auto stored) {
+    return kv_layer<decltype(stored)>(problem.keys, problem.values, problem.num_units, shape.block_size, shape.head_dim,
+                                      problem.units);
+  };
+  problem.kv_codes ? use(layer_of(int8_t())) : use(layer_of(T()));
 }
 
 AttentionShape shape_of(const Problem& problem) {
   return problem.keys == problem.values ? problem.shape.with_equal_heads() : problem.shape;
 }
 
-template <class T, class F>
+template <class F>
 void each_slot(const Problem& problem, F use) {
   const AttentionShape& shape = problem.shape;
   for (int64_t row = 0; row < problem.batch.num_rows; row++)
@@ -37,22 +42,21 @@ void each_slot(const Problem& problem, F use) {
 template <class T>
 void store(const Problem& problem, const void* keys, const void* values) {
   const AttentionShape& shape = problem.shape;
-  each_slot<T>(problem, [&](int64_t head, int64_t slot, int64_t at) {
-    store_kv(layer_of<T>(problem), shape.block_size, shape.head_dim, head, slot, static_cast<const T*>(keys) + at,
-             static_cast<const T*>(values) + at);
+  with_layer<T>(problem, [&](const auto& layer) {
+    each_slot(problem, [&](int64_t head, int64_t slot, int64_t at) {
+      store_kv(layer, shape.block_size, shape.head_dim, head, slot, static_cast<const T*>(keys) + at,
+               static_cast<const T*>(values) + at);
+    });
   });
 }
 
 template <class T>
 void read(const Problem& problem, float* keys, float* values) {
   const AttentionShape& shape = problem.shape;
-  each_slot<T>(problem, [&](int64_t head, int64_t slot, int64_t at) {
-    T key[MAX_HEAD_DIM], value[MAX_HEAD_DIM];
-    read_kv(layer_of<T>(problem), shape.block_size, shape.head_dim, head, slot, key, value);
-    for (int64_t d = 0; d < shape.head_dim; d++) {
-      if constexpr (sizeof(T) == 2) keys[at + d] = widen1(key[d]), values[at + d] = widen1(value[d]);
-      else keys[at + d] = key[d], values[at + d] = value[d];
-    }
+  with_layer<T>(problem, [&](const auto& layer) {
+    each_slot(problem, [&](int64_t head, int64_t slot, int64_t at) {
+      read_kv<T>(layer, shape.block_size, shape.head_dim, head, slot, keys + at, values + at);
+    });
   });
 }
 
@@ -66,8 +70,9 @@ void attend(const Problem& problem, const void* q, const float* sinks, void* out
   auto work = [&](Team& team) {
     AttentionScratch scratch;
     auto run = [&](int64_t item, int64_t after) {
-      run_item(plan, item, after, static_cast<const T*>(q), stride, layer_of<T>(problem), sinks, static_cast<T*>(out),
-               stride, scratch);
+      with_layer<T>(problem, [&](const auto& layer) {
+        run_item(plan, item, after, static_cast<const T*>(q), stride, layer, sinks, static_cast<T*>(out), stride, scratch);
+      });
     };
     if (row_cuts)
       for (int64_t item = plan.first_item(team.thread); item < plan.first_item(team.thread + 1); item++)
@@ -89,9 +94,10 @@ void find_states(const Problem& problem, const int64_t* begins, const void* q, c
   auto work = [&](Team& team) {
     static thread_local AttentionScratch scratch;
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < shared.num_items();)
-      run_item_states(shared, item, item + team.size, static_cast<const T*>(q),
-                      problem.shape.num_heads * problem.shape.head_dim, layer_of<T>(problem), first_states, states,
-                      scratch);
+      with_layer<T>(problem, [&](const auto& layer) {
+        run_item_states(shared, item, item + team.size, static_cast<const T*>(q),
+                        problem.shape.num_heads * problem.shape.head_dim, layer, first_states, states, scratch);
+      });
   };
   run_team(num_threads, work);
 }

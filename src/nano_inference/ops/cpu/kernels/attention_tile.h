@@ -55,6 +55,7 @@ NANO_INLINE void multiply(Vec (&acc)[R][C], const T* a, const T* const (&b)[C], 
 template <class T>
 struct Tile {
   const T *keys[GROUPS], *values[GROUPS];
+  const float *key_scales = nullptr, *value_scales = nullptr;  // [KEY_TILE] of codes
 };
 
 // The state of a line; its place in memory is a row of floats (AttentionPlan::state_size).
@@ -75,7 +76,8 @@ struct Walk {
   T* q;                // [lines][q_stride()]
   float *states, *totals;  // [lines][state_size]: of the segment, and of the segments before
   int32_t *begins, *positions;  // [lines] the first key and the last
-  T* gathered;         // where a tile is packed, if blocks are not; or values made of keys
+  T* gathered;         // where a tile is packed, if blocks are not; or codes are widened; or values made of keys
+  float* scales;       // [2][KEY_TILE] of codes: of keys, of values
 
   int64_t q_stride() const { return head_dim <= NARROW ? Q_STRIDE : WIDE_STRIDE; }
   State state(int64_t line) const { return {states + line * state_size}; }
@@ -130,6 +132,8 @@ NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Ti
   for (int i = 0; i < R; i++) {
     State state = walk.state(line + i);
     weights.sights[i] = sight(walk, line + i, start);
+    if (tile.key_scales)
+      for (int j = 0; j < GROUPS; j++) s[i][j] = vmul(s[i][j], vload(tile.key_scales + j * LANES));
     float found = mask(s[i], scale, walk.cap, weights.sights[i]), before = state.highest();
     state.highest() = highest[i] = found > before ? found : before;
     weights.rescale[i] = before - highest[i];
@@ -141,6 +145,8 @@ NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Ti
     for (int j = 0; j < GROUPS; j++) s[i][j] = vexp2(vsub(s[i][j], vset(highest[i])));
     Vec sum = vadd(vadd(s[i][0], s[i][1]), vadd(s[i][2], s[i][3]));
     vstore(total, vfma(vload(total), vset(weights.rescale[i]), sum));
+    if (tile.value_scales)
+      for (int j = 0; j < GROUPS; j++) s[i][j] = vmul(s[i][j], vload(tile.value_scales + j * LANES));
     store_two(weights.p[i], s[i][0], s[i][1]), store_two(weights.p[i] + 2 * LANES, s[i][2], s[i][3]);
   }
 }

@@ -5,16 +5,23 @@
 //   bf16: keys [group][head_dim / 2][16][2], values [group][8][head_dim][2]: pairs of dimensions, pairs of tokens
 //   float: keys [group][head_dim][16], values [group][16][head_dim]
 // Other block sizes hold plain rows [block_size][head_dim]. Where values are the keys, one KV head has these alone.
+//
+// They may be codes of 8 bits instead (ops/kv_codes.py), each row with a float, its scale: packed codes have the order of
+// the numbers that they stand for, and scales [block_size] lie behind those of a unit and head; else each behind its row.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "simd.h"
 
 namespace nano {
 
-template <class T>
+constexpr int64_t MAX_HEAD_DIM = 576;
+
+// S: of what is stored: bf16 or float, as products read them, or int8_t, which are codes.
+template <class S>
 struct KvLayer {
-  T *keys, *values;
+  S *keys, *values;
   int64_t head_stride, unit_stride;  // in numbers, between KV heads and between units
   const int64_t* units;              // block -> unit; null: a block is the unit of its number
 
@@ -25,11 +32,19 @@ struct KvLayer {
   bool keys_are_values() const { return keys == values; }
 };
 
-// A layer whose heads' blocks of `size` numbers lie one head after the other. Of keys that are the values there is one
-// head, which every head is.
-template <class T>
-KvLayer<T> kv_layer(void* keys, void* values, int64_t num_units, int64_t size, const int64_t* units) {
-  return {static_cast<T*>(keys), static_cast<T*>(values), keys == values ? 0 : num_units * size, size, units};
+// Numbers that a row takes.
+template <class S>
+constexpr int64_t row_size(int64_t head_dim) {
+  return head_dim + (std::is_same_v<S, int8_t> ? int64_t(sizeof(float)) : 0);
+}
+
+// A layer whose heads' units lie one behind the other. Of keys that are the values there is one head, which every head
+// is.
+template <class S>
+KvLayer<S> kv_layer(void* keys, void* values, int64_t num_units, int64_t block_size, int64_t head_dim,
+                    const int64_t* units) {
+  const int64_t size = block_size * row_size<S>(head_dim);
+  return {static_cast<S*>(keys), static_cast<S*>(values), keys == values ? 0 : num_units * size, size, units};
 }
 
 inline bool is_packed(int64_t block_size) { return block_size % LANES == 0; }
@@ -43,21 +58,44 @@ constexpr int DEPTH = sizeof(T) == 2 ? 2 : 1;
 template <class T>
 void store_kv(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot, const T* key,
               const T* value);
-
-// Read them back.
+// The same, rounded to codes.
 template <class T>
-void read_kv(const KvLayer<T>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot, T* key,
-             T* value);
+void store_kv(const KvLayer<int8_t>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot,
+              const T* key, const T* value);
 
-// Put one row into a packed group of 16 tokens, as token `lane`.
-template <class T>
-inline void pack_key(T* group, int64_t head_dim, int64_t lane, const T* key) {
-  for (int64_t d = 0; d < head_dim; d += DEPTH<T>)
-    memcpy(group + d * LANES + lane * DEPTH<T>, key + d, DEPTH<T> * sizeof(T));
+// Read them back: what is attended. `T` is what products read, also where there are codes.
+template <class T, class S>
+void read_kv(const KvLayer<S>& layer, int64_t block_size, int64_t head_dim, int64_t head, int64_t slot, float* key,
+             float* value);
+
+// Codes as numbers, exactly: bf16 has digits enough.
+inline void widen_codes(const int8_t* codes, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i++) out[i] = float(codes[i]);
 }
-template <class T>
-inline void pack_value(T* group, int64_t head_dim, int64_t lane, const T* value) {
-  T* to = group + lane / DEPTH<T> * DEPTH<T> * head_dim + lane % DEPTH<T>;
+inline void widen_codes(const int8_t* codes, int64_t count, bf16* out) {
+  for (int64_t i = 0; i < count; i++) {
+    const float number = float(codes[i]);
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    out[i] = bf16(bits >> 16);
+  }
+}
+
+// Where the scale of the row at `offset` of a unit lies, whose codes begin at `codes`.
+inline int8_t* scale_at(int8_t* codes, int64_t block_size, int64_t head_dim, int64_t offset) {
+  return codes + (is_packed(block_size) ? block_size * head_dim + offset * int64_t(sizeof(float))
+                                        : offset * row_size<int8_t>(head_dim) + head_dim);
+}
+
+// Put one row into a packed group of 16 tokens, as token `lane`, in the order of T.
+template <class T, class S>
+inline void pack_key(S* group, int64_t head_dim, int64_t lane, const S* key) {
+  for (int64_t d = 0; d < head_dim; d += DEPTH<T>)
+    memcpy(group + d * LANES + lane * DEPTH<T>, key + d, DEPTH<T> * sizeof(S));
+}
+template <class T, class S>
+inline void pack_value(S* group, int64_t head_dim, int64_t lane, const S* value) {
+  S* to = group + lane / DEPTH<T> * DEPTH<T> * head_dim + lane % DEPTH<T>;
   for (int64_t d = 0; d < head_dim; d++) to[d * DEPTH<T>] = value[d];
 }
 

@@ -227,8 +227,14 @@ class Program {
   template <class T>
   void attend(size_t index, Team& team) {
     const Op& op = ops_[index];
+    if (spec_.kv_codes) attend<T>(index, team, layer_of<int8_t>(op.layer));
+    else attend<T>(index, team, layer_of<T>(op.layer));
+  }
+
+  template <class T, class S>
+  void attend(size_t index, Team& team, const KvLayer<S>& layer) {
+    const Op& op = ops_[index];
     AttentionPlan& plan = plans_[size_t(op.plan)];
-    const KvLayer<T> layer = layer_of<T>(op.layer);
     static thread_local AttentionScratch scratch;
     const int64_t count = plan.num_items();
     auto one = [&](int64_t item, int64_t next) {
@@ -244,10 +250,10 @@ class Program {
     }
   }
 
-  template <class T>
-  KvLayer<T> layer_of(int32_t index) const {
+  template <class S>
+  KvLayer<S> layer_of(int32_t index) const {
     const Layer& layer = layers_[size_t(index)];
-    return kv_layer<T>(layer.keys, layer.values, spec_.num_units, spec_.block_size * spec_.head_dim, layer.units);
+    return kv_layer<S>(layer.keys, layer.values, spec_.num_units, spec_.block_size, spec_.head_dim, layer.units);
   }
   bool keys_are_values() const { return !layers_.empty() && layers_[0].keys == layers_[0].values; }
 
@@ -310,7 +316,9 @@ class Program {
     for (int64_t h = from; h < to; h++) {
       rope<T>(key + h * size, cos, sin, turn, 1.f, k);
       round_row<T>(value + h * size, size, v);
-      store_kv<T>(layer_of<T>(op.layer), spec_.block_size, size, h, step_->rows.slot_mapping[row], k, v);
+      const int64_t slot = step_->rows.slot_mapping[row];
+      if (spec_.kv_codes) store_kv(layer_of<int8_t>(op.layer), spec_.block_size, size, h, slot, k, v);
+      else store_kv(layer_of<T>(op.layer), spec_.block_size, size, h, slot, k, v);
     }
   }
 

@@ -39,7 +39,7 @@ struct Op {
 };
 
 struct Layer {
-  void *keys, *values;   // [kv heads][units][block_size * head_dim]
+  void *keys, *values;   // [kv heads][units]: see kv_store.h
   const int64_t* units;  // block -> unit, or null
 };
 
@@ -55,6 +55,7 @@ struct ProgramSpec {
   const Window* windows;
   int64_t is_bf16;
   int64_t num_heads, num_kv_heads, head_dim, block_size, num_units, num_blocks, num_positions;
+  int64_t kv_codes;  // keys and values are codes (kv_store.h)
 };
 
 struct Step {

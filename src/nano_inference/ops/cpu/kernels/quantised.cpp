@@ -6,12 +6,11 @@
 #include "codes.h"
 #include "linear_tiles.h"
 #include "pool.h"
+#include "round_codes.h"
 
 namespace nano {
 namespace {
 
-constexpr float MOST = 127.f;   // of a code of 8 bits
-constexpr float TINY = 1e-30f;  // a group whose largest number is no larger counts as zeros
 constexpr int64_t QUAD = 4, LINE = 64;
 constexpr int LINES_AHEAD = 24;  // of codes, which are fetched before they are used
 // Rows of a tile: their sums fit into registers.
@@ -20,33 +19,6 @@ constexpr int MOST_ROWS = 4;
 #else
 constexpr int MOST_ROWS = 1;
 #endif
-
-// The largest magnitude, and 0, or NaN where something is not finite.
-struct Range {
-  float largest, known;
-};
-
-Range range_of(const float* x, int64_t count) {
-  Vec largest = vset(0.f), known = vset(0.f);
-  const IVec magnitude = iset(0x7fffffff);
-  for (int64_t k = 0; k < count; k += LANES) {
-    const Vec v = vload_n(x + k, int(std::min<int64_t>(LANES, count - k)));
-    largest = vmax(vbits(iand(ibits(v), magnitude)), largest);
-    known = vadd(known, vmul(v, vset(0.f)));
-  }
-  return {vhighest(largest), vsum(known)};
-}
-
-// Codes of x / scale, nearest, ties to even.
-void round_codes(const float* x, int64_t count, float inverse, float low, float high, int8_t* codes) {
-  const Vec factor = vset(inverse), least = vset(low), most = vset(high);
-  int32_t whole[LANES];
-  for (int64_t k = 0; k < count; k += LANES) {
-    const int n = int(std::min<int64_t>(LANES, count - k));
-    istore(whole, ito_int(vmin(most, vmax(least, vround(vmul(vload_n(x + k, n), factor))))));
-    for (int i = 0; i < n; i++) codes[k + i] = int8_t(whole[i]);
-  }
-}
 
 // Columns [first, last) of each group.
 struct Groups {
@@ -92,18 +64,11 @@ class Inputs {
 
  private:
   void take_group(int64_t i, int64_t g, int64_t first, int64_t last) {
-    const Range range = range_of(row_.data() + first, last - first);
-    float& scale = scales_[size_t(i * groups_ + g)];
-    if (range.known != 0.f) {
-      scale = range.known;
-    } else if (range.largest > TINY) {
-      int8_t* codes = codes_.data() + i * quads_ * QUAD + first;
-      scale = range.largest / MOST;
-      round_codes(row_.data() + first, last - first, MOST / range.largest, -MOST, MOST, codes);
-      int32_t sum = 0;
-      for (int64_t k = 0; k < last - first; k++) sum += codes[k];
-      totals_[size_t(i * groups_ + g)] = float(sum);
-    }
+    int8_t* codes = codes_.data() + i * quads_ * QUAD + first;
+    scales_[size_t(i * groups_ + g)] = encode(row_.data() + first, last - first, codes);
+    int32_t sum = 0;
+    for (int64_t k = 0; k < last - first; k++) sum += codes[k];
+    totals_[size_t(i * groups_ + g)] = float(sum);
   }
 
   int64_t quads_ = 0, groups_ = 0;

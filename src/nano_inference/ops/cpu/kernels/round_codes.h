@@ -1,0 +1,48 @@
+// Numbers as codes of 8 bits with a scale: inputs of products, and rows of keys and values (ops/quantised.py).
+#pragma once
+#include "simd.h"
+
+namespace nano {
+
+constexpr float MOST = 127.f;   // of a code of 8 bits
+constexpr float TINY = 1e-30f;  // a group whose largest number is no larger counts as zeros
+
+// The largest magnitude, and 0, or NaN where something is not finite.
+struct Range {
+  float largest, known;
+};
+
+inline Range range_of(const float* x, int64_t count) {
+  Vec largest = vset(0.f), known = vset(0.f);
+  const IVec magnitude = iset(0x7fffffff);
+  for (int64_t k = 0; k < count; k += LANES) {
+    const Vec v = vload_n(x + k, count - k < LANES ? int(count - k) : LANES);
+    largest = vmax(vbits(iand(ibits(v), magnitude)), largest);
+    known = vadd(known, vmul(v, vset(0.f)));
+  }
+  return {vhighest(largest), vsum(known)};
+}
+
+// Codes of x / scale, nearest, ties to even.
+inline void round_codes(const float* x, int64_t count, float inverse, float low, float high, int8_t* codes) {
+  const Vec factor = vset(inverse), least = vset(low), most = vset(high);
+  int32_t whole[LANES];
+  for (int64_t k = 0; k < count; k += LANES) {
+    const int n = count - k < LANES ? int(count - k) : LANES;
+    istore(whole, ito_int(vmin(most, vmax(least, vround(vmul(vload_n(x + k, n), factor))))));
+    for (int i = 0; i < n; i++) codes[k + i] = int8_t(whole[i]);
+  }
+}
+
+// A group of numbers as codes; returns its scale, which is NaN where something is not finite.
+inline float encode(const float* x, int64_t count, int8_t* codes) {
+  const Range range = range_of(x, count);
+  if (range.known == 0.f && range.largest > TINY) {
+    round_codes(x, count, MOST / range.largest, -MOST, MOST, codes);
+    return range.largest / MOST;
+  }
+  memset(codes, 0, size_t(count));
+  return range.known == 0.f ? 0.f : NAN;  // one NaN on all machines
+}
+
+}  // namespace nano

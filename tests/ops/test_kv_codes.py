@@ -1,0 +1,91 @@
+"""Keys and values in codes of 8 bits: the definition, and every backend keeps and attends them."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.config import KVCacheDType
+from nano_inference.engine.storage import KVStorage
+from nano_inference.ops.backend import Ops
+from nano_inference.ops.kv_codes import KvFormat
+from tests.invariance.scenario import spoil
+from tests.ops.test_partial_attention import backend
+from tests.ops.test_reference import Shape
+
+CPU = torch.device("cpu")
+BLOCK = 16
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_row_is_whole_numbers_of_a_127th_of_its_largest() -> None:
+    form = KvFormat(torch.float32, coded=True)
+    row = torch.tensor([127.0, -2.5, 3.5, 0.4, -0.5, 1.5, -126.6, 0.0])
+    found = form.decode(form.encode(row[None]))[0]
+    assert found.tolist() == [127.0, -2.0, 4.0, 0.0, 0.0, 2.0, -127.0, 0.0]  # ties to even
+    many = rows(50, 3, 64)
+    step = many.abs().amax(dim=-1, keepdim=True) / 127
+    kept = form.encode(many)
+    assert (kept.dtype, kept.shape) == (torch.int8, (50, 3, 68))
+    assert kept.element_size() * kept.shape[-1] == form.row_bytes(64) == 68
+    assert ((form.decode(kept) - many).abs() <= step * 0.5001).all()
+    assert torch.equal(form.decode(kept)[7:9, 1:], form.decode(form.encode(many[7:9, 1:])))
+
+
+def test_rows_of_zeros_stay_and_what_is_not_finite_makes_the_row_nan() -> None:
+    form = KvFormat(torch.bfloat16, coded=True)
+    given = torch.zeros(4, 16)
+    given[1, 3], given[2, 5], given[3] = math.inf, math.nan, 1e-35
+    found = form.decode(form.encode(given))
+    assert found[[0, 3]].eq(0).all()
+    assert found[1:3].isnan().all()
+
+
+def test_a_plain_format_only_rounds() -> None:
+    form, given = KvFormat(torch.bfloat16), rows(5, 16)
+    assert torch.equal(form.decode(form.encode(given)), given.bfloat16().float())
+    assert form.row_bytes(64) == 128
+    assert form.rounded(given) is given
+
+
+def test_gradients_pass_the_rounding_as_they_are() -> None:
+    form, given = KvFormat(torch.float32, coded=True), rows(5, 2, 16).requires_grad_(True)
+    factors = rows(2, 16)
+    found = form.rounded(given)
+    (found * factors).sum().backward()
+    assert torch.equal(given.grad, factors.expand(5, 2, 16))  # pyright: ignore[reportArgumentType]
+    expected = form.decode(form.encode(given.detach()))
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert not torch.equal(found, given)
+
+
+def attended(ops: Ops, shape: Shape, kept: KVCacheDType, q: Tensor, *given: Tensor) -> Tensor:
+    """Rows of one chunk over themselves, in a cache of its own that begins as NaN."""
+    count = len(q)
+    storage = KVStorage(shape.spec(), 6, BLOCK, shape.dtype, CPU, kv_cache_dtype=kept)
+    spoil(storage, slice(None))
+    batch = batch_of_rows([Rows([0] * count, 0, range(1, 2 + count // BLOCK))], BLOCK)
+    still = torch.ones(count, shape.head_dim // 2), torch.zeros(count, shape.head_dim // 2)
+    qkv = torch.cat([q, *given], dim=1).flatten(1)
+    where = batch.positions, storage, 1, batch.slot_mapping, shape.num_heads, shape.num_kv_heads
+    turned = ops.rope_and_store(qkv, *still, *where)
+    return ops.attention(turned, storage, 1, ops.plan_attention(batch, BLOCK, 0), 0.3)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_what_codes_stand_for_is_attended(name: str) -> None:
+    """As of a plain cache that holds those numbers, by the rows of the same step too."""
+    ops, shape, form = backend(name, 2), Shape(2, 3, 16), KvFormat(torch.float32, coded=True)
+    q, k, v = rows(70, 6, 16), rows(70, 2, 16) * 2, rows(70, 2, 16) * 3
+    found = attended(ops, shape, "int8", q, k, v)
+    exact = attended(ops, shape, "auto", q, *(form.decode(form.encode(each)) for each in (k, v)))
+    if name == "reference":
+        assert torch.equal(found, exact)
+    else:  # which multiplies sums by scales instead
+        assert torch.allclose(found, exact, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found, attended(ops, shape, "auto", q, k, v), atol=1e-3)
