@@ -123,14 +123,40 @@ def formats(
     kinds: Annotated[
         str, typer.Option(help="of none, int8, int8-32, int4, file; separated by commas")
     ] = "none,int8,int8-32,int4,file",
+    parts: Annotated[
+        str, typer.Option(help="own: the kinds; peers: beside llama.cpp; separated by commas")
+    ] = "own,peers",
+    files: Annotated[
+        str, typer.Option(help="beside llama.cpp: of BF16, Q8_0, Q4_1, Q4_0, Q4_K_M")
+    ] = "BF16,Q8_0,Q4_1,Q4_0,Q4_K_M",
+    workloads: Annotated[
+        str, typer.Option(help="beside llama.cpp: of W1, W4-512, W2")
+    ] = "W1,W4-512,W2",
+    threads: Annotated[
+        int | None, typer.Option(help="beside llama.cpp; not given: one a core", min=1)
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="where `make peers` put llama.cpp")] = None,
     out: Out = None,
 ) -> None:
-    """Weights in 8 and 4 bits: speed, memory and quality, in turns."""
+    """Weights in 8 and 4 bits: speed, memory and quality, in turns; and llama.cpp on the same files."""
     from benchmarks.formats import KINDS, measure
+    from benchmarks.peers import file_formats, install
 
+    chosen = names(parts, ("own", "peers"))
     known = {str(kind or "none"): kind for kind in KINDS}
     asked = names(kinds, tuple(known))
-    rows = measure(model, dtype, repeats, tuple(known[name] for name in asked))
+    sizes = file_formats.Sizes(
+        names(files, file_formats.KINDS),
+        names(workloads, file_formats.WORKLOADS),
+        cache or install.CACHE,
+    )
+    rows = []
+    if "own" in chosen:
+        rows += measure(model, dtype, repeats, tuple(known[name] for name in asked))
+    if "peers" in chosen:
+        # so that the engines are stopped on the way out
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        rows += file_formats.measure(Options(model, dtype, "auto", threads, repeats), sizes)
     write("formats", rows, {"model": model, "dtype": dtype, "repeats": repeats}, out, model)
 
 
@@ -563,21 +589,47 @@ def speculation(
     model: Model = "smollm2-135m",
     source: Annotated[str, typer.Option(help="of the drafts")] = "suffix",
     tasks: Annotated[str, typer.Option(help="separated by commas; not given: all")] = "",
+    parts: Annotated[
+        str, typer.Option(help="own: the tasks; peers: those of one stream, beside other engines")
+    ] = "own,peers",
+    engines: Annotated[
+        str, typer.Option(help="beside each other")
+    ] = "nano-inference,vllm,llama.cpp",
+    temperature: Annotated[
+        float, typer.Option(help="beside other engines; 0: greedy", min=0.0)
+    ] = 1.0,
+    vllm_dtype: Annotated[
+        str, typer.Option(help="of vLLM; not given: --dtype. Without AVX-512 float32 is faster")
+    ] = "",
     repeats: Annotated[
         int, typer.Option("--repeats", "--rounds", help="rounds of each task", min=1)
     ] = 3,
     threads: Threads = None,
     backend: Backend = "auto",
     dtype: DType = "bfloat16",
+    cache: Annotated[Path | None, typer.Option(help="where `make peers` put them")] = None,
     out: Out = None,
 ) -> None:
-    """What drafts save: one stream of chat, of code, of JSON; long-tailed rollouts; a large batch."""
-    from benchmarks.speculation import TASKS, measure
+    """What drafts save: one stream of chat, of code, of JSON; long-tailed rollouts; a large batch.
+    Of one stream also beside the installed peers, in turns.
+    """
+    from benchmarks.peers import drafts, install
+    from benchmarks.speculation import TASKS, measure, streams
 
     options = Options(model, dtype, backend, threads, repeats)
-    chosen = [name.strip() for name in tasks.split(",") if name.strip()]
-    picked = tuple(task for task in TASKS if not chosen or task.name in chosen)
-    rows = measure(options, source, picked)
+    chosen = names(parts, ("own", "peers"))
+    known = tuple(task.name for task in TASKS)
+    asked = names(tasks or ",".join(known), known)
+    picked = tuple(task for task in TASKS if task.name in asked)
+    beside = names(engines, tuple(drafts.SETTINGS))
+    rows = []
+    if "own" in chosen:
+        rows += measure(options, source, picked)
+    if "peers" in chosen:
+        # so that the engines are stopped on the way out
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        found = streams(model, picked, temperature)
+        rows += drafts.measure(options, found, beside, vllm_dtype or dtype, cache or install.CACHE)
     write("speculation", rows, asdict(options) | {"source": source}, out, model)
 
 

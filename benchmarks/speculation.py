@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.measure import Row, show, spread
+from benchmarks.models import model_path
 from benchmarks.ours import Options, described, opened
+from benchmarks.peers.drafts import Stream
 from benchmarks.workloads import TAIL_MEDIAN, TAIL_SIGMA
 from nano_inference import Grammar, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import SpeculationStats
 
 CHATS = (
@@ -69,6 +72,23 @@ class Task:
         if self.at_once:
             return [(list(self.prompts), each)]
         return [([prompt], [params]) for prompt, params in zip(self.prompts, each, strict=True)]
+
+
+def streams(model: str, tasks: tuple[Task, ...], temperature: float) -> list[Stream]:
+    """The tasks of one stream as other engines can run them: token ids, plain parameters, and the
+    schema as a dict.
+    """
+    tokenizer = load_tokenizer(model_path(model))
+    found: list[Stream] = []
+    for task in tasks:
+        if task.at_once:
+            continue
+        schema = {"json_schema": PEOPLE} if "grammar" in task.params else {}
+        sampling = {"temperature": temperature, "ignore_eos": not schema, **schema}
+        prompts = tuple(tuple(tokenizer.encode(text)) for text in task.prompts)
+        name = task.name if temperature else f"{task.name}, greedy"
+        found.append(Stream(name, task.what, prompts, task.params["max_tokens"], sampling))
+    return found
 
 
 def chat(text: str) -> str:

@@ -142,6 +142,10 @@ def _short_prompt(seed: int) -> list[Request]:
     return [Request(_ids(random.Random(seed), 1024), 1)]
 
 
+def _prompt_of_512(seed: int) -> list[Request]:
+    return [Request(_ids(random.Random(seed), 512), 1)]
+
+
 def _batch(seed: int) -> list[Request]:
     rng = random.Random(seed)
     return [Request(_ids(rng, 128), 64) for _ in range(8)]
@@ -178,6 +182,7 @@ _TABLE = {
     "W6": ("long-tailed rollout: 8 prompts x 8 samples, 256 -> 16..1,024", _rollout, {}),
     "W1-batch": ("batch: 8 x (128 -> 64)", _batch, {}),
     "W4-short": ("prompt: 1,024 -> 1", _short_prompt, {}),
+    "W4-512": ("prompt: 512 -> 1", _prompt_of_512, {}),
     "W2-filters": (f"{_GROUP_SHAPE}, top_p 0.95, top_k 50", _group, {"top_p": 0.95, "top_k": 50}),
     "W2-penalties": (
         f"{_GROUP_SHAPE}, all three penalties",

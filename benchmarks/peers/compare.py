@@ -9,7 +9,7 @@ uses the ids of variant k, so that no engine finds a prompt of an earlier run.
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,15 @@ from benchmarks.workloads import warm_up, workload
 
 OURS = "nano-inference"
 PEERS = ("vllm", "llama.cpp", "transformers")
+# what ours is told beside the options, by setting
+OURS_SETTINGS: dict[str, dict[str, Any]] = {"default": {}}
+ONE_STREAM = {"max_batch_size": 8, "max_model_len": 1024, "kv_cache_memory": 1 << 30}
+OURS_DRAFTS: dict[str, dict[str, Any]] = {
+    "no drafts": ONE_STREAM,
+    "suffix": ONE_STREAM | {"speculation": "suffix"},
+    "suffix, its own weights in int4": ONE_STREAM
+    | {"speculation": "suffix", "draft_model": "self", "draft_quantization": "int4"},
+}
 FIRST_TOKEN_VARIANT = 500  # the run for the first token alone has ids of its own
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "workload": lambda row: row["workload"],
@@ -50,6 +59,7 @@ class Entrant:
     whole: Stopwatch = field(default_factory=Stopwatch)
     first: Stopwatch = field(default_factory=Stopwatch)
     memory: int = 0
+    peak: int = 0
     cpu: list[float] = field(default_factory=list[float])  # seconds of its processes
     others: list[float] = field(default_factory=list[float])  # cores busy while all engines stood
 
@@ -73,6 +83,7 @@ class Entrant:
         self.whole.add(self.engine.run(workload(name, number)), before)
         self.cpu.append(self.engine.cpu_seconds() - used)
         self.memory = self.engine.memory()
+        self.peak = max(self.peak, self.engine.peak_memory())
 
     def row(self, name: str) -> Row:
         engine = self.engine
@@ -82,6 +93,7 @@ class Entrant:
             setting=engine.setting,
             config=engine.config,
             memory_mib=round(self.memory / 2**20),
+            peak_memory_mib=round(self.peak / 2**20),
             cpu_seconds=spread(self.cpu),
             others_busy_cores=spread(self.others),
             **figures(workload(name), self.whole.seconds, self.first.seconds),
@@ -157,16 +169,26 @@ def opened(
     cannot be had.
     """
     if key not in loaded:
-        name, setting = key
-        try:
-            if name in ("vllm", "llama.cpp") and install.installed(cache, name) is None:
-                raise PeerFailed("it is not installed; `make peers` does that.")
-            engine = loaded[key] = start(name, setting, options, cache)
-            running.callback(engine.stop)
-        except PeerFailed as why:
-            loaded[key] = None
-            console.print(f"{name} ({setting}) is left out: {why}", markup=False)
+        loaded[key] = started(key, lambda: start(*key, options, cache), cache, running)
     return loaded[key]
+
+
+def started(
+    key: tuple[str, str], begin: Callable[[], Engine], cache: Path, running: ExitStack
+) -> Engine | None:
+    """What `begin` starts, stopped with `running`; None, with a line that says why, where it cannot
+    be had.
+    """
+    name, setting = key
+    try:
+        if name in ("vllm", "llama.cpp") and install.installed(cache, name) is None:
+            raise PeerFailed("it is not installed; `make peers` does that.")
+        engine = begin()
+        running.callback(engine.stop)
+    except PeerFailed as why:
+        console.print(f"{name} ({setting}) is left out: {why}", markup=False)
+        return None
+    return engine
 
 
 def start(name: str, setting: str, options: Options, cache: Path) -> Engine:
@@ -181,7 +203,13 @@ def start(name: str, setting: str, options: Options, cache: Path) -> Engine:
         return transformers_cpu.transformers_worker(setting, folder, options.dtype, threads, log)
     if name == "llama.cpp":
         return llama_cpp.LlamaServer(setting, llama_cpp.gguf_of(folder, cache), threads, cache, log)
-    command = [sys.executable, "-m", "benchmarks.peers.ours_worker", json.dumps(options.as_dict())]
+    return ours(setting, options, (OURS_SETTINGS | OURS_DRAFTS)[setting], log)
+
+
+def ours(setting: str, options: Options, changes: Mapping[str, Any], log: Path) -> Worker:
+    """This engine in a process of its own. Raises `PeerFailed`."""
+    command = [sys.executable, "-m", "benchmarks.peers.ours_worker"]
+    command += [json.dumps(options.as_dict()), json.dumps(changes)]
     return Worker(OURS, setting, command, os.environ, log, "")
 
 

@@ -8,10 +8,13 @@ rebuilt from a GGUF file; the benchmarks send token ids, so it is simply told a 
 import sys
 from pathlib import Path
 
+from benchmarks.peers.install import converter_packages
+
 
 def main() -> None:
     source, model, out = sys.argv[1:]
     sys.path[:0] = [source, str(Path(source) / "gguf-py")]
+    sys.path.append(str(converter_packages(Path(source).parents[1])))
     import convert_hf_to_gguf  # pyright: ignore
     from conversion.base import TextModel  # pyright: ignore
 

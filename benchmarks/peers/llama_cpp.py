@@ -5,10 +5,12 @@ for it.
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.peers.install import llama_bin, llama_source
-from benchmarks.peers.process import LOAD_LIMIT, PeerFailed, Processes
+from benchmarks.peers.process import LOAD_LIMIT, Made, PeerFailed, Processes, exact
 from benchmarks.workloads import Workload
 
 ANSWER_LIMIT = 1800.0  # seconds
@@ -31,12 +33,14 @@ class LlamaSetting:
         slots: sequences at once, at most; never more than the workload has.
         unified: one KV buffer for all slots. Its attention spans all of it.
         cache_mib: memory for prompts of idle slots.
+        draft: type of the weights of a draft model, which is the model itself: `"Q4_0"`; empty: none.
         more: further arguments.
     """
 
     slots: int = 64
     unified: bool = False
     cache_mib: int = 0
+    draft: str = ""
     more: tuple[str, ...] = ()
 
 
@@ -52,6 +56,20 @@ SETTINGS = {
     "own KV, micro-batch 2048": LlamaSetting(more=("-ub", "2048")),
 }
 DEFAULTS = {"W1": "unified KV", "W5": "1 slot"}
+# One stream with drafts. ngram-simple waits for a match of 12 tokens and drafts 48 unless told.
+DRAFTS = {
+    "no drafts": LlamaSetting(unified=True),
+    "ngram-simple": LlamaSetting(unified=True, more=("--spec-type", "ngram-simple")),
+    "ngram-simple, 3 then 4": LlamaSetting(
+        unified=True,
+        more=(
+            *("--spec-type", "ngram-simple"),
+            *("--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "4"),
+        ),
+    ),
+    "ngram-cache": LlamaSetting(unified=True, more=("--spec-type", "ngram-cache")),
+    "its own weights in Q4_0": LlamaSetting(unified=True, draft="Q4_0"),
+}
 
 
 class LlamaServer:
@@ -61,7 +79,10 @@ class LlamaServer:
 
     def __init__(self, setting: str, gguf: Path, threads: int, cache: Path, log: Path) -> None:
         self.setting, self.gguf, self.threads, self.log = setting, gguf, threads, log
-        self.chosen = SETTINGS[setting]
+        self.chosen = (SETTINGS | DRAFTS)[setting]
+        self.draft: Path | None = None
+        if self.chosen.draft:
+            self.draft = quantised(gguf, self.chosen.draft, cache)
         self.binary = llama_bin(cache) / "llama-server"
         self.processes: Processes | None = None
         self.port = 0
@@ -99,6 +120,10 @@ class LlamaServer:
             ),
         ]
         self.port, self.config = free_port(), " ".join(["llama-server", *settings])
+        if self.draft is not None:
+            self.config += f" --spec-type draft-simple, draft model {self.draft.name}"
+            settings += ["-md", str(self.draft), "--spec-type", "draft-simple"]
+            settings += ["-td", str(self.threads), "-tbd", str(self.threads)]
         place = [
             "-m",
             str(self.gguf),
@@ -118,6 +143,9 @@ class LlamaServer:
         self.processes.sleep()
 
     def run(self, load: Workload) -> float:
+        return exact("llama-server", load, self.make(load))
+
+    def make(self, load: Workload) -> Made:
         assert self.processes is not None
         bodies = [
             json.dumps(body(r.prompt, r.max_tokens, r.n, load.sampling)) for r in load.requests
@@ -136,15 +164,13 @@ class LlamaServer:
         finally:
             if self.processes is not None:
                 self.processes.sleep()
-        tokens = sum(tokens_in(answer) for answer in answers)
-        if tokens != load.output_tokens:
-            raise PeerFailed(
-                f"llama-server made {tokens} tokens of {load.output_tokens} in {load.name}."
-            )
-        return seconds
+        return made_of(seconds, answers)
 
     def memory(self) -> int:
         return self.processes.memory() if self.processes else 0
+
+    def peak_memory(self) -> int:
+        return self.processes.peak_memory() if self.processes else 0
 
     def cpu_seconds(self) -> float:
         return self.processes.cpu_seconds() if self.processes else 0.0
@@ -183,7 +209,9 @@ class LlamaServer:
 
 
 def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dict[str, Any]:
-    """A request to /completion that samples from the whole vocabulary unless told otherwise."""
+    """A request to /completion that samples from the whole vocabulary at temperature 1 and does not
+    end before `max_tokens`, unless told otherwise.
+    """
     penalties = {
         "presence_penalty": sampling.get("presence_penalty", 0.0),
         "frequency_penalty": sampling.get("frequency_penalty", 0.0),
@@ -195,8 +223,8 @@ def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dic
     return {
         "prompt": prompt,
         "n_predict": max_tokens,
-        "ignore_eos": True,
-        "temperature": 1.0,
+        "ignore_eos": sampling.get("ignore_eos", True),
+        "temperature": sampling.get("temperature", 1.0),
         "top_k": sampling.get("top_k", 0),
         "top_p": sampling.get("top_p", 1.0),
         "min_p": 0.0,
@@ -204,16 +232,25 @@ def body(prompt: tuple[int, ...], max_tokens: int, n: int, sampling: Any) -> dic
         "cache_prompt": True,
         "return_tokens": True,
         "stream": False,
+        **{name: sampling[name] for name in ("seed", "json_schema") if name in sampling},
         **(penalties if asks else {}),
         **({"n_cmpl": n} if n > 1 else {}),
     }
 
 
-def tokens_in(answer: str) -> int:
-    results = json.loads(answer)
-    if isinstance(results, dict):
-        results = results.get("results", [results])
-    return sum(len(result["tokens"]) for result in results)
+def made_of(seconds: float, answers: Iterable[str]) -> Made:
+    """What llama-server's answers tell of a run; each holds one result or several."""
+    results: list[dict[str, Any]] = []
+    for answer in answers:
+        told = json.loads(answer)
+        results += told.get("results", [told]) if isinstance(told, dict) else told
+    times = [result.get("timings", {}) for result in results]
+    return Made(
+        seconds,
+        sum(len(result["tokens"]) for result in results),
+        sum(each.get("draft_n", 0) for each in times),
+        sum(each.get("draft_n_accepted", 0) for each in times),
+    )
 
 
 def gguf_of(folder: Path, cache: Path) -> Path:
@@ -221,26 +258,46 @@ def gguf_of(folder: Path, cache: Path) -> Path:
     `PeerFailed`.
     """
     out = cache / "gguf" / f"{folder.name}-bf16.gguf"
-    if out.exists():
-        return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.peers.gguf",
-        str(llama_source(cache)),
-        str(folder),
-        str(out),
-    ]
+    converter = [sys.executable, "-m", "benchmarks.peers.gguf", str(llama_source(cache))]
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        output_of([*converter, str(folder), str(out)])
+    return out
+
+
+def quantised(plain: Path, kind: str, cache: Path) -> Path:
+    """What llama-quantize makes of a bf16 GGUF, beside it, when it is first asked for. Raises
+    `PeerFailed`.
+    """
+    out = plain.with_name(f"{plain.name.removesuffix('-bf16.gguf')}-{kind}.gguf")
+    if not out.exists():
+        partial = out.with_suffix(".partial")
+        output_of([str(llama_bin(cache) / "llama-quantize"), str(plain), str(partial), kind])
+        partial.rename(out)
+    return out
+
+
+def perplexity(gguf: Path, text: Path, context: int, threads: int, cache: Path) -> float:
+    """What llama-perplexity finds: pieces of `context` tokens, of each the second half behind the
+    first. Raises `PeerFailed`.
+    """
+    tool = [str(llama_bin(cache) / "llama-perplexity"), "-m", str(gguf), "-f", str(text)]
+    said = output_of([*tool, "-c", str(context), "-t", str(threads), "-tb", str(threads)])
+    found = re.search(r"Final estimate: PPL = ([0-9.]+)", said)
+    if found is None:
+        raise PeerFailed(f"llama-perplexity told no perplexity of {gguf.name}:\n{said[-800:]}")
+    return float(found[1])
+
+
+def output_of(command: Sequence[str]) -> str:
+    """Both streams of one of llama.cpp's tools. Raises `PeerFailed` where it fails."""
     done = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-8:])
-        raise PeerFailed(
-            f"{folder.name} cannot be converted to GGUF by llama.cpp's converter:\n{last}"
-        )
-    return out
+        raise PeerFailed(f"`{' '.join(command)}` failed with status {done.returncode}:\n{last}")
+    return done.stdout
 
 
 def clean_environment() -> dict[str, str]:

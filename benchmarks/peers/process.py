@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,23 @@ class PeerFailed(Exception):
     """An engine ended, or did not do what it was asked to."""
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a run has made.
+
+    Attributes:
+        seconds: that it took.
+        tokens: of all its samples.
+        drafted: drafts that its steps computed.
+        accepted: of these, those that became tokens.
+    """
+
+    seconds: float
+    tokens: int
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Engine(Protocol):
     """One engine in one setting."""
 
@@ -38,7 +56,11 @@ class Engine(Protocol):
         ...
 
     def run(self, load: Workload) -> float:
-        """Run a workload from an empty cache; returns its seconds."""
+        """As `make`, of a workload whose lengths are fixed; returns its seconds."""
+        ...
+
+    def make(self, load: Workload) -> Made:
+        """Run a workload from an empty cache."""
         ...
 
     def stop(self) -> None:
@@ -47,6 +69,10 @@ class Engine(Protocol):
 
     def memory(self) -> int:
         """Bytes that its processes hold now."""
+        ...
+
+    def peak_memory(self) -> int:
+        """The most bytes that its processes have held."""
         ...
 
     def cpu_seconds(self) -> float:
@@ -82,6 +108,10 @@ class Processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         return total
+
+    def peak_memory(self) -> int:
+        """The sum of the most that each of it has held, files that it maps included."""
+        return sum(peak_memory(process.pid) for process in self.members())
 
     def cpu_seconds(self) -> float:
         """Of all of it that runs, and of what it started and has ended."""
@@ -120,6 +150,24 @@ class Processes:
                 pipe.close()
 
 
+def peak_memory(pid: int) -> int:
+    """The most bytes that a process has held; 0 where it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def exact(name: str, load: Workload, made: Made) -> float:
+    """Seconds of a run that made all tokens it was asked for. Raises `PeerFailed`."""
+    if made.tokens != load.output_tokens:
+        raise PeerFailed(
+            f"{name} made {made.tokens} tokens of {load.output_tokens} in {load.name}."
+        )
+    return made.seconds
+
+
 def running(process: psutil.Process) -> bool:
     try:
         return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
@@ -146,10 +194,11 @@ class Worker:
         )
         try:
             ready = self._answer()
-        except PeerFailed:
+        except BaseException:  # an interrupt too: nothing else would stop it
             self.processes.stop()
             raise
         self.load_seconds = time.perf_counter() - began
+        self.weight_bytes: int | None = ready.get("weight_bytes")
         self.config = ready.get("config") or f"{config}, version {ready['version']}"
         self.processes.sleep()
 
@@ -157,6 +206,9 @@ class Worker:
         del load
 
     def run(self, load: Workload) -> float:
+        return exact(self.name, load, self.make(load))
+
+    def make(self, load: Workload) -> Made:
         answer = self.ask(
             {
                 "requests": [
@@ -165,12 +217,7 @@ class Worker:
                 "sampling": dict(load.sampling),
             }
         )
-        if answer["tokens"] != load.output_tokens:
-            raise PeerFailed(
-                f"{self.name} made {answer['tokens']} tokens of {load.output_tokens} in "
-                f"{load.name}."
-            )
-        return float(answer["seconds"])
+        return Made(**answer)
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """One line and its answer, while the worker is awake. Raises `PeerFailed`."""
@@ -186,6 +233,9 @@ class Worker:
 
     def memory(self) -> int:
         return self.processes.memory()
+
+    def peak_memory(self) -> int:
+        return self.processes.peak_memory()
 
     def cpu_seconds(self) -> float:
         return self.processes.cpu_seconds()

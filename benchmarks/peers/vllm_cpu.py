@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.install import tcmalloc, vllm_python
 from benchmarks.peers.llama_cpp import clean_environment
@@ -24,6 +25,8 @@ class VllmSetting:
         batched_tokens: tokens a step.
         set_threads: set OMP_NUM_THREADS; else vLLM gives the workers their threads and torch one
             outside of them.
+        ngram: tokens that the n-gram drafter guesses at most; 0: no drafts.
+        kv_gib: memory of the KV cache.
     """
 
     eager: bool = False
@@ -31,6 +34,8 @@ class VllmSetting:
     own_process: bool = True
     batched_tokens: int = 4096
     set_threads: bool = True
+    ngram: int = 0
+    kv_gib: int = KV_GIB
 
 
 SETTINGS = {
@@ -44,19 +49,26 @@ SETTINGS = {
     "eager, GNU OpenMP": VllmSetting(eager=True, intel_openmp=False),
 }
 DEFAULTS: Mapping[str, str] = {}
+# One stream with drafts: what followed the last 2 to 4 tokens in the sequence's own text.
+DRAFTS = {
+    "no drafts": VllmSetting(kv_gib=1),
+    "ngram": VllmSetting(kv_gib=1, ngram=4),
+}
+LONGEST_MATCH, SHORTEST_MATCH = 4, 2
 
 
 def vllm_worker(
     setting: str, model: Path, dtype: str, threads: int, cache: Path, log: Path
 ) -> Worker:
     """Start vLLM. Raises `PeerFailed`."""
-    chosen = SETTINGS[setting]
+    chosen = (SETTINGS | DRAFTS)[setting]
     told = environment(chosen, threads, cache)
     arguments = {
         "model": str(model),
         "dtype": dtype,
         "eager": chosen.eager,
         "batched_tokens": chosen.batched_tokens,
+        "speculative": drafter(chosen.ngram),
     }
     command = [str(vllm_python(cache)), "-m", "benchmarks.peers.vllm_worker", json.dumps(arguments)]
     shown = {
@@ -69,12 +81,24 @@ def vllm_worker(
     return Worker("vllm", setting, command, clean_environment() | told, log, config)
 
 
+def drafter(most: int) -> dict[str, Any] | None:
+    """What vLLM is told of the n-gram drafter that guesses so many tokens; None: of none."""
+    if not most:
+        return None
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": most,
+        "prompt_lookup_max": LONGEST_MATCH,
+        "prompt_lookup_min": SHORTEST_MATCH,
+    }
+
+
 def environment(setting: VllmSetting, threads: int, cache: Path) -> dict[str, str]:
     preload = [str(cache / "vllm" / "lib" / "libiomp5.so")] if setting.intel_openmp else []
     variables = {
         "LD_PRELOAD": ":".join(preload + tcmalloc()),
         "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_KVCACHE_SPACE": str(setting.kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(setting.own_process)),

@@ -1,6 +1,6 @@
 """`python -m benchmarks.peers.vllm_worker SETTING`: vLLM on a CPU. Runs in vLLM's own environment.
 
-The setting is JSON: model, dtype, eager, batched_tokens. Threads and memory are told to vLLM by
+The setting is JSON: model, dtype, eager, batched_tokens, speculative. Threads and memory are told to vLLM by
 environment variables, which whoever starts this sets.
 """
 
@@ -20,6 +20,9 @@ def main() -> None:
     setting = json.loads(sys.argv[1])
     import vllm  # pyright: ignore
     from vllm import LLM, SamplingParams  # pyright: ignore
+    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
+
+    speculative = setting["speculative"]
 
     llm = LLM(
         model=setting["model"],
@@ -30,28 +33,36 @@ def main() -> None:
         max_num_seqs=MAX_SEQUENCES,
         enable_prefix_caching=True,
         seed=0,
-        disable_log_stats=True,
+        speculative_config=speculative,
+        disable_log_stats=not speculative,  # they count drafts
     )
+
+    def counted(name: str) -> int:
+        found = llm.get_metrics() if speculative else ()
+        return sum(each.value for each in found if each.name == f"vllm:spec_decode_num_{name}")
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in question["requests"]]
+        sampling = {"temperature": 1.0, "ignore_eos": True, **question["sampling"]}
+        schema = sampling.pop("json_schema", None)
+        if schema is not None:
+            sampling["structured_outputs"] = StructuredOutputsParams(json=schema)
         params = [
-            SamplingParams(
-                n=n,
-                max_tokens=length,
-                temperature=1.0,
-                ignore_eos=True,
-                detokenize=False,
-                **question["sampling"],
-            )
+            SamplingParams(n=n, max_tokens=length, detokenize=False, **sampling)
             for _, length, n in question["requests"]
         ]
         llm.reset_prefix_cache()
+        drafted, accepted = counted("draft_tokens"), counted("accepted_tokens")
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        return {"seconds": seconds, "tokens": tokens}
+        return {
+            "seconds": seconds,
+            "tokens": tokens,
+            "drafted": counted("draft_tokens") - drafted,
+            "accepted": counted("accepted_tokens") - accepted,
+        }
 
     serve(answers, answer, {"version": vllm.__version__})
 

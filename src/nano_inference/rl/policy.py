@@ -117,8 +117,10 @@ class PolicyModel(ScoringModule):
     every row through the experts that the engine's forward chose for it; the cast passes gradients
     as they are. Of quantised weights (`EngineConfig.quantization`) it is a forward at the numbers
     that the codes stand for, with inputs that are not rounded to codes, and gradients pass the
-    rounding of weights as they are too. Gradients have the same bits whatever the number of threads
-    and the engine's options are, on processors for which torch takes the same kernels.
+    rounding of weights as they are too. Keys and values are rounded as the engine keeps them
+    (`EngineConfig.kv_cache_dtype`), and gradients pass that too. Gradients have the same bits
+    whatever the number of threads and the engine's options are, on processors for which torch takes
+    the same kernels.
 
     Args:
         engine: an engine, or the configuration to build one from (`model.engine`).
