@@ -22,7 +22,8 @@ from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.formats import FORMATS
 from nano_inference.ops.quantised import encode
 from nano_inference.ops.reference import reference_ops
-from nano_inference.rl import PolicyModel
+from nano_inference.rl import PolicyModel, differences
+from nano_inference.rl.replayer import Replayer
 from tests.engine.rank_threads import ThreadLauncher
 from tests.models.quantisers import quantised, write_quantised
 from tests.models.test_quantised import LOAD_AND_WATCH
@@ -261,6 +262,17 @@ def test_a_trainer_has_the_engines_bits_from_its_first_publish_on(tmp_path: Path
             assert own == reported
             with torch.no_grad():
                 model.get_parameter(f"{UP}.weight").mul_(1.01)
+
+
+def test_a_sample_is_replayed_with_the_codes_of_the_checkpoints_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path, "awq")
+    weights = llama_weights(llama_config(**SIZES), seed=1)
+    with engine_of(folder, backend="cpu", dtype="bfloat16") as engine:
+        (sample,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, raw_logprobs=True))
+        engine.update_weights(weights, blocking=True)
+        assert not differences(sample, Replayer(engine, {0: str(folder)}).replay(sample))
+        other = {0: llama_weights(llama_config(**SIZES))}  # before they were quantised
+        assert differences(sample, Replayer(engine, other).replay(sample))
 
 
 WATCH = LOAD_AND_WATCH.replace(
