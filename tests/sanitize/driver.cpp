@@ -60,6 +60,8 @@ struct Result {
   std::vector<float> logprobs;
 };
 
+constexpr int64_t RANK = 6;  // of the adapter that every row has
+
 template <class T>
 class Model {
  public:
@@ -71,6 +73,10 @@ class Model {
       weights.push_back(packed<T>(2 * s.inner, s.hidden));
       weights.push_back(packed<T>(s.hidden, s.inner));
     }
+    const int64_t first = s.heads * s.head_dim - 3;  // neither begins nor ends with a vector
+    for (int64_t i = 0; i < 2 * RANK * std::max(s.hidden, qkv); i++) matrices.push_back(0.01f * float(i % 37 - 18));
+    lora_parts = {{matrices.data(), matrices.data() + 5, RANK, 0, first, 0.5f},
+                  {matrices.data() + 7, matrices.data(), RANK - 2, first, qkv - first, 2.f}};
     norm.assign(size_t(s.hidden), number<T>(1.f));
     head_norm.assign(size_t(s.head_dim), number<T>(0.9f));
     cos.resize(size_t(positions * s.head_dim / 2)), sin.resize(cos.size());
@@ -98,6 +104,8 @@ class Model {
     const ProgramSpec spec{int64_t(ops.size()), s.layers, 1, ops.data(), layers.data(), &window, sizeof(T) == 2, s.heads,
                            s.kv_heads, s.head_dim, s.block_size, num_blocks, num_blocks, positions, s.kv_codes};
     void* program = nano_program_new(&spec);
+    const std::vector<LoraParts> adapted(size_t(s.layers), {lora_parts.data(), int64_t(lora_parts.size())});
+    const LoraParts* adapter = adapted.data();
     Result result;
     int64_t start = 0;
     for (int64_t length : chunks) {
@@ -113,9 +121,11 @@ class Model {
       }
       std::vector<std::vector<char>> memory;
       std::vector<void*> buffers;
+      const std::vector<int64_t> row_adapters(size_t(n), 0);
       for (int64_t bytes : row_bytes) memory.emplace_back(size_t(bytes * n)), buffers.push_back(memory.back().data());
       Step step{{n, copies, at.data(), slots.data(), row_chunks.data(), starts.data(), lens.data(), tables.data(), blocks_of_one},
-                tokens.data(), buffers.data(), row_bytes.data(), threads, 0, int64_t(ops.size())};
+                tokens.data(), buffers.data(), row_bytes.data(), row_adapters.data(), &adapter, 1, threads, 0,
+                int64_t(ops.size())};
       if (int problem = nano_program_run(program, &step)) std::printf("problem %d\n", problem), std::exit(1);
       result.hidden.insert(result.hidden.end(), memory[1].begin(), memory[1].begin() + row_bytes[1] * length);
       draw(memory[1].data(), n, length - 1, threads, start + length, result);
@@ -152,8 +162,10 @@ class Model {
     first.weight = embedding.data(), first.rows = s.vocab, first.columns = s.hidden;
     for (int64_t l = 0; l < s.layers; l++) {
       const auto* w = &weights[size_t(4 * l)];
-      normed(true);
+      normed(false);  // the adapter reads it too
       product(w[0], (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, 1, 2, Finish::STORE);
+      Op& own = add(Kind::LORA, 1, 2);
+      own.plan = int32_t(l), own.columns = s.hidden;
       Op& rope = add(Kind::ROPE_AND_STORE, 2, 3);
       rope.layer = int32_t(l), rope.cos = cos.data(), rope.sin = sin.data();
       rope.turning = l % 2 ? s.head_dim / 2 : s.head_dim, rope.interleaved = l % 2, rope.query_scales = l % 2 ? cos.data() : nullptr;
@@ -233,6 +245,8 @@ class Model {
 
   std::vector<T> embedding, norm, head_norm;
   std::vector<std::vector<T>> weights;
+  std::vector<float> matrices;
+  std::vector<LoraPart> lora_parts;
   std::vector<float> cos, sin;
   const int64_t positions;
 };
