@@ -11,9 +11,9 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine.state_storage import state_bytes
 from nano_inference.engine.storage import (
     common_layout,
-    layers_of_a_unit,
     state_layout,
     storage_key,
+    unit_width,
 )
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
@@ -260,9 +260,7 @@ def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, dtype: t
     """Bytes of a token's keys and values in a unit, in all storages."""
     shapes = {
         storage_key(spec, layout, name): (
-            layers_of_a_unit(spec, layout),
-            spec.num_kv_heads,
-            spec.head_dim,
+            unit_width(spec, layout),
             spec.kv_tensors,
         )
         for name, spec in specs.items()

@@ -19,7 +19,7 @@ struct Problem {
 template <class T>
 KvLayer<T> layer_of(const Problem& problem) {
   int64_t size = problem.shape.block_size * problem.shape.head_dim;  // stored as [kv heads][num_units][size]
-  return kv_layer<T>(problem.keys, problem.values, problem.num_units, size, problem.units);
+  return kv_layer<T>(problem.keys, problem.values, problem.num_units * size, size, problem.units);
 }
 
 AttentionShape shape_of(const Problem& problem) {

@@ -25,11 +25,10 @@ struct KvLayer {
   bool keys_are_values() const { return keys == values; }
 };
 
-// A layer whose heads' blocks of `size` numbers lie one head after the other. Of keys that are the values there is one
-// head, which every head is.
+// A layer by its strides. Of keys that are the values there is one head, which every head is.
 template <class T>
-KvLayer<T> kv_layer(void* keys, void* values, int64_t num_units, int64_t size, const int64_t* units) {
-  return {static_cast<T*>(keys), static_cast<T*>(values), keys == values ? 0 : num_units * size, size, units};
+KvLayer<T> kv_layer(void* keys, void* values, int64_t head_stride, int64_t unit_stride, const int64_t* units) {
+  return {static_cast<T*>(keys), static_cast<T*>(values), keys == values ? 0 : head_stride, unit_stride, units};
 }
 
 inline bool is_packed(int64_t block_size) { return block_size % LANES == 0; }
