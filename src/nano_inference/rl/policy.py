@@ -106,11 +106,6 @@ class PolicyModel(nn.Module):
                 f"PolicyModel has no gradients for {self.engine.spec.architecture}, whose layers "
                 "carry a state; the engine itself serves and scores it."
             )
-        if self.engine.spec.kinds:
-            raise ConfigError(
-                f"PolicyModel has no gradients for {self.engine.spec.architecture}, whose layers "
-                "are of several kinds; the engine itself serves and scores it."
-            )
         self.micro_batch_tokens = micro_batch_tokens
         self.num_workers = num_workers
         self._table = param_table(self.engine.spec)
