@@ -41,6 +41,7 @@ WORDS: tuple[tuple[str, Says], ...] = (
     ("biases of q, k, v", lambda spec: spec.qkv_bias),
     ("bias of the output", lambda spec: spec.o_bias),
     ("norms of query and key heads", lambda spec: spec.qk_norm == "head"),
+    ("norms of values", lambda spec: spec.value_norm),
     ("norms of whole queries and keys", lambda spec: spec.qk_norm == "full"),
     ("norms after the blocks", lambda spec: spec.norms == "post"),
     ("norms before and after the blocks", lambda spec: spec.norms == "both"),
@@ -58,6 +59,14 @@ WORDS: tuple[tuple[str, Says], ...] = (
         lambda spec: spec.latent is None and any(rope.share != 1 for rope in spec.ropes),
     ),
     ("queries scaled beyond the original context", _any_rope(lambda rope: rope.query_beta != 0)),
+    ("full layers with heads of their own", lambda spec: len({k[:2] for k in spec.kinds}) > 1),
+    ("keys that make values", lambda spec: any(kind.joint for kind in spec.kinds)),
+    (
+        "layers that read another's keys",
+        lambda spec: any(kind.keys_of != layer for layer, kind in enumerate(spec.kinds)),
+    ),
+    ("inputs of layers", lambda spec: spec.layer_inputs > 0),
+    ("scaled layers", lambda spec: spec.layer_scales),
     ("attention sinks", lambda spec: spec.attention_sinks),
     ("a cap of attention scores", lambda spec: spec.attention_cap > 0),
     ("a cap of logits", lambda spec: spec.logits_cap > 0),
@@ -80,6 +89,7 @@ WORDS: tuple[tuple[str, Says], ...] = (
     ("chosen by sigmoids", _routing(lambda routing: routing.scores == "sigmoid")),
     ("in groups", _routing(lambda routing: routing.groups > 1)),
     ("chosen with a bias", lambda spec: spec.moe is not None and spec.moe.bias is not None),
+    ("beside an MLP", lambda spec: spec.moe is not None and spec.moe.beside),
     ("a shared expert", lambda spec: spec.moe is not None and spec.moe.shared is not None),
 )
 

@@ -24,7 +24,7 @@ from tests.models.tiny import llama_config, llama_weights, tiny_model
 
 Build = Callable[..., InferenceEngine]
 SIZE = 4
-FAMILIES = ("llama", "gemma3", "mistral")
+FAMILIES = ("llama", "gemma3", "mistral", "gemma4")
 
 
 @pytest.fixture(scope="module")

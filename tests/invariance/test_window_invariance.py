@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from nano_inference import SamplingParams, TrainingSample
 from nano_inference.config import Backend
-from nano_inference.engine.storage import common_layout, layers_of_a_unit
+from nano_inference.engine.storage import common_layout, unit_width
 from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
 from tests.depth import at_depth
@@ -24,7 +24,7 @@ from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedu
 from tests.models.tiny import tiny_model
 from tests.structured.vocabularies import with_tokenizer
 
-FAMILIES = ["mistral", "gemma2", "gemma3"]
+FAMILIES = ["mistral", "gemma2", "gemma3", "gemma4", "gemma4-moe"]
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def bytes_of_a_unit_token(spec: ModelSpec) -> int:
     layout = common_layout([spec], spec.max_position)
-    return (
-        2
-        * layers_of_a_unit(spec, layout)
-        * spec.num_kv_heads
-        * spec.head_dim
-        * torch.float32.itemsize
-    )
+    return 2 * unit_width(spec, layout) * torch.float32.itemsize
 
 
 def fitted(schedule: Schedule, work: list[Request], spec: ModelSpec) -> Schedule:

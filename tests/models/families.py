@@ -134,6 +134,63 @@ LATENT_FEATURES: dict[str, Change] = {
 }
 
 
+def other_keys(spec: ModelSpec) -> ModelSpec:
+    """Layers that read another's keys read those of the first one that has such heads."""
+    firsts = [
+        next(i for i, each in enumerate(spec.kinds) if each[:3] == kind[:3]) for kind in spec.kinds
+    ]
+    kinds = tuple(
+        kind if kind.keys_of == layer else kind._replace(keys_of=first)
+        for layer, (kind, first) in enumerate(zip(spec.kinds, firsts, strict=True))
+    )
+    return replace(spec, kinds=kinds)
+
+
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 17,
+    "global_head_dim": 32,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA4_OF_TWO_HEADS: dict[str, Any] = GEMMA4 | {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+GEMMA4_WITH_INPUTS: dict[str, Any] = GEMMA4 | {
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 300,
+}
+NO_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 300}
+GEMMA4_FEATURES: dict[str, Change] = {
+    "windows": without_windows,
+    "rope of windows": one_rope,
+    "pairs that turn": with_ropes(share=1.0),
+    "pairs, not numbers": with_ropes(kind="default"),
+    "norms of queries and keys": spec_with(qk_norm=None),
+    "norm of values": spec_with(value_norm=False),
+    "scale of layers": spec_with(layer_scales=False),
+    "attention_scale": spec_with(attention_scale=0.25),
+    "embed_scale": spec_with(embed_scale=1.0),
+    "activation": spec_with(activation="silu"),
+    "final_logit_softcapping": spec_with(logits_cap=0.0),
+    "norms after": spec_with(norms="pre"),
+}
+GEMMA4_PICTURES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
 PICTURES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -222,6 +279,61 @@ CASES = {
             "embed_scale": spec_with(embed_scale=1.0),
             "norms after": spec_with(norms="pre"),
         },
+    ),
+    "gemma4 with inputs of layers": Case(
+        "Gemma4ForCausalLM",
+        GEMMA4_WITH_INPUTS,
+        GEMMA4_FEATURES
+        | {"inputs of layers": spec_with(layer_inputs=0), "whose keys are read": other_keys},
+    ),
+    "gemma4": Case("Gemma4ForCausalLM", GEMMA4_OF_TWO_HEADS | NO_INPUTS, GEMMA4_FEATURES),
+    "gemma4 with experts": Case(
+        "Gemma4ForCausalLM",
+        GEMMA4_OF_TWO_HEADS
+        | NO_INPUTS
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [*GEMMA4["layer_types"][:4], "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+        GEMMA4_FEATURES
+        | {
+            "experts": spec_with(moe=None),
+            "an MLP beside them": moe_with(beside=False),
+            "norm of the router": moe_with(router_norm=None),
+            "scale of the router": routing_with(logit_scale=1.0),
+            "scales of experts": moe_with(scales=None),
+        },
+    ),
+    "gemma4 with pictures": Case(
+        "Gemma4ForConditionalGeneration",
+        {
+            "text_config": GEMMA4_WITH_INPUTS,
+            "vision_config": GEMMA4_PICTURES,
+            "audio_config": None,
+        },
+        {"windows": without_windows, "inputs of layers": spec_with(layer_inputs=0)},
+    ),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedForCausalLM", GEMMA4_OF_TWO_HEADS, {"windows": without_windows}
+    ),
+    "gemma4-unified with pictures": Case(
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "text_config": GEMMA4_OF_TWO_HEADS,
+            "vision_config": {
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "mm_posemb_size": 16,
+                "output_proj_dims": 64,
+            },
+            "audio_config": None,
+        },
+        {"windows": without_windows},
     ),
     "gemma2": Case(
         "Gemma2ForCausalLM",

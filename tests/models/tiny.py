@@ -257,6 +257,50 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
     },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 1,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "sliding_window": 17,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 300,
+        "rope_theta": None,
+        "tie_word_embeddings": True,
+    },
+    "gemma4-moe": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 17,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
+        "rope_theta": None,
+        "tie_word_embeddings": True,
+    },
     "deepseek-v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -305,7 +349,7 @@ def family_weights(config: dict[str, Any], seed: int = 0, std: float = 0.2) -> W
     weights: Weights = {}
     for name, slot in slots(param_table(spec)).items():
         drawn = torch.randn(slot.shape, generator=generator) * std
-        is_norm = len(slot.shape) == 1 and name.endswith("weight")
+        is_norm = len(slot.shape) == 1 and name.endswith(("weight", "scale", "scalar"))
         weights[name] = (drawn + 1.0 - spec.norm_offset if is_norm else drawn).to(
             getattr(torch, config["torch_dtype"])
         )

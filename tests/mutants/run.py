@@ -101,6 +101,7 @@ CATCHES = {
     "window_left_one_block_early": SIMULATION,
     "window_moves_before_the_step": SIMULATION,
     "stripped_block_matches": WINDOW_CACHES,
+    "shared_layers_read_the_first_ones_keys": "tests/models/test_gemma4.py -k 'no_two or share'",
     "window_one_too_wide": OPERATIONS,
     "scored_rows_from_the_cache": SIMULATION,
     "block_table_of_the_readmitted_is_stale": BATCHES,

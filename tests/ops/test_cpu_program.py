@@ -87,7 +87,7 @@ def one_by_one(ops: Ops, dtype: torch.dtype) -> Ops:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek-v3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek-v3", "gemma4"])
 def test_a_program_gives_the_bits_of_its_operations(
     tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
@@ -108,14 +108,14 @@ def test_a_program_gives_the_bits_of_its_operations(
     # The gate is joined to its product, and so are additions; a norm between a product and its
     # addition stays. Experts are one operation, and their sum is added by the next norm. An
     # activation without a gate is a call. Latents have six operations more before the attention
-    # and two behind it.
+    # and two behind it. A layer's own input is five operations, its scale two.
     spec = model.spec
     of_a_layer = (8 if spec.norms == "pre" else 10) + (not spec.gated)
     of_a_layer += 8 * (spec.latent is not None)
+    of_a_layer += 5 * (spec.layer_inputs > 0) + 2 * spec.layer_scales
+    before = 2 + spec.embed_norm + 4 * (spec.layer_inputs > 0)
     of_experts = 0 if spec.moe is None else sum(spec.moe.layers)
-    assert (
-        len(program.operations) == 2 + spec.embed_norm + of_a_layer * spec.num_layers - of_experts
-    )
+    assert len(program.operations) == before + of_a_layer * spec.num_layers - of_experts
 
 
 @NEEDS_COMPILER

@@ -80,7 +80,7 @@ def test_a_policy_of_strong_weights(tmp_path: Path, family: str) -> None:
         if grad is not None
     }
     # what only chooses experts is not trained, nor are constants
-    constants = ("e_score_correction_bias", ".act_fn.beta", ".act_fn.eps")
+    constants = ("e_score_correction_bias", ".act_fn.beta", ".act_fn.eps", ".layer_scalar")
     fixed = {name for name in own if name.endswith(constants)}
     assert not any(bool(own[name].any()) for name in fixed)
     trained = {name: grad for name, grad in own.items() if name not in fixed}

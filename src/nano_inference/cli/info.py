@@ -246,8 +246,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
         ("MLP", _mlp(spec)),
         (
             "heads",
-            f"{spec.num_heads} of queries, {spec.num_kv_heads} of keys and values, "
-            f"{spec.head_dim} wide",
+            _heads(spec),
         ),
         *((("states", _states(spec)),) if spec.state is not None else ()),
         ("windows", _windows(spec.windows)),
@@ -263,6 +262,19 @@ def _architecture(plan: "EnginePlan") -> Rows:
     ]
 
 
+def _heads(spec: "ModelSpec") -> str:
+    kinds = [spec.layer(layer) for layer in range(spec.num_layers)]
+    counts = Counter((kind.num_kv_heads, kind.head_dim) for kind in kinds)
+    parts = [
+        f"{kv_heads} of keys and values, {head_dim} wide"
+        + (f", in {count} layers" if len(counts) > 1 else "")
+        for (kv_heads, head_dim), count in counts.items()
+    ]
+    shared = sum(kind.keys_of != layer for layer, kind in enumerate(kinds))
+    readers = f"; {shared} layers read those of others" if shared else ""
+    return f"{spec.num_heads} of queries, {'; '.join(parts)}{readers}"
+
+
 def _mlp(spec: "ModelSpec") -> str:
     moe = spec.moe
     if moe is None:
@@ -273,6 +285,8 @@ def _mlp(spec: "ModelSpec") -> str:
     if moe.shared is not None:
         experts += f", and one of {moe.shared.intermediate_size:,} for all"
     dense = moe.layers.count(False)
+    if moe.beside:
+        experts += f"; beside them {spec.intermediate_size:,}"
     where = (
         f"; in {dense} of {spec.num_layers} layers {spec.intermediate_size:,} and no experts"
         if dense

@@ -156,11 +156,13 @@ class _Needs(NamedTuple):
 
 
 _OWN = ("auto", "reference", "cpu", "triton")
+_TORCHS = ("auto", "reference", "cpu")  # of them those that walk units of layers of several kinds
 _NEEDS = (
     _Needs("attention sinks", lambda spec: spec.attention_sinks, _OWN),
     _Needs("caps of attention scores", lambda spec: spec.attention_cap > 0, _OWN),
     _Needs("attention over latents", lambda spec: spec.latent is not None, _OWN),
     _Needs("layers with a state", lambda spec: spec.state is not None, ("auto", "reference")),
+    _Needs("layers of several kinds", lambda spec: bool(spec.kinds), _TORCHS),
 )
 
 
@@ -358,6 +360,8 @@ def _no_kernels_for(
         for spec in specs.values():
             if spec.latent is not None:
                 return f"the attention over latents of {spec.architecture} has no CUDA kernels."
+            if spec.kinds:
+                return f"the layers of several kinds of {spec.architecture} have no CUDA kernels."
         if (
             config.attention == "flashinfer"
             and (problem := availability.problem_with_flashinfer(dtype)) is not None
@@ -388,9 +392,10 @@ def _width_without_kernels(spec: ModelSpec) -> str | None:
         return f"{spec.state} has no CPU kernels; widths that are multiples of 16 have."
     if spec.latent is not None and (spec.latent.sizes.rank % 16 or spec.latent.sizes.value % 16):
         return f"{spec.latent.sizes} has no CPU kernels; ranks and values of multiples of 16 have."
-    if spec.head_dim % 16 or spec.head_dim > MOST_HEAD_DIM:
-        most = MOST_HEAD_DIM
-        return f"head_dim={spec.head_dim} has no CPU kernels; multiples of 16 up to {most} have."
+    for size in [kind.head_dim for kind in spec.kinds] or [spec.head_dim]:
+        if size % 16 or size > MOST_HEAD_DIM:
+            most = MOST_HEAD_DIM
+            return f"head_dim={size} has no CPU kernels; multiples of 16 up to {most} have."
     for inner in _expert_sizes(spec):
         if spec.hidden_size % 16 or inner % 16:
             sizes = f"{spec.hidden_size} x {inner}"

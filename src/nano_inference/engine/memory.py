@@ -12,9 +12,9 @@ from nano_inference.engine.state_storage import state_bytes
 from nano_inference.engine.storage import (
     common_layout,
     kv_format,
-    layers_of_a_unit,
     state_layout,
     storage_key,
+    unit_width,
 )
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
@@ -263,9 +263,8 @@ def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, kept: Kv
     """Bytes of a token's keys and values in a unit, in all storages."""
     sizes = {
         storage_key(spec, layout, name): (
-            layers_of_a_unit(spec, layout),
-            spec.num_kv_heads,
-            kept.row_bytes(spec.head_dim),
+            unit_width(spec, layout, kept),
+            kept.stored.itemsize,
             spec.kv_tensors,
         )
         for name, spec in specs.items()

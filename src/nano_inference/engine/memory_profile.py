@@ -207,8 +207,11 @@ def guess(
     rows, size = config.max_tokens_per_batch, dtype.itemsize
     most = 0
     for spec in specs:
-        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        a_row = 3 * 4 * spec.hidden_size + size * (heads + 3 * spec.intermediate_size)
+        kinds = [spec.layer(layer) for layer in range(spec.num_layers)]
+        heads = max(2 * (spec.num_heads * kind.head_dim + kind.kept) for kind in kinds)
+        inner = max(kind.intermediate_size for kind in kinds)
+        a_row = 3 * 4 * spec.hidden_size + size * (heads + 3 * inner)
+        a_row += 3 * 4 * spec.num_layers * spec.layer_inputs
         # all of a row's products, as they are sorted and as they are added up
         if spec.moe is not None:
             a_row += spec.moe.experts_per_token * (

@@ -61,6 +61,10 @@ _ENDS = _Kind(
     lambda value: _is_token_id(value) or _is_list_of(value, _is_token_id),
 )
 _OBJECT = _Kind("an object", lambda value: isinstance(value, Mapping))
+_OBJECTS = _Kind(
+    "an object of objects",
+    lambda value: isinstance(value, Mapping) and all(map(_OBJECT.fits, value.values())),
+)
 
 _PERIOD = _whole(0, 2**12)
 _PATTERN = _Kind(
@@ -140,6 +144,15 @@ _KINDS: Mapping[str, _Kind] = {
     "block_auto_adjust_ff_dim": _SWITCH,
     "mlp_only_layers": _LAYERS,
     "norm_topk_prob": _SWITCH,
+    "global_head_dim": _whole(2, 2**16),
+    "num_global_key_value_heads": _whole(1, 2**16),
+    "attention_k_eq_v": _SWITCH,
+    "num_kv_shared_layers": _whole(0, 2**12),
+    "use_double_wide_mlp": _SWITCH,
+    "enable_moe_block": _SWITCH,
+    "top_k_experts": _whole(1, 2**14),
+    "hidden_size_per_layer_input": _whole(0, 2**16),
+    "vocab_size_per_layer_input": _whole(1, 2**26),
     "query_pre_attn_scalar": _POSITIVE,
     "attn_logit_softcapping": _POSITIVE,
     "final_logit_softcapping": _POSITIVE,
@@ -153,6 +166,7 @@ _KINDS: Mapping[str, _Kind] = {
     "rope_local_base_freq": _BASE,
     "partial_rotary_factor": _POSITIVE,
     "text_config": _OBJECT,
+    "per_layer_config": _OBJECTS,
     "rope_scaling": _OBJECT,
     "rope_parameters": _OBJECT,
 }
@@ -190,6 +204,8 @@ def check_values(config: Config, file: str = "config.json") -> None:
     for name in ("rope_parameters", "rope_scaling"):
         if config.get(name) is not None:
             _check_rope(config[name], f"{file}: {name}")
+    for layer, fields in (config.get("per_layer_config") or {}).items():
+        _check(fields, _KINDS, f"{file}: per_layer_config: {layer}")
 
 
 def _check_rope(fields: Config, where: str) -> None:

@@ -22,6 +22,7 @@ from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.state_spec import DeltaNet
 from nano_inference.models.taps import Taps
+from nano_inference.ops import reference
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
 from nano_inference.ops.lora import HEAD, NO_ADAPTERS, HeadRows
 from nano_inference.ops.moe import Biases, Experts, Shared
@@ -37,6 +38,9 @@ from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
 EXPERT_BIASES = ("router_logits_bias", "experts_gate_up_bias", "experts_down_bias")
 BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
 MASKED_TILE = 64  # rows whose logits are in memory at once where they are scored under masks
+
+
+_NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)
 
 
 class BestTokens(NamedTuple):
@@ -95,12 +99,10 @@ class Decoder:
         )
         self.device = matrix.device
         self.dtype = matrix.dtype
-        tables = {
-            rope: rotation(rope, spec.head_dim, num_positions, self.device)
-            for rope in set(spec.ropes)
-        }
+        kinds = [(rope, spec.layer(layer).head_dim) for layer, rope in enumerate(spec.ropes)]
+        tables = {kind: rotation(*kind, num_positions, self.device) for kind in set(kinds)}
         # one entry a layer; layers that turn alike share tables
-        self.ropes = tuple(tables[rope] for rope in spec.ropes)
+        self.ropes = tuple(tables[kind] for kind in kinds)
         self.layers: Sequence[int] = range(spec.num_layers)  # that a forward goes through
         # weights of norms that have none
         self._ones = (
@@ -108,8 +110,14 @@ class Decoder:
             if spec.bare_norms
             else None
         )
+        self._value_norm = (
+            Norm(torch.ones(spec.widest_head, device=self.device), spec.rms_norm_eps, 0, self.dtype)
+            if spec.value_norm
+            else None
+        )
         # rounded as the model was trained
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
+        self._inputs_scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=self.dtype))
         # where the experts of every row are noted, if anybody wants to know
         self.routes: RouteRecord | None = None
         # heads that guess read what some layers are given
@@ -308,6 +316,7 @@ class Decoder:
             else {}
         )
         residual = self._enter(ops, batch)  # [N, H]
+        inputs = self._layer_inputs(ops, batch, residual) if spec.layer_inputs else None
         x: Tensor | None = None
         for layer in self.layers:
             window = spec.windows[layer]
@@ -326,11 +335,20 @@ class Decoder:
             normed, residual = ops.rms_norm(
                 x, residual, self._norm(name + "mlp_norm"), spec.residual_scale
             )
-            x = self._after(ops, self._mlp(ops, batch, normed, name, layer), name + "mlp_out_norm")
+            if spec.moe is not None and spec.moe.beside:
+                x = self._mlp_and_experts(ops, batch, normed, residual, name, layer)
+            else:
+                x = self._mlp(ops, batch, normed, name, layer)
+                x = self._after(ops, x, name + "mlp_out_norm")
+            if inputs is not None:
+                x, residual = self._with_input(ops, batch, x, residual, inputs, layer)
+            if spec.layer_scales:
+                _, residual = ops.rms_norm(x, residual, _NOT_ROUNDED, spec.residual_scale)
+                scale = partial(_times, self.params[name + "scale"])
+                residual = ops.call(batch, scale, (residual,), spec.hidden_size, torch.float32)
+                x = None
         if not self.is_last_stage:
-            _, residual = ops.rms_norm(
-                x, residual, Norm(None, 0.0, 0.0, torch.float32), spec.residual_scale
-            )
+            _, residual = ops.rms_norm(x, residual, _NOT_ROUNDED, spec.residual_scale)
             return ops.call(
                 batch, self.rank_exchange.send, (residual,), spec.hidden_size, torch.float32
             )
@@ -347,7 +365,7 @@ class Decoder:
         plan: object,
     ) -> Tensor:
         spec, params = self.spec, self.params
-        rope = self.ropes[layer]
+        rope, kind = self.ropes[layer], self.spec.layer(layer)
         qkv, gate = self._qkv(ops, batch, normed, name), None
         if spec.gated_attention:
             width = spec.num_heads * spec.head_dim
@@ -362,12 +380,11 @@ class Decoder:
             layer,
             batch.slot_mapping,
             spec.num_heads,
-            spec.num_kv_heads,
-            tuple(self._norm(name + each, spec.head_dim) for each in ("q_norm", "k_norm"))
-            if spec.qk_norm
-            else None,
+            kind.num_kv_heads if kind.keys_of == layer else 0,
+            self._head_norms(name, layer),
             rope.interleaved,
             rope.query_scales,
+            *((kind.joint,) if kind.joint else ()),  # which not every backend has
         )
         scores: tuple[Any, ...] = (spec.attention_scale,)
         if spec.attention_sinks or spec.attention_cap:  # which not every backend has
@@ -376,7 +393,7 @@ class Decoder:
             attended = ops.attention(q, view, layer, plan, *scores)
         else:
             attend = self.context.attention(view, layer, spec.windows[layer], *scores)
-            attended = ops.call(batch, attend, (q,), spec.num_heads * spec.head_dim, self.dtype)
+            attended = ops.call(batch, attend, (q,), spec.num_heads * kind.head_dim, self.dtype)
         if spec.latent is not None:
             attended = ops.latent.values(attended, params[name + "kv_b"], spec.latent.sizes)
         if gate is not None:
@@ -384,7 +401,22 @@ class Decoder:
         start, stop = self.part.own_columns
         if stop - start < spec.num_heads * spec.value_dim:
             attended = ops.columns(attended, start, stop)
-        return self._row_parallel(ops, batch, attended, name + "o", self.part.head_segments)
+        segments = self.part.head_segments_of(layer)
+        return self._row_parallel(ops, batch, attended, name + "o", segments)
+
+    def _head_norms(self, name: str, layer: int) -> tuple[Norm | None, ...] | None:
+        """Of queries, keys and values, as `Ops.rope_and_store` has them."""
+        spec, kind = self.spec, self.spec.layer(layer)
+        own: tuple[Norm | None, ...] = (None, None)
+        if spec.qk_norm:
+            own = (self._norm(name + "q_norm", kind.head_dim),)
+            if kind.keys_of == layer:
+                own += (self._norm(name + "k_norm", kind.head_dim),)
+        if self._value_norm is None or kind.keys_of != layer:
+            return own if spec.qk_norm else None
+        weight = self._value_norm.weight
+        assert weight is not None
+        return (*own, self._value_norm._replace(weight=weight[: kind.head_dim]))
 
     def _with_state(
         self,
@@ -457,6 +489,45 @@ class Decoder:
             return rows
         return ops.rms_norm(None, rows, self._norm("norm")._replace(dtype=torch.float32), 1.0)[0]
 
+    def _layer_inputs(self, ops: Operations, batch: ForwardBatch, rows: Tensor) -> Tensor:
+        """What all layers get of their own, side by side: float32 [N, layers * layer_inputs], from
+        embeddings [N, H].
+        """
+        spec, params = self.spec, self.params
+        norm = Norm(params["inputs_norm"], spec.rms_norm_eps, spec.norm_offset, torch.float32)
+        projected = ops.linear(self._rounded(ops, None, rows)[0], params["inputs_project"], None)
+        known = ops.embed(batch.input_ids, params["inputs_embed"], self._inputs_scale)
+        join = partial(_joined, norm, spec.hidden_size**-0.5)
+        width = spec.num_layers * spec.layer_inputs
+        return ops.call(batch, join, (projected, known), width, torch.float32)
+
+    def _with_input(
+        self,
+        ops: Operations,
+        batch: ForwardBatch,
+        x: Tensor,
+        residual: Tensor,
+        inputs: Tensor,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """What a layer's own input adds to the residual stream, to which x is added first."""
+        spec, params, name = self.spec, self.params, f"layers.{layer}."
+        width = spec.layer_inputs
+        rows, residual = self._rounded(ops, x, residual)
+        gates = ops.linear(rows, params[name + "input_gate"], None)
+        own = ops.columns(inputs, layer * width, (layer + 1) * width)
+        gate = partial(_gated, spec.activation)
+        gated = ops.call(batch, gate, (gates, own), width, self.dtype)
+        x = ops.linear(gated, params[name + "input_out"], None)
+        return self._after(ops, x, name + "input_norm"), residual
+
+    def _rounded(
+        self, ops: Operations, x: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream as products read it, and itself, after x was added."""
+        norm = Norm(None, 0.0, 0.0, self.dtype)
+        return ops.rms_norm(x, residual, norm, self.spec.residual_scale)
+
     def _row_parallel(
         self,
         ops: Operations,
@@ -489,12 +560,56 @@ class Decoder:
         self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int
     ) -> Tensor:
         if self.spec.moe is not None and self.spec.moe.layers[layer]:
-            experts = self._experts(name, self.spec.moe)
-            if self.routes is None:
-                return ops.moe(normed, experts, self.rank_exchange.exchange)
-            moe = partial(self.ops.moe, experts=experts, exchange=self.rank_exchange.exchange)
-            noted = partial(self.routes.compute, layer, moe)
-            return ops.call(batch, noted, (normed,), self.spec.hidden_size, torch.float32)
+            return self._mixed(ops, batch, normed, None, name, layer)
+        return self._dense(ops, batch, normed, name, layer)
+
+    def _mlp_and_experts(
+        self,
+        ops: Operations,
+        batch: ForwardBatch,
+        normed: Tensor,
+        residual: Tensor,
+        name: str,
+        layer: int,
+    ) -> Tensor:
+        """What an MLP of normed rows and experts beside it add to the residual stream, of which
+        experts and router have norms of their own.
+        """
+        dense = self._dense(ops, batch, normed, name, layer)
+        dense = self._after(ops, dense, name + "dense_out_norm")
+        rows = ops.rms_norm(None, residual, self._norm(name + "experts_norm"), 1.0)[0]
+        routed = None
+        if name + "router_norm" in self.params:
+            routed = ops.rms_norm(None, residual, self._norm(name + "router_norm"), 1.0)[0]
+        mixed = self._mixed(ops, batch, rows, routed, name, layer)
+        mixed = self._after(ops, mixed, name + "experts_out_norm")
+        norm = self._norm(name + "mlp_out_norm")._replace(dtype=torch.float32)
+        return ops.rms_norm(mixed, dense, norm, 1.0)[0]
+
+    def _mixed(
+        self,
+        ops: Operations,
+        batch: ForwardBatch,
+        rows: Tensor,
+        routed: Tensor | None,
+        name: str,
+        layer: int,
+    ) -> Tensor:
+        """Rows through their experts, which the router chooses by rows of its own where there are
+        such.
+        """
+        assert self.spec.moe is not None
+        experts, exchange = self._experts(name, self.spec.moe), self.rank_exchange.exchange
+        beside = () if routed is None else (routed,)
+        if self.routes is None:
+            return ops.moe(rows, experts, exchange, *((None, routed) if beside else ()))
+        moe = partial(self.ops.moe, experts=experts, exchange=exchange)
+        noted = partial(self.routes.compute, layer, moe)
+        return ops.call(batch, noted, (rows, *beside), self.spec.hidden_size, torch.float32)
+
+    def _dense(
+        self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int
+    ) -> Tensor:
         if self.spec.gated:
             inner = ops.gate(
                 self._linear(ops, batch, normed, name + "gate_up"), self.spec.activation
@@ -503,7 +618,8 @@ class Decoder:
             activate = partial(_activated, self.spec.activation, self.params.get(name + "act"))
             up = self._linear(ops, batch, normed, name + "up")
             inner = ops.call(batch, activate, (up,), self.spec.intermediate_size, self.dtype)
-        return self._row_parallel(ops, batch, inner, name + "down", self.part.inner_segments)
+        segments = self.part.inner_segments_of(layer)
+        return self._row_parallel(ops, batch, inner, name + "down", segments)
 
     def _experts(self, name: str, moe: MoeSpec) -> Experts:
         router, gate_up, down = (
@@ -525,6 +641,7 @@ class Decoder:
             bias,
             shared,
             Biases(*(self.params[name + part] for part in EXPERT_BIASES)) if moe.biases else None,
+            self.params[name + "router_scales"] if moe.scales is not None else None,
         )
 
     def _after(self, ops: Operations, x: Tensor, name: str) -> Tensor:
@@ -552,6 +669,25 @@ def _activated(
     activation: str, numbers: Tensor | None, _batch: ForwardBatch, out: Tensor, x: Tensor
 ) -> None:
     out.copy_(UNGATED[activation](x.float(), numbers))
+
+
+def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
+    torch.mul(x, number, out=out)
+
+
+def _joined(
+    norm: Norm, scale: float, _batch: ForwardBatch, out: Tensor, projected: Tensor, known: Tensor
+) -> None:
+    """What layers get of their own: of a row's embedding, normalised layer by layer, and of its
+    token.
+    """
+    assert norm.weight is not None
+    of_layers = (projected.float() * scale).unflatten(1, (-1, len(norm.weight)))
+    torch.mul(reference.normed_rows(of_layers, norm).flatten(1) + known, 2**-0.5, out=out)
+
+
+def _gated(activation: str, _batch: ForwardBatch, out: Tensor, gates: Tensor, x: Tensor) -> None:
+    out.copy_(reference.gate(torch.cat((gates.float(), x), dim=1), activation))
 
 
 @torch.inference_mode()

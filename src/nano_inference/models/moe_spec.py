@@ -62,6 +62,11 @@ class MoeSpec:
         columns: such a tensor holds the experts' rows as columns, those of gate and up in turns.
         biases: the router and every expert have them.
         shared: the expert that every token goes through; None: there is none.
+        beside: such layers have an MLP too, and what both give of the residual stream, each
+            through norms of its own, is added.
+        router_norm: the checkpoint's name, in `module`, of the norm of what the router reads; None:
+            it reads what the experts do.
+        scales: its name, in `module`, of what multiplies the experts' weights; None: nothing does.
     """
 
     num_experts: int
@@ -78,6 +83,9 @@ class MoeSpec:
     columns: bool = False
     biases: bool = False
     shared: SharedExpertSpec | None = None
+    beside: bool = False
+    router_norm: str | None = None
+    scales: str | None = None
 
     @property
     def experts_per_token(self) -> int:
@@ -261,6 +269,30 @@ def ernie_experts(config: Config, num_layers: int) -> MoeSpec | None:
             bias_shape=(1, count),
             in_memory=ExpertNames(bias=("mlp.gate.moe_statics.e_score_correction_bias",)),
             shared=SharedExpertSpec(shared, "mlp.shared_experts") if shared else None,
+        )
+    )
+
+
+def gemma4_experts(config: Config, num_layers: int) -> MoeSpec | None:
+    """In every layer, beside its MLP."""
+    if not config.get("enable_moe_block"):
+        return None
+    routing = Routing(
+        whole(config, "top_k_experts"), True, logit_scale=whole(config, "hidden_size") ** -0.5
+    )
+    return _with_experts(
+        MoeSpec(
+            whole(config, "num_experts"),
+            whole(config, "moe_intermediate_size"),
+            routing,
+            (True,) * num_layers,
+            module="router",
+            router="proj.weight",
+            in_memory=ExpertNames(gate_up=("experts.gate_up_proj",), down=("experts.down_proj",)),
+            stacked=True,
+            beside=True,
+            router_norm="scale",
+            scales="per_expert_scale",
         )
     )
 

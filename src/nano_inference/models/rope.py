@@ -52,6 +52,9 @@ def _inverse_frequencies(spec: RopeSpec, turning: int) -> Tensor:
         return base / spec.factor
     if spec.kind == "longrope":
         return base / torch.tensor(spec.factors, dtype=torch.float32)
+    if spec.kind == "proportional":
+        turns = torch.arange(len(base)) < int(spec.share * turning // 2)
+        return torch.where(turns, base / spec.factor, 0.0)
     if spec.kind == "llama3":
         return _llama3(spec, base)
     if spec.kind == "yarn":

@@ -18,8 +18,8 @@ class RopeSpec:
 
     Attributes:
         theta: base of the frequencies.
-        kind: `"default"`, `"linear"`, `"llama3"`, `"yarn"` (arXiv:2309.00071) or `"longrope"`
-            (arXiv:2402.13753); `"none"`: nothing turns.
+        kind: `"default"`, `"linear"`, `"llama3"`, `"yarn"` (arXiv:2309.00071), `"longrope"`
+            (arXiv:2402.13753) or `"proportional"`; `"none"`: nothing turns.
         factor: how far the context is stretched.
         original_max_position: context that the model was first trained for (llama3, yarn).
         low_freq_factor, high_freq_factor: llama3's band of interpolation.
@@ -27,7 +27,9 @@ class RopeSpec:
         attention_factor: multiplies cosine and sine.
         factors: divide the frequencies one by one, [turning / 2] (longrope, of which one list
             serves all lengths).
-        share: of a head's numbers, so many from the first on turn; the rest stays as it is.
+        share: of a head's numbers, so many from the first on turn; the rest stays as it is. Of
+            `"proportional"` it is pairs: so many of them from the first on turn, as they would if
+            all did.
         interleaved: neighbours are the two coordinates of a pair, not halves.
         query_beta: queries are multiplied by 1 + query_beta * log(1 + the whole contexts of
             `original_max_position` before their position).
@@ -50,6 +52,8 @@ class RopeSpec:
 
     def turning(self, head_dim: int) -> int:
         """How many numbers of a head turn."""
+        if self.kind == "proportional":  # the other pairs turn by nothing
+            return head_dim
         return int(head_dim * self.share + 1e-6)  # a share may be a quotient
 
 
@@ -178,6 +182,10 @@ def _linear(_fields: Config, theta: float, _original: int, factor: float) -> Rop
     return RopeSpec(theta=theta, kind="linear", factor=factor)
 
 
+def _proportional(fields: Config, theta: float, _original: int, _factor: float) -> RopeSpec:
+    return RopeSpec(theta=theta, kind="proportional", factor=float(fields.get("factor") or 1.0))
+
+
 def _llama3(fields: Config, theta: float, original: int, factor: float) -> RopeSpec:
     if fields["low_freq_factor"] >= fields["high_freq_factor"]:
         raise ModelLoadError(
@@ -244,6 +252,7 @@ _KINDS: Mapping[str, Callable[[Config, float, int, float], RopeSpec]] = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
     "yarn": _yarn,
     # three positions a token, of pictures and films; text has one
     "mrope": _default,

@@ -31,12 +31,21 @@ class RouteRecord:
         shape = (len(self._places), num_blocks * block_size + 1, moe.experts_per_token)
         self._ids = torch.full(shape, -1, dtype=torch.int16, device=device)
 
-    def compute(self, layer: int, moe: Moe, batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
-        """A layer of experts in the middle of a trunk (`Ops.call`): rows x [N, H] -> `out` [N, H].
-        Its choices are noted.
+    def compute(
+        self,
+        layer: int,
+        moe: Moe,
+        batch: ForwardBatch,
+        out: Tensor,
+        x: Tensor,
+        routed: Tensor | None = None,
+    ) -> None:
+        """A layer of experts in the middle of a trunk (`Ops.call`): rows x [N, H] -> `out` [N, H],
+        chosen by rows of the router's own where there are such. Its choices are noted.
         """
         found: list[Tensor] = []
-        out.copy_(moe(x, note=found.append))
+        options = {} if routed is None else {"routed": routed}
+        out.copy_(moe(x, note=found.append, **options))
         ids = torch.cat(found)
         if len(ids) != len(batch.slot_mapping):
             raise RuntimeError(

@@ -72,6 +72,29 @@ class ModelShard:
         first = self.kv_heads.start * group
         return (self.heads.start - first) * size, (self.heads.stop - first) * size
 
+    def kv_heads_of(self, layer: int) -> range:
+        """Its KV heads in a layer. Models whose layers are of several kinds are not shared."""
+        count = self.whole.layer(layer).num_kv_heads
+        return range(count) if self.whole.kinds else self.kv_heads
+
+    def inner_of(self, layer: int) -> range:
+        """Its columns of an MLP's inner side in a layer."""
+        return range(self.whole.layer(layer).intermediate_size) if self.whole.kinds else self.inner
+
+    def head_segments_of(self, layer: int) -> tuple[int, ...] | None:
+        """`head_segments` of a layer."""
+        if not self.whole.kinds:
+            return self.head_segments
+        size = self.whole.layer(layer).head_dim
+        return tuple(bound * size for bound in row_segments(self.whole.num_heads, 1))
+
+    def inner_segments_of(self, layer: int) -> tuple[int, ...] | None:
+        """`inner_segments` of a layer."""
+        if not self.whole.kinds:
+            return self.inner_segments
+        size = self.whole.layer(layer).intermediate_size
+        return row_segments(size, segment_unit(size))
+
     @property
     def has_embedding(self) -> bool:
         """Whether it needs the embedding: to embed, or as a tied head."""
@@ -115,6 +138,11 @@ def shard_of(
     """
     ranks, index = place.mesh.tensor, place.tensor_rank
     _require_divisible(spec, place.mesh)
+    if spec.kinds and engines[1] > 1:
+        raise ConfigError(
+            f"expert_parallel={engines[1]} is not possible for {spec.architecture}: its router "
+            "reads other rows than its experts; use replicas."
+        )
     if ranks <= SEGMENTS:
         heads = row_segments(spec.num_heads, 1)
         inner = row_segments(spec.intermediate_size, segment_unit(spec.intermediate_size))
@@ -233,6 +261,11 @@ def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
     if spec.state is not None and mesh != Mesh():
         raise ConfigError(
             f"{spec.architecture} has layers with a state, which ranks do not share yet; use "
+            "replicas instead of tensor_parallel, pipeline_parallel or context_parallel."
+        )
+    if spec.kinds and mesh != Mesh():
+        raise ConfigError(
+            f"{spec.architecture} has layers of several kinds, which ranks do not share yet; use "
             "replicas instead of tensor_parallel, pipeline_parallel or context_parallel."
         )
     if spec.latent is not None and mesh.tensor * mesh.context > 1:

@@ -8,17 +8,20 @@ from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.config_checks import check_end_ids, check_values, shown
+from nano_inference.models.gemma4 import gemma4_config, gemma4_text_config
 from nano_inference.models.latent_spec import (
     LatentSpec,
     latent_ropes,
     latent_scale,
     read_latent,
 )
+from nano_inference.models.layer_spec import LayerSpec, gemma4_layers
 from nano_inference.models.moe_spec import (
     MoeSpec,
     deepseek_v2_experts,
     deepseek_v3_experts,
     ernie_experts,
+    gemma4_experts,
     gpt_oss_experts,
     granite_experts,
     mixtral_experts,
@@ -40,7 +43,7 @@ from nano_inference.models.rope_spec import (
     turning_layers,
 )
 from nano_inference.models.state_spec import StateSpec, delta_net, short_conv
-from nano_inference.models.text_part import gemma3_text_config, text_config
+from nano_inference.models.text_part import gemma3_text_config, other_names, text_config
 from nano_inference.sampling.logit_scale import LogitScale
 
 Config = Mapping[str, Any]
@@ -96,6 +99,13 @@ class ModelSpec:
         latent: its attention is over latents, and `num_kv_heads` and `head_dim` are those of these;
             None: over keys and values.
         unused: what names of checkpoint tensors begin with that are not used.
+        kinds: one entry a layer, where layers are of several kinds, and `num_kv_heads`, `head_dim`
+            and `intermediate_size` are those of most; none: all are as these say (`layer`).
+        value_norm: values are normalised by head too, without weights.
+        layer_inputs: numbers of an input of its own that each layer gets, made of the token and of
+            its embedding; 0: there are none.
+        layer_vocab: tokens that such inputs are known of.
+        layer_scales: what leaves a layer is multiplied by a number of the layer.
     """
 
     architecture: str
@@ -139,6 +149,23 @@ class ModelSpec:
     is_text_part: bool = False
     latent: LatentSpec | None = None
     unused: tuple[str, ...] = ()
+    kinds: tuple[LayerSpec, ...] = ()
+    value_norm: bool = False
+    layer_inputs: int = 0
+    layer_vocab: int = 0
+    layer_scales: bool = False
+
+    def layer(self, layer: int) -> LayerSpec:
+        """What a layer has for itself."""
+        if self.kinds:
+            return self.kinds[layer]
+        heads = self.num_kv_heads, self.head_dim
+        return LayerSpec(*heads, False, layer, self.intermediate_size)
+
+    @property
+    def widest_head(self) -> int:
+        """Of all layers."""
+        return max((kind.head_dim for kind in self.kinds), default=self.head_dim)
 
     @property
     def gated(self) -> bool:
@@ -208,6 +235,9 @@ class _Family:
     is_text_part: bool = False
     read: Callable[[Config], Config] = lambda config: config  # its keys by the names of others
     latent: Callable[[Config], LatentSpec | None] = lambda _: None
+    # (config, windows); layers are of several kinds
+    kinds: Callable[[Config, tuple[int, ...]], tuple[LayerSpec, ...]] = lambda _, __: ()
+    own: Callable[[Config], dict[str, Any]] = lambda _: {}  # what no other family has
 
 
 def spec_from_config(
@@ -252,36 +282,18 @@ def _read(
     num_heads, num_layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
     latent = family.latent(config)
     num_kv_heads = 1 if latent else int(config.get("num_key_value_heads") or num_heads)
-    if num_heads % num_kv_heads:
-        raise ModelLoadError(
-            f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly."
-        )
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
     head_dim = latent.sizes.key if latent else head_dim
-    if head_dim < 2 or head_dim % 2:
-        raise ModelLoadError(
-            f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even."
-        )
+    _check_heads(num_heads, num_kv_heads, head_dim)
     max_position = int(config["max_position_embeddings"])
     qkv_bias, o_bias = family.biases(config)
     windows = family.windows(config, num_layers) if family.windows else (0,) * num_layers
     ropes = family.ropes(config, max_position, windows)
-    for each in ropes:
-        if each.share != 1 and not family.partial_rotary:
-            raise ModelLoadError(
-                f"partial_rotary_factor other than 1 is not supported of {architecture}."
-            )
-        turning = each.turning(head_dim)
-        if turning < 2 or turning % 2 or turning > head_dim:
-            raise ModelLoadError(
-                f"partial_rotary_factor={each.share:g} of heads {head_dim} wide turns {turning} "
-                "numbers; it must be an even number of them."
-            )
-        if each.factors and len(each.factors) != turning // 2:
-            raise ModelLoadError(
-                f"rope scaling has {len(each.factors)} factors; heads {head_dim} wide need "
-                f"{turning // 2}."
-            )
+    kinds = family.kinds(config, windows)
+    for kind in kinds:
+        _check_heads(num_heads, kind.num_kv_heads, kind.head_dim)
+    for layer, rope in enumerate(ropes):
+        _check_rope(rope, kinds[layer].head_dim if kinds else head_dim, architecture, family)
     scales: dict[str, Any] = {"attention_scale": head_dim**-0.5} | family.scales(config)
     scales |= {_CAPS[name]: float(config.get(name) or 0) for name in family.caps}
     return ModelSpec(
@@ -318,9 +330,41 @@ def _read(
         renamed=family.renamed,
         is_text_part=family.is_text_part,
         latent=latent,
-        unused=(*family.unused, *_unused(config, num_layers)),
+        unused=(*family.unused, *_unused(config, num_layers), *_unread(kinds, family)),
+        kinds=kinds,
         **scales,
+        **family.own(config),
     )
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ModelLoadError(
+            f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly."
+        )
+    if head_dim < 2 or head_dim % 2:
+        raise ModelLoadError(
+            f"heads are {head_dim} wide; rotary embedding turns pairs, so head_dim must be even."
+        )
+
+
+def _check_rope(rope: RopeSpec, head_dim: int, architecture: str, family: _Family) -> None:
+    """Of heads that are so wide."""
+    if rope.share != 1 and not family.partial_rotary:
+        raise ModelLoadError(
+            f"partial_rotary_factor other than 1 is not supported of {architecture}."
+        )
+    turning = rope.turning(head_dim)
+    if turning < 2 or turning % 2 or turning > head_dim:
+        raise ModelLoadError(
+            f"partial_rotary_factor={rope.share:g} of heads {head_dim} wide turns {turning} "
+            "numbers; it must be an even number of them."
+        )
+    if rope.factors and len(rope.factors) != turning // 2:
+        raise ModelLoadError(
+            f"rope scaling has {len(rope.factors)} factors; heads {head_dim} wide need "
+            f"{turning // 2}."
+        )
 
 
 def _told(config: Config, switch: str | None) -> bool:
@@ -417,6 +461,18 @@ def _granite_scales(config: Config) -> dict[str, float]:
     }
 
 
+def _gemma4_own(config: Config) -> dict[str, Any]:
+    """Raises `ModelLoadError` where tokens have no input for the layers."""
+    width, known = int(config["hidden_size_per_layer_input"]), config["vocab_size_per_layer_input"]
+    if width and known < config["vocab_size"]:
+        raise ModelLoadError(
+            f"config.json has vocab_size_per_layer_input={known}; the vocabulary has "
+            f"{config['vocab_size']} tokens."
+        )
+    inputs = {"layer_inputs": width, "layer_vocab": known} if width else {}
+    return {"value_norm": True, "layer_scales": True, **inputs}
+
+
 # Gemma's first release calls it so, and means the approximation by tanh.
 _GEMMA_ACTIVATIONS: dict[str, Activation] = {**_ACTIVATIONS, "gelu": "gelu_tanh"}
 
@@ -502,6 +558,22 @@ ARCHITECTURES: dict[str, _Family] = {
         windows=partial(_alternating_windows, usual=6),
         scales=_gemma_scales,
         caps=tuple(_CAPS),
+    ),
+    "Gemma4ForCausalLM": _Family(
+        qk_norm="head",
+        norms="both",
+        activation_key="hidden_activation",
+        windows=partial(_alternating_windows, usual=6),
+        partial_rotary=True,
+        scales=lambda config: {
+            "embed_scale": float(config["hidden_size"]) ** 0.5,
+            "attention_scale": 1.0,
+        },
+        caps=("final_logit_softcapping",),
+        read=gemma4_config,
+        moe=gemma4_experts,
+        kinds=gemma4_layers,
+        own=_gemma4_own,
     ),
     "Gemma2ForCausalLM": _Family(
         norms="both",
@@ -629,6 +701,9 @@ def _text_part(of: str, read: Callable[[Config], Config] = text_config) -> _Fami
 
 ARCHITECTURES |= {
     "Gemma3ForConditionalGeneration": _text_part("Gemma3ForCausalLM", gemma3_text_config),
+    "Gemma4ForConditionalGeneration": _text_part("Gemma4ForCausalLM", gemma4_text_config),
+    "Gemma4UnifiedForCausalLM": ARCHITECTURES["Gemma4ForCausalLM"],
+    "Gemma4UnifiedForConditionalGeneration": _text_part("Gemma4ForCausalLM", gemma4_text_config),
     "Mistral3ForConditionalGeneration": _text_part("MistralForCausalLM"),
     "Qwen2VLForConditionalGeneration": _text_part("Qwen2ForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": _text_part("Qwen2ForCausalLM"),
@@ -665,6 +740,18 @@ def _unused(config: Config, num_layers: int) -> tuple[str, ...]:
     count = int(config.get("num_nextn_predict_layers") or 0)
     behind = tuple(f"model.layers.{num_layers + layer}." for layer in range(count))
     return (*behind, "model.mtp_") if count else ()
+
+
+def _unread(kinds: tuple[LayerSpec, ...], family: _Family) -> tuple[str, ...]:
+    """What makes keys and values in layers that read another's."""
+    names = [
+        f"model.layers.{layer}.self_attn.{part}."
+        for layer, kind in enumerate(kinds)
+        if kind.keys_of != layer
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+    ]
+    others = [other for name in names for other in other_names(name)] if family.is_text_part else []
+    return (*names, *others)
 
 
 def _eos_ids(config: Config, generation_config: Config) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ _HEADS = ("language_model.lm_head.",)  # instead of `lm_head.`
 # How names of the other parts' tensors begin, with or without `model.`.
 _OTHERS = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision."),
-    *("audio_tower.", "embed_audio."),
+    *("audio_tower.", "embed_audio.", "vision_embedder."),
 )
 
 # What transformers takes a `text_config` of Gemma 3 to say where it says nothing; published ones

@@ -338,16 +338,20 @@ def param_table(spec: ModelSpec, part: ModelShard | None = None) -> tuple[ParamS
         tied = HEAD if spec.tie_word_embeddings else None
         embed = _plain("embed", source)
         table.append(embed if tied is None else replace(embed, tied=tied, codes="head"))
+    if spec.layer_inputs:
+        table += _layer_inputs(spec)
     for place, i in enumerate(part.layers):
         if spec.state is not None and spec.state.layers[i]:
             table += _with_state(spec, f"layers.{place}", f"model.layers.{i}")
         else:
             attention = _attention if spec.latent is None else _latent_attention
-            table += attention(part, f"layers.{place}", f"model.layers.{i}.self_attn")
-        if spec.moe is not None and spec.moe.layers[i]:
+            table += attention(part, i, f"layers.{place}", f"model.layers.{i}.self_attn")
+        has_experts = spec.moe is not None and spec.moe.layers[i]
+        if spec.moe is not None and has_experts:
             table += _experts(part, spec.moe, f"layers.{place}", f"model.layers.{i}")
-        else:
-            table += _mlp(part, f"layers.{place}", f"model.layers.{i}.mlp")
+        if spec.moe is None or not has_experts or spec.moe.beside:
+            table += _mlp(part, i, f"layers.{place}", f"model.layers.{i}.mlp")
+        table += _own_of_layer(spec, f"layers.{place}", f"model.layers.{i}")
         table += [
             _norm(spec, f"layers.{place}.{own}", f"model.layers.{i}.{hf}.weight", hidden)
             for own, hf in _NORMS[spec.norms]
@@ -377,6 +381,37 @@ def _also_named(param: ParamSpec) -> ParamSpec:
     return replace(
         param, other_names=tuple((name, other) for name in names for other in other_names(name))
     )
+
+
+def _layer_inputs(spec: ModelSpec) -> list[ParamSpec]:
+    """What makes the inputs of all layers."""
+    hidden, width = spec.hidden_size, spec.num_layers * spec.layer_inputs
+    known = Source("model.embed_tokens_per_layer.weight", (spec.layer_vocab, width))
+    project = Source("model.per_layer_model_projection.weight", (width, hidden))
+    norm = "model.per_layer_projection_norm.weight"
+    return [
+        _plain("inputs_embed", known),
+        _product("inputs_project", project),
+        _norm(spec, "inputs_norm", norm, spec.layer_inputs),
+    ]
+
+
+def _own_of_layer(spec: ModelSpec, own: str, layer: str) -> list[ParamSpec]:
+    """What a layer does with its input, and the number that it is multiplied by."""
+    hidden, width, found = spec.hidden_size, spec.layer_inputs, list[ParamSpec]()
+    if width:
+        gate = Source(f"{layer}.per_layer_input_gate.weight", (width, hidden))
+        out = Source(f"{layer}.per_layer_projection.weight", (hidden, width))
+        norm = f"{layer}.post_per_layer_input_norm.weight"
+        found += [
+            _product(f"{own}.input_gate", gate),
+            _product(f"{own}.input_out", out),
+            _norm(spec, f"{own}.input_norm", norm, hidden),
+        ]
+    if spec.layer_scales:
+        scale = _plain(f"{own}.scale", Source(f"{layer}.layer_scalar", (1,)))
+        found.append(replace(scale, keep_float32=True))
+    return found
 
 
 def _with_state(spec: ModelSpec, own: str, layer: str) -> list[ParamSpec]:
@@ -443,16 +478,20 @@ def _short_conv(spec: ModelSpec, conv: ShortConv, own: str, hf: str) -> list[Par
     return found
 
 
-def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
-    spec, size = part.whole, part.whole.head_dim
-    hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * size, spec.num_kv_heads * size
-    group = spec.num_heads // spec.num_kv_heads
-    kv = range(part.kv_heads.start * size, part.kv_heads.stop * size)
+def _attention(part: ModelShard, layer: int, own: str, hf: str) -> list[ParamSpec]:
+    spec, kind, kv_heads = part.whole, part.whole.layer(layer), part.kv_heads_of(layer)
+    size, makes_keys = kind.head_dim, kind.keys_of == layer
+    hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * size, kind.kept
+    group = spec.num_heads // kind.num_kv_heads
+    kv = range(kv_heads.start * size, kv_heads.stop * size)
     # all query heads that its KV heads serve
-    q_heads = range(part.kv_heads.start * group, part.kv_heads.stop * group)
+    q_heads = range(kv_heads.start * group, kv_heads.stop * group)
     q = range(q_heads.start * size, q_heads.stop * size)
-    rows: dict[str, tuple[int, tuple[range, ...]]]
-    rows = {"q_proj": (q_rows, (q,)), "k_proj": (kv_rows, (kv,)), "v_proj": (kv_rows, (kv,))}
+    rows: dict[str, tuple[int, tuple[range, ...]]] = {"q_proj": (q_rows, (q,))}
+    if makes_keys:
+        rows["k_proj"] = (kv_rows, (kv,))
+    if makes_keys and not kind.joint:
+        rows["v_proj"] = (kv_rows, (kv,))
     if spec.gated_attention:  # of each head queries, then gates: here all gates, then all queries
         parts = _by_part((size, size), spec.num_heads)
         rows["q_proj"] = (2 * q_rows, (*parts[spec.num_heads :], *parts[: spec.num_heads]))
@@ -470,7 +509,7 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
         _product(
             f"{own}.o",
             Source(f"{hf}.o_proj.weight", (hidden, q_rows), 1, _of(columns, q_rows)),
-            part.head_segments,
+            part.head_segments_of(layer),
         ),
     ]
     if spec.qkv_bias:
@@ -485,11 +524,12 @@ def _attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
         params += [
             _norm(spec, f"{own}.{which}_norm", f"{hf}.{which}_norm.weight", width)
             for which, width in zip("qk", widths, strict=True)
+            if which == "q" or makes_keys
         ]
     return params
 
 
-def _latent_attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
+def _latent_attention(part: ModelShard, _layer: int, own: str, hf: str) -> list[ParamSpec]:
     spec = part.whole
     latent = spec.latent
     assert latent is not None
@@ -524,15 +564,15 @@ def _latent_attention(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
     ]
 
 
-def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
-    spec = part.whole
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    rows = {"gate_proj": (inner, (part.inner,)), "up_proj": (inner, (part.inner,))}
+def _mlp(part: ModelShard, layer: int, own: str, hf: str) -> list[ParamSpec]:
+    spec, held = part.whole, part.inner_of(layer)
+    hidden, inner = spec.hidden_size, spec.layer(layer).intermediate_size
+    rows = {"gate_proj": (inner, (held,)), "up_proj": (inner, (held,))}
     if spec.fused_gate_up:
-        parts = (part.inner, range(inner + part.inner.start, inner + part.inner.stop))
+        parts = (held, range(inner + held.start, inner + held.stop))
         rows = {"gate_up_proj": (2 * inner, parts)}
     if not spec.gated:
-        rows = {"up_proj": (inner, (part.inner,))}
+        rows = {"up_proj": (inner, (held,))}
     numbers: list[ParamSpec] = []
     if spec.activation == "xielu":
         sources = tuple(Source(f"{hf}.act_fn.{name}", (1,)) for name in XIELU)
@@ -543,8 +583,8 @@ def _mlp(part: ModelShard, own: str, hf: str) -> list[ParamSpec]:
         *numbers,
         _product(
             f"{own}.down",
-            Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(part.inner, inner)),
-            part.inner_segments,
+            Source(f"{hf}.down_proj.weight", (hidden, inner), 1, _of(held, inner)),
+            part.inner_segments_of(layer),
         ),
     ]
 
@@ -607,6 +647,7 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
         ),
         *_expert_biases(part, moe, own, hf, layer),
         *_shared_expert(hidden, moe, own, layer),
+        *_beside_an_mlp(part.whole, moe, own, layer),
     ]
 
 
@@ -687,6 +728,27 @@ def _shared_expert(hidden: int, moe: MoeSpec, own: str, layer: str) -> list[Para
         ParamSpec(f"{own}.shared_gate_up", (2 * inner, hidden), sources, codes="layers"),
         _product(f"{own}.shared_down", Source(f"{hf}.{down}.weight", (hidden, inner))),
     ]
+
+
+def _beside_an_mlp(spec: ModelSpec, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
+    """What experts have that stand beside an MLP: norms, and what multiplies their weights."""
+    names: dict[str, str] = {}
+    if moe.beside:
+        names |= {
+            "experts_norm": "pre_feedforward_layernorm_2.weight",
+            "experts_out_norm": "post_feedforward_layernorm_2.weight",
+            "dense_out_norm": "post_feedforward_layernorm_1.weight",
+        }
+    if moe.router_norm is not None:
+        names["router_norm"] = f"{moe.module}.{moe.router_norm}"
+    found = [
+        _norm(spec, f"{own}.{name}", f"{layer}.{theirs}", spec.hidden_size)
+        for name, theirs in names.items()
+    ]
+    if moe.scales is not None:
+        scales = Source(f"{layer}.{moe.module}.{moe.scales}", (moe.num_experts,))
+        found.append(replace(_plain(f"{own}.router_scales", scales), keep_float32=True))
+    return found
 
 
 def slots(table: tuple[ParamSpec, ...]) -> dict[str, Slot]:

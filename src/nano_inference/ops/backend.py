@@ -31,7 +31,8 @@ class KvcacheView(Protocol):
         block_size: tokens of a block.
         format: how rows of keys and values are kept.
         head_dim: numbers of a row that are attended.
-        keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row].
+        keys, values: [layers of a unit, kv heads, units, block_size, numbers of a row]; of layers
+            of several kinds [units, numbers of a unit].
         places: of each layer: which of a block's units it lies in, and where in there.
         states: a `StateView`, where the model has layers with a state; else None.
         unit_map: tells which units stand behind which block; None: a block is its unit.
@@ -54,6 +55,12 @@ class KvcacheView(Protocol):
         """Keys and values at slots [...], float32, each [num_kv_heads, ..., head_dim]."""
         ...
 
+    def lie(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer where they lie, each [num_kv_heads, units, block_size,
+        head_dim] with strides of its own.
+        """
+        ...
+
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer as they are kept, not copied, each [num_kv_heads, slots,
         numbers of a row].
@@ -70,6 +77,10 @@ class Norm(NamedTuple):
     eps: float
     offset: float
     dtype: torch.dtype
+
+
+# of queries, of keys and of values; those that come last may be left out
+HeadNorms = Sequence[Norm | None] | None
 
 
 class PartialAttention(NamedTuple):
@@ -114,12 +125,14 @@ class Ops:
         rms_norm: (x [N, H] to be added or None, residual [N, H], norm, scale) -> (normed [N, H],
             residual). scale * x is added, in float32.
         rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, R / 2], positions
-            [N], view, layer, slot_mapping [N], heads, kv heads, norms of q and of k or None,
-            interleaved, query scales) -> q [N, heads, D] rotated; k and v are written to their
-            slots. A norm of D weights is of each head, a wider one of all heads of a row. The first
-            R <= D numbers of a head turn, the rest is as it was; a pair is (i, i + R / 2), or
-            neighbours where they are interleaved. Queries are multiplied by the scale of their
-            position, where there are scales [positions], before they are rounded.
+            [N], view, layer, slot_mapping [N], heads, kv heads, norms, interleaved, query scales,
+            joint) -> q [N, heads, D] rotated; k and v are written to their slots. With joint v is
+            k as it comes, and qkv has it once. With 0 kv heads qkv are queries and nothing is
+            written: the layer reads another's keys. A norm of D weights is of each head, a wider
+            one of all heads of a row. The first R <= D numbers of a head turn, the rest is as it
+            was; a pair is (i, i + R / 2), or neighbours where they are interleaved. Queries are
+            multiplied by the scale of their position, where there are scales [positions], before
+            they are rounded.
         plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a
             step for each window that the model has (0: none). A row at position p sees the keys
             above p - window.
@@ -137,8 +150,8 @@ class Ops:
         sigmoid_gate: (x [N, C], gate [N, C]) -> x * sigmoid(gate) [N, C].
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner]; with
             `"clamped_swiglu"` both are bounded and up has 1 added: see `ops.reference.gate`.
-        moe: (x [N, H], experts, exchange or None, note or None) -> float32 [N, H]: a layer of
-            experts; see `ops.moe.mixture`.
+        moe: (x [N, H], experts, exchange or None, note or None, routed or None) -> float32 [N, H]:
+            a layer of experts; see `ops.moe.mixture`.
         logits: (hidden [L, H], weight [V, H], `LogitScale`) -> float32 [L, V].
         sample: (hidden [L, H], weight, scale, batch) -> `Draw` from these logits.
         sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there
@@ -184,7 +197,7 @@ class Ops:
     plan_attention: Callable[[ForwardBatch, int, int], Any]
     attention: Callable[..., Tensor]  # sinks and cap may be left out
     gate: Callable[[Tensor, str], Tensor]
-    moe: Moe  # exchange and note may be left out
+    moe: Moe  # exchange and what follows may be left out
     logits: Callable[[Tensor, Any, LogitScale], Tensor]
     sample: Callable[[Tensor, Any, LogitScale, SamplingBatch], Draw]
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]

@@ -46,6 +46,7 @@ class Experts(NamedTuple):
     bias: Tensor | None = None  # float32 [E], the correction
     shared: Shared | None = None  # without biases
     biases: Biases | None = None
+    scales: Tensor | None = None  # float32 [E]: what multiplies the experts' weights
 
     @property
     def num_held(self) -> int:
@@ -81,7 +82,7 @@ Note = Callable[[Tensor], None]
 # H].
 Exchange = Callable[[MoeSteps, Tensor, Experts], Tensor]
 
-Moe = Callable[..., Tensor]  # `Ops.moe`; exchange and note may be left out
+Moe = Callable[..., Tensor]  # `Ops.moe`; exchange and what follows may be left out
 
 
 def mixture(
@@ -91,6 +92,7 @@ def mixture(
     exchange: Exchange | None,
     row_block: int,
     note: Note | None = None,
+    routed: Tensor | None = None,
 ) -> Tensor:
     """`Ops.moe`: x [N, H] -> float32 [N, H].
 
@@ -102,12 +104,21 @@ def mixture(
         row_block: rows that are computed at once, each with K products of its width; no bit depends
             on it.
         note: is told which experts the rows that are routed here go through; no bit depends on it.
+        routed: rows that the router reads, where they are not x; then all experts are here.
     """
     if note is not None:
         steps = steps._replace(route=partial(_noted, steps.route, note))
+    if experts.scales is not None:
+        steps = steps._replace(route=partial(_scaled, steps.route))
     if exchange is not None:
+        if routed is not None:
+            raise ValueError("experts are spread over ranks, and the router reads rows of its own.")
         return exchange(steps, x, experts)
-    blocks = [_all_here(steps, rows, experts) for rows in x.split(row_block)]
+    read = x if routed is None else routed
+    blocks = [
+        _all_here(steps, rows, own, experts)
+        for rows, own in zip(x.split(row_block), read.split(row_block), strict=True)
+    ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
@@ -122,8 +133,18 @@ def _noted(
     return ids, weights
 
 
-def _all_here(steps: MoeSteps, x: Tensor, experts: Experts) -> Tensor:
-    ids, weights = steps.route(x, experts)
+def _scaled(
+    route: Callable[[Tensor, Experts], tuple[Tensor, Tensor]], x: Tensor, experts: Experts
+) -> tuple[Tensor, Tensor]:
+    """The experts' weights times the scales of these."""
+    assert experts.scales is not None
+    ids, weights = route(x, experts)
+    own = weights[:, : ids.shape[1]] * experts.scales[ids]
+    return ids, torch.cat((own, weights[:, ids.shape[1] :]), dim=1)
+
+
+def _all_here(steps: MoeSteps, x: Tensor, routed: Tensor, experts: Experts) -> Tensor:
+    ids, weights = steps.route(routed, experts)
     rows = torch.arange(len(x), device=x.device).repeat_interleave(ids.shape[1])
     products = steps.products(x, rows, ids.flatten(), experts)
     return summed(steps, products.view(*ids.shape, x.shape[1]), weights, x, experts)

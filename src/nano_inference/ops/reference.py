@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.ops.backend import (
+    HeadNorms,
     HeadParts,
     KvcacheView,
     Norm,
@@ -152,10 +153,11 @@ def rms_norm(
     """
     if x is not None:
         residual = residual + (x.float() if scale == 1 else x.float() * scale)
-    return _normed(residual, norm), residual
+    return normed_rows(residual, norm), residual
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
+def normed_rows(x: Tensor, norm: Norm) -> Tensor:
+    """X [..., width] normalised along its last axis."""
     if norm.weight is None:
         return x.to(norm.dtype)
     x = x.float()
@@ -173,24 +175,27 @@ def rope_and_store(
     slot_mapping: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    norms: tuple[Norm, Norm] | None = None,
+    norms: HeadNorms = (),
     interleaved: bool = False,
     query_scales: Tensor | None = None,
+    joint: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, return queries in the dtype of keys."""
     dtype = view.format.dtype  # of a quantised weight qkv has more digits
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))  # also of no rows
-    turning, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
-    if norms is not None:
+    count = num_heads + (1 if joint else 2) * num_kv_heads
+    heads = qkv.unflatten(1, (count, -1))  # also of no rows
+    turning, values = heads[:, : num_heads + num_kv_heads], heads[:, count - num_kv_heads :]
+    of_queries, of_keys, of_values = (*(norms or ()), None, None, None)[:3]
+    if of_queries is not None or of_keys is not None:
         parts = turning.split([num_heads, num_kv_heads], dim=1)
-        turning = torch.cat(
-            [_normed_heads(part, norm) for part, norm in zip(parts, norms, strict=True)], dim=1
-        )
+        of_parts = zip(parts, (of_queries, of_keys), strict=True)
+        turning = torch.cat([_normed_heads(*each) for each in of_parts], dim=1)
     turned = rotate(turning.float(), cos[positions], sin[positions], interleaved)
     queries, keys = turned[:, :num_heads], turned[:, num_heads:]
     if query_scales is not None:
         queries = queries * query_scales[positions][:, None, None]
-    view.write(layer, slot_mapping, keys.to(dtype), values)
+    if num_kv_heads:
+        view.write(layer, slot_mapping, keys.to(dtype), _normed_heads(values, of_values))
     return queries.to(dtype)
 
 
@@ -209,10 +214,12 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _normed_heads(heads: Tensor, norm: Norm) -> Tensor:
+def _normed_heads(heads: Tensor, norm: Norm | None) -> Tensor:
     """[N, heads, D] normalised over D, or over all heads of a row where the norm is that wide."""
+    if norm is None or not heads.shape[1]:
+        return heads
     width = heads.shape[-1] if norm.weight is None else len(norm.weight)
-    return _normed(heads.float().flatten(1).unflatten(1, (-1, width)), norm).view(heads.shape)
+    return normed_rows(heads.float().flatten(1).unflatten(1, (-1, width)), norm).view(heads.shape)
 
 
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -327,8 +334,11 @@ def _whole_vectors(weight: Tensor) -> Tensor:
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """See `MoeSteps`."""
     routing, shared = experts.routing, experts.shared
-    bias = None if experts.biases is None else experts.biases.router
-    logits = linear(x.float(), experts.router.float(), bias)
+    logits = linear(x.float(), experts.router.float())
+    if routing.logit_scale != 1:
+        logits = logits * routing.logit_scale
+    if experts.biases is not None:
+        logits = logits + experts.biases.router
     logits, gates = logits[:, : experts.num_experts], logits[:, experts.num_experts :]
     if routing.scores == "softmax":
         sizes = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
@@ -394,10 +404,14 @@ MOE = MoeSteps(route, products, combine)
 
 
 def moe(
-    x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None
+    x: Tensor,
+    experts: Experts,
+    exchange: Exchange | None = None,
+    note: Note | None = None,
+    routed: Tensor | None = None,
 ) -> Tensor:
     """A layer of experts: see `ops/moe.py`."""
-    return mixture(MOE, x, experts, exchange, EXPERT_TILE, note)
+    return mixture(MOE, x, experts, exchange, EXPERT_TILE, note, routed)
 
 
 def meet(q: Tensor, c: Tensor, kv: Tensor, norm: Norm, sizes: Latent) -> Tensor:
@@ -411,7 +425,7 @@ def meet(q: Tensor, c: Tensor, kv: Tensor, norm: Norm, sizes: Latent) -> Tensor:
         keys = rows[: sizes.plain].T.contiguous()
         out[:, head, sizes.rotary :] = linear(of_heads[:, head, : sizes.plain], keys)
     out[:, num_heads:, : sizes.rotary] = c[:, None, sizes.rank :]
-    out[:, num_heads:, sizes.rotary :] = _normed(c[:, : sizes.rank], norm)[:, None]
+    out[:, num_heads:, sizes.rotary :] = normed_rows(c[:, : sizes.rank], norm)[:, None]
     return out.flatten(1)
 
 

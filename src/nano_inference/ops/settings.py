@@ -23,6 +23,7 @@ class Routing(NamedTuple):
         groups: the experts are so many groups of neighbours.
         groups_kept: so many of them, the best ones of a row, are those that it may choose of.
         group_best: a group is as good as so many of its best experts together.
+        logit_scale: multiplies the products that are the logits, before a bias is added.
     """
 
     per_token: int
@@ -33,6 +34,7 @@ class Routing(NamedTuple):
     groups: int = 1
     groups_kept: int = 1
     group_best: int = 1
+    logit_scale: float = 1.0
 
 
 class Latent(NamedTuple):

@@ -131,6 +131,11 @@ class DraftTrainer:
                 f"DraftTrainer computes no layers with a state, and {engine.spec.architecture} has "
                 "some."
             )
+        if engine.spec.kinds:
+            raise ConfigError(
+                f"DraftTrainer computes no layers of several kinds, and {engine.spec.architecture} "
+                "has such."
+            )
         if isinstance(spec, MedusaSpec) and not spec.projections:
             raise ConfigError("heads that use the policy's own projection are not trained here.")
         self.engine, self.spec, self.places = engine, spec, places

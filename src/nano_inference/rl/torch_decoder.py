@@ -27,6 +27,9 @@ ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
 # more rows than these keep nothing of a layer but its input: it is computed again for its gradient
 KEPT_ROWS = 1024
 LORA = ".lora"  # behind a weight's name: what an adapter adds to its product
+_CONSTANT = ("router_bias", ".scale")  # ends of names
+
+KeysAndValues = tuple[Tensor, Tensor]  # each [N, kv heads, head_dim]
 
 
 class TorchDecoder:
@@ -75,10 +78,8 @@ class TorchDecoder:
         """
         embedded = functional.embedding(batch.token_ids, params["embed"]).float() * self.embed_scale
         embedded.requires_grad_("embed" in wanted)
-        # what only chooses experts has no gradient
-        inner = sorted(
-            name for name in wanted - {"embed", "head"} if not name.endswith("router_bias")
-        )
+        # what only chooses experts has no gradient, nor has what transformers does not train
+        inner = sorted(name for name in wanted - {"embed", "head"} if not name.endswith(_CONSTANT))
         leaves = {name: params[name].detach().requires_grad_(True) for name in inner}
         with torch.enable_grad():
             hidden = self.hidden({**params, **leaves}, embedded, batch)
@@ -152,21 +153,31 @@ class TorchDecoder:
         if spec.bare_norms:
             params = {**params, **self._bare_norms(embedded)}
         residual = self._normed(embedded, params["norm"]) if spec.embed_norm else embedded
+        inputs = self._inputs(embedded, params, batch) if spec.layer_inputs else None
+        kept: dict[int, KeysAndValues] = {}
         for layer in range(spec.num_layers):
+            maker = spec.layer(layer).keys_of
+            shared = None if maker == layer else kept[maker]
+            own = None if inputs is None else inputs[:, layer]
+            told = residual, params, layer, batch, routes.get(layer), shared, own
             if len(residual) > KEPT_ROWS:
-                residual = checkpoint(
-                    self._layer,
-                    residual,
-                    params,
-                    layer,
-                    batch,
-                    routes.get(layer),
-                    use_reentrant=False,
-                    preserve_rng_state=False,
+                residual, kept[layer] = checkpoint(
+                    self._layer, *told, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                residual = self._layer(residual, params, layer, batch, routes.get(layer))
+                residual, kept[layer] = self._layer(*told)
         return self._norm(residual, params["norm"])
+
+    def _inputs(self, embedded: Tensor, params: Mapping[str, Tensor], batch: MicroBatch) -> Tensor:
+        """What layers get of their own: float32 [N, layers, layer_inputs]."""
+        spec = self.spec
+        scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=self.dtype))
+        known = functional.embedding(batch.token_ids, params["inputs_embed"]).float() * scale
+        projected = functional.linear(embedded.to(self.dtype), params["inputs_project"]).float()
+        shape = (spec.num_layers, spec.layer_inputs)
+        projected = (projected * spec.hidden_size**-0.5).unflatten(1, shape)
+        joined = self._normed(projected, params["inputs_norm"]) + known.unflatten(1, shape)
+        return joined * 2**-0.5
 
     def _bare_norms(self, rows: Tensor) -> dict[str, Tensor]:
         """Weights of norms that have none."""
@@ -184,14 +195,52 @@ class TorchDecoder:
         layer: int,
         batch: MicroBatch,
         ids: Tensor | None,
-    ) -> Tensor:
-        name = f"layers.{layer}."
+        shared: KeysAndValues | None,
+        inputs: Tensor | None,
+    ) -> tuple[Tensor, KeysAndValues]:
+        """The residual stream behind a layer, and its keys and values."""
+        name, moe = f"layers.{layer}.", self.spec.moe
         normed = self._norm(residual, params.get(name + "attn_norm"))
-        x = self._attention(normed, params, name, batch, layer)
+        x, kept = self._attention(normed, params, name, batch, layer, shared)
         residual = residual + self._after(x, params.get(name + "attn_out_norm"))
         normed = self._norm(residual, params.get(name + "mlp_norm"))
-        x = self._mlp(normed, params, name, ids)
-        return residual + self._after(x, params.get(name + "mlp_out_norm"))
+        if moe is not None and moe.beside:
+            x = self._mlp_and_experts(normed, residual, params, name, ids)
+        else:
+            x = self._mlp(normed, params, name, ids)
+        residual = residual + self._after(x, params.get(name + "mlp_out_norm"))
+        if inputs is not None:
+            residual = residual + self._of_input(residual, params, name, inputs)
+        if self.spec.layer_scales:
+            residual = residual * params[name + "scale"]
+        return residual, kept
+
+    def _of_input(
+        self, residual: Tensor, params: Mapping[str, Tensor], name: str, inputs: Tensor
+    ) -> Tensor:
+        """What a layer's own input adds to the residual stream."""
+        gates = functional.linear(residual.to(self.dtype), params[name + "input_gate"]).float()
+        gated = self._gate(torch.cat((gates, inputs), dim=1))
+        x = functional.linear(gated, params[name + "input_out"])
+        return self._after(x, params[name + "input_norm"])
+
+    def _mlp_and_experts(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        params: Mapping[str, Tensor],
+        name: str,
+        ids: Tensor | None,
+    ) -> Tensor:
+        """An MLP and experts beside it, float32."""
+        dense = self._mlp(normed, params, name, None)
+        rows = self._norm(residual, params[name + "experts_norm"])
+        routed = self._norm(residual, params[name + "router_norm"])
+        assert ids is not None
+        mixed = self._experts(rows, params, name, ids, routed)
+        outs = ((dense, "dense_out_norm"), (mixed, "experts_out_norm"))
+        dense, mixed = (self._normed(x.float(), params[name + norm]) for x, norm in outs)
+        return dense + mixed
 
     def _attention(
         self,
@@ -200,37 +249,32 @@ class TorchDecoder:
         name: str,
         batch: MicroBatch,
         layer: int,
-    ) -> Tensor:
-        spec, num_rows, window = self.spec, len(normed), self.spec.windows[layer]
-        width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        shared: KeysAndValues | None,
+    ) -> tuple[Tensor, KeysAndValues]:
+        spec, window = self.spec, self.spec.windows[layer]
+        kind = spec.layer(layer)
         if spec.latent is None:
             qkv = self._linear(normed, params, name + "qkv")
         else:
             qkv = self._met(normed, params, name, spec.latent)
-        q, k, v = qkv.split([width, kv_width, kv_width], dim=-1)
-        if spec.qk_norm:
-            q, k = (
-                self._norm_heads(q, params[name + "q_norm"]),
-                self._norm_heads(k, params[name + "k_norm"]),
-            )
+        q, rest = qkv.tensor_split([spec.num_heads * kind.head_dim], dim=-1)
         rope, places = self.ropes[layer], batch.positions
-        q, k, v = (x.view(num_rows, -1, spec.head_dim) for x in (q, k, v))
-        q, k = (
-            rotate(x.float(), rope.cos[places], rope.sin[places], rope.interleaved) for x in (q, k)
-        )
+        q = self._turned(q, params, name + "q_norm", layer, places)
         if rope.query_scales is not None:
             q = q * rope.query_scales[places][:, None, None]
-        q, k = q.to(self.dtype), k.to(self.dtype)
-        k, v = self.kept.rounded(k), self.kept.rounded(v)
+        q = q.to(self.dtype)
+        if shared is None:
+            shared = self._keys_and_values(rest, params, name, layer, places)
+        k, v = (self.kept.rounded(each) for each in shared)
         lengths = [each.end - each.start for each in batch.segments]
         parts: list[Tensor] = []
         for segment, own_q, own_k, own_v in zip(
             batch.segments, *(x.split(lengths) for x in (q, k, v)), strict=True
         ):
-            shared = segment.path[: len(segment.path) - len(own_k)]
-            if len(shared):
-                own_k, own_v = (torch.cat((x[shared], own)) for x, own in ((k, own_k), (v, own_v)))
-            first = len(shared)
+            before = segment.path[: len(segment.path) - len(own_k)]
+            if len(before):
+                own_k, own_v = (torch.cat((x[before], own)) for x, own in ((k, own_k), (v, own_v)))
+            first = len(before)
             for rows in own_q.split(ATTENTION_ROWS):
                 last = first + len(rows)
                 sinks = params.get(name + "sinks")
@@ -239,7 +283,35 @@ class TorchDecoder:
         attended = torch.cat(parts)
         if spec.latent is not None:
             attended = self._latent_values(attended, params[name + "kv_b"], spec.latent.sizes)
-        return self._linear(attended, params, name + "o")
+        return self._linear(attended, params, name + "o"), shared
+
+    def _keys_and_values(
+        self,
+        rows: Tensor,
+        params: Mapping[str, Tensor],
+        name: str,
+        layer: int,
+        places: Tensor,
+    ) -> KeysAndValues:
+        """Of rows as they are projected, at these positions."""
+        kind = self.spec.layer(layer)
+        k, v = (rows, rows) if kind.joint else rows.chunk(2, dim=-1)
+        if self.spec.value_norm:
+            v = self._norm_heads(v, v.new_ones(kind.head_dim))
+        k = self._turned(k, params, name + "k_norm", layer, places)
+        return k.to(self.dtype), v.view(k.shape)
+
+    def _turned(
+        self, x: Tensor, params: Mapping[str, Tensor], norm: str, layer: int, places: Tensor
+    ) -> Tensor:
+        """Heads [N, heads * D], normalised where the model does that, turned as positions say:
+        float32 [N, heads, D].
+        """
+        if self.spec.qk_norm:
+            x = self._norm_heads(x, params[norm])
+        rope, size = self.ropes[layer], self.spec.layer(layer).head_dim
+        heads = x.view(len(x), -1, size).float()
+        return rotate(heads, rope.cos[places], rope.sin[places], rope.interleaved)
 
     def _met(
         self, normed: Tensor, params: Mapping[str, Tensor], name: str, latent: LatentSpec
@@ -317,14 +389,24 @@ class TorchDecoder:
         return dict(zip(mixed, routes.unbind(1), strict=True))
 
     def _experts(
-        self, normed: Tensor, params: Mapping[str, Tensor], name: str, ids: Tensor
+        self,
+        normed: Tensor,
+        params: Mapping[str, Tensor],
+        name: str,
+        ids: Tensor,
+        routed: Tensor | None = None,
     ) -> Tensor:
-        """The engine's experts of each row [N, K], added up in the order of their ids."""
+        """The engine's experts of each row [N, K], added up in the order of their ids. The router
+        reads rows of its own, where there are such.
+        """
         moe = self.spec.moe
         assert moe is not None
         router_bias, up_biases, down_biases = self._expert_biases(params, name)
-        logits = functional.linear(normed.float(), params[name + "router"].float(), router_bias)
+        read = (normed if routed is None else routed).float() * moe.routing.logit_scale
+        logits = functional.linear(read, params[name + "router"].float(), router_bias)
         weights = self._weights_of(logits[:, : moe.num_experts], ids)
+        if moe.scales is not None:
+            weights = weights * params[name + "router_scales"][ids]
         gate_ups, downs = (
             params[name + part].chunk(moe.num_experts)
             for part in ("experts_gate_up", "experts_down")
@@ -369,7 +451,7 @@ class TorchDecoder:
         """Attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]: [n,
         heads * D].
         """
-        mask = self._mask(len(q), len(k), window, q.device)
+        mask = self._mask(len(q), len(k), window, q.device, q.shape[1] // k.shape[1])
         if sinks is not None:
             mask = self._with_sinks(mask, sinks)
             k, v = (functional.pad(each, (0, 0, 0, 0, 0, 1)) for each in (k, v))
@@ -391,7 +473,7 @@ class TorchDecoder:
             )
         return out.view(kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
 
-    def _mask(self, n: int, length: int, window: int, device: torch.device) -> Tensor:
+    def _mask(self, n: int, length: int, window: int, device: torch.device, group: int) -> Tensor:
         """What the last n of L rows may not see is -inf: [heads that share keys * n, L]."""
         keys = torch.arange(length, device=device)
         rows = keys[length - n :, None]
@@ -401,13 +483,13 @@ class TorchDecoder:
         mask = torch.zeros(outside.shape, dtype=self.dtype, device=keys.device).masked_fill(
             outside, -torch.inf
         )
-        return mask.repeat(self.spec.num_heads // self.spec.num_kv_heads, 1)
+        return mask.repeat(group, 1)
 
     def _with_sinks(self, mask: Tensor, sinks: Tensor) -> Tensor:
         """The mask for one key more, of which products and value are zero: [kv heads, heads that
         share keys * n, L + 1].
         """
-        group = self.spec.num_heads // self.spec.num_kv_heads
+        group = len(sinks) // self.spec.num_kv_heads
         own = sinks.to(self.dtype).view(-1, group).repeat_interleave(len(mask) // group, dim=1)
         return torch.cat([mask.expand(len(own), -1, -1), own[:, :, None]], dim=2)
 

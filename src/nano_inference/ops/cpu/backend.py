@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.batch import ForwardBatch
-from nano_inference.ops.backend import KvcacheView, Norm, Ops, call
+from nano_inference.ops.backend import HeadNorms, KvcacheView, Norm, Ops, call
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.latent import LatentWeight
@@ -19,7 +19,7 @@ from nano_inference.ops.cpu.moe import CpuMoe
 from nano_inference.ops.cpu.partial import partial_attention
 from nano_inference.ops.cpu.program import Program, run_once
 from nano_inference.ops.cpu.quantised import QuantisedWeight
-from nano_inference.ops.cpu.recorder import Heads, Recorder
+from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.formats import Format
@@ -106,14 +106,16 @@ class CpuOps:
         slot_mapping: Tensor,
         num_heads: int,
         num_kv_heads: int,
-        norms: tuple[Norm, Norm] | None = None,
+        norms: HeadNorms = None,
         interleaved: bool = False,
         query_scales: Tensor | None = None,
+        joint: bool = False,
     ) -> Tensor:
         """See `Ops.rope_and_store`."""
         where = positions, view, layer, slot_mapping, num_heads, num_kv_heads
+        how = norms, interleaved, query_scales, joint
         q = self._run(
-            lambda r, x: r.rope_and_store(x, cos, sin, *where, norms, interleaved, query_scales),
+            lambda r, x: r.rope_and_store(x, cos, sin, *where, *how),
             qkv.float() if norms is None else qkv.float().clone(),  # norms work in place
             dtype=view.format.dtype,
             storage=view,
@@ -140,15 +142,12 @@ class CpuOps:
     ) -> Tensor:
         """See `Ops.attention`."""
         batch, window = plan
-        num_heads, head_dim = q.shape[1:]
-        kv_heads = view.keys.shape[1]
-
-        def record(recorder: Recorder, x: Any) -> Any:
-            recorder.describe_heads(Heads(num_heads, kv_heads, head_dim))
-            return recorder.attention(x, view, layer, window, scale, sinks, cap)
-
         return self._run(
-            record, q.flatten(1).contiguous(), dtype=q.dtype, storage=view, batch=batch
+            lambda r, x: r.attention(x, view, layer, window, scale, sinks, cap),
+            q.flatten(1).contiguous(),
+            dtype=q.dtype,
+            storage=view,
+            batch=batch,
         )[0]
 
     def gate(self, x: Tensor, activation: str = "silu", dtype: torch.dtype | None = None) -> Tensor:

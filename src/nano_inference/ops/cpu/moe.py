@@ -31,9 +31,11 @@ class CpuMoe:
         experts: Experts,
         exchange: Exchange | None = None,
         note: Note | None = None,
+        routed: Tensor | None = None,
     ) -> Tensor:
         """See `Ops.moe`."""
-        return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note)
+        routed = None if routed is None else routed.contiguous()
+        return mixture(self.steps, x.contiguous(), experts, exchange, ROW_BLOCK, note, routed)
 
     def route(self, x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """See `MoeSteps`."""
@@ -149,6 +151,7 @@ def _routing(experts: Experts) -> Any:
         logits=None if logits is None else logits.data_ptr(),
         scale=routing.scale,
         floor=routing.floor,
+        logit_scale=routing.logit_scale,
     )
 
 

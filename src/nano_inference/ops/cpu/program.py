@@ -14,8 +14,8 @@ from nano_inference.columns import columns_of
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.recorder import (
     CALL,
+    ROPE_AND_STORE,
     Buffer,
-    Heads,
     Operation,
     Recorder,
     place_buffers,
@@ -205,24 +205,20 @@ class Program:
             *(to_struct(each, self._places) for each in self.operations)
         )
         windows = (Window * len(recorder.windows))(*recorder.windows)
-        heads = recorder.heads or Heads(1, 1, 16)
-        layers = None if storage is None else _layers(storage, recorder, heads)
+        layers = None if storage is None else _layers(storage, recorder)
         spec = ProgramSpec(
             num_ops=len(ops),
             num_windows=len(windows),
             ops=ctypes.addressof(ops),
             windows=ctypes.addressof(windows),
             is_bf16=recorder.dtype == torch.bfloat16,
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
             num_positions=recorder.num_positions or NO_TABLE,
             block_size=1,
         )
         if storage is not None and layers is not None:
             spec.num_layers, spec.layers = len(layers), ctypes.addressof(layers)
-            spec.num_units, spec.block_size = storage.keys.shape[2:4]
-            spec.num_blocks, spec.kv_codes = storage.num_blocks, storage.format.coded
+            spec.block_size, spec.num_blocks = storage.block_size, storage.num_blocks
+            spec.kv_codes = storage.format.coded
         return spec, (ops, windows, layers)
 
 
@@ -255,24 +251,29 @@ def _pieces(operations: Sequence[Operation]) -> list[tuple[int, int]]:
     return list(zip([0, *(place + 1 for place in calls)], [*calls, len(operations)], strict=True))
 
 
-def _layers(storage: Any, recorder: Recorder, heads: Heads) -> Any:
+def _layers(storage: Any, recorder: Recorder) -> Any:
     """Where the keys and values of each layer lie: an array of `Layer`."""
-    kv_heads, head_dim, dtype = storage.keys.shape[1], storage.head_dim, storage.format.dtype
-    if (kv_heads, head_dim) != (
-        heads.num_kv_heads,
-        heads.head_dim,
-    ) or dtype != recorder.dtype:
-        raise ValueError(
-            f"the KV storage is {dtype} [{kv_heads} heads, {head_dim}], the program "
-            f"{recorder.dtype} [{heads.num_kv_heads} heads, {heads.head_dim}]."
-        )
+    kept = storage.format
+    if kept.dtype != recorder.dtype:
+        raise ValueError(f"the KV storage is {kept.dtype}, the program {recorder.dtype}.")
+    for each in recorder.operations:
+        if each.kind == ROPE_AND_STORE and each.values["kv_heads"]:
+            layer, own = each.values["layer"], (each.values["kv_heads"], each.values["head_dim"])
+            kv_heads, _, _, row = storage.lie(layer)[0].shape
+            if (own[0], kept.width(own[1])) != (kv_heads, row):
+                raise ValueError(
+                    f"the KV storage has [{kv_heads} heads, {row}] in layer {layer}, the program "
+                    f"[{own[0]} heads, {kept.width(own[1])}]."
+                )
     units = storage.unit_map.units() if storage.unit_map is not None else None
     layers = (Layer * len(storage.places))()
-    for layer, (unit, place) in enumerate(storage.places):
+    for layer, (unit, _) in enumerate(storage.places):
+        keys, values = storage.lie(layer)
         layers[layer] = Layer(
-            storage.keys[place].data_ptr(),
-            storage.values[place].data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
             None if units is None else units[unit].data_ptr(),
+            *keys.stride()[:2],
         )
     return layers
 

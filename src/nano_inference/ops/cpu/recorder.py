@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.ops.backend import Joint, Norm
+from nano_inference.ops.backend import HeadNorms, Joint, KvcacheView, Norm
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.quantised import QuantisedWeight, codes_ptr
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.latent import LatentOps
-from nano_inference.ops.moe import Exchange, Experts
+from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
@@ -52,9 +52,12 @@ class Buffer:
         return (self.columns if self.of is None else self.of) * self.dtype.itemsize
 
 
-class Heads(NamedTuple):
-    """What all attention layers of a program have in common."""
+class Window(NamedTuple):
+    """A kind of attention: what one plan of a step serves."""
 
+    window: int
+    scale: float
+    cap: float
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -70,7 +73,7 @@ class Operation:
     residual: Buffer | None = None  # read and, where something is added, written
     weight: Any = None  # a `PackedWeight`
     bias: Tensor | None = None
-    norms: tuple[Norm, ...] = ()
+    norms: tuple[Norm | None, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
     function: Joint | None = None  # CALL
 
@@ -101,11 +104,8 @@ class Recorder:
         self.latent = LatentOps(self._meet, self._latent_values)
         self.buffers: list[Buffer] = []
         self.operations: list[Operation] = []
-        self.windows: list[
-            tuple[int, float, float]
-        ] = []  # window, scale and cap of each kind of attention
+        self.windows: list[Window] = []
         self.adapted: list[str] = []  # the weights of products that adapters add to
-        self.heads: Heads | None = None
         self.num_positions = 0
 
     def new(self, columns: int, dtype: torch.dtype) -> Buffer:
@@ -204,16 +204,19 @@ class Recorder:
         _slot_mapping: Any,
         num_heads: int,
         num_kv_heads: int,
-        norms: tuple[Norm, Norm] | None = None,
+        norms: HeadNorms = None,
         interleaved: bool = False,
         query_scales: Tensor | None = None,
+        joint: bool = False,
     ) -> Buffer:
         """See `Ops.rope_and_store`."""
-        head_dim, rest = divmod(qkv.columns, num_heads + 2 * num_kv_heads)
+        count = num_heads + (1 if joint else 2) * num_kv_heads
+        head_dim, rest = divmod(qkv.columns, count)
         _require(
             not rest and qkv.dtype == torch.float32,
             f"qkv has {qkv.columns} columns of {qkv.dtype}.",
         )
+        _require(head_dim % 16 == 0, f"head_dim={head_dim} must be a multiple of 16.")
         for table in (cos, sin):
             _require(
                 table.dtype == torch.float32
@@ -231,11 +234,10 @@ class Recorder:
             ),
             f"query scales must be contiguous float32 [{len(cos)}].",
         )
-        self.describe_heads(Heads(num_heads, num_kv_heads, head_dim))
         self.num_positions = min(len(cos), self.num_positions or len(cos))
         out = self.new(num_heads * head_dim, self.dtype)
         wide = (head_dim, num_heads * head_dim, num_kv_heads * head_dim)
-        checked = () if norms is None else tuple(_checked(norm, *wide) for norm in norms)
+        checked = tuple(norm and _checked(norm, *wide) for norm in norms or ())
         values = {
             "layer": layer,
             "cos": cos.data_ptr(),
@@ -243,6 +245,10 @@ class Recorder:
             "query_scales": None if query_scales is None else query_scales.data_ptr(),
             "turning": 2 * cos.shape[1],
             "interleaved": int(interleaved),
+            "query_heads": num_heads,
+            "kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "joint": int(joint),
         }
         self.operations.append(Operation(ROPE_AND_STORE, (qkv,), out, norms=checked, values=values))
         return out
@@ -254,7 +260,7 @@ class Recorder:
     def attention(
         self,
         q: Buffer,
-        _view: Any,
+        view: KvcacheView,
         layer: int,
         window: int,
         scale: float,
@@ -262,13 +268,20 @@ class Recorder:
         cap: float = 0.0,
     ) -> Buffer:
         """See `Ops.attention`; its plan is the window."""
+        kv_heads, _, _, head_dim = view.lie(layer)[0].shape
+        heads, rest = divmod(q.columns, head_dim)
+        _require(
+            not rest and not heads % kv_heads,
+            f"queries of {q.columns} numbers do not fit the KV storage, which has {kv_heads} heads "
+            f"of {head_dim} in layer {layer}.",
+        )
         if sinks is not None:
-            heads = None if self.heads is None else self.heads.num_heads
             _require(
                 sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous(),
                 f"sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 ({heads},).",
             )
-        if (shape := (window, scale, cap)) not in self.windows:
+        shape = Window(window, scale, cap, heads, kv_heads, head_dim)
+        if shape not in self.windows:
             self.windows.append(shape)
         out = self.new(q.columns, self.dtype)
         values = {"layer": layer, "plan": self.windows.index(shape)}
@@ -359,16 +372,24 @@ class Recorder:
         self.operations.append(Operation(GATE, (x,), out, values=values))
         return out
 
-    def moe(self, x: Buffer, experts: Experts, exchange: Exchange | None = None) -> Buffer:
+    def moe(
+        self,
+        x: Buffer,
+        experts: Experts,
+        exchange: Exchange | None = None,
+        note: Note | None = None,
+        routed: Buffer | None = None,
+    ) -> Buffer:
         """See `Ops.moe`."""
         moe = self._moe
         _require(moe is not None, "this program has no experts.")
         assert moe is not None
 
-        def compute(_batch: Any, out: Tensor, rows: Tensor) -> None:
-            out.copy_(moe(rows, experts, exchange))
+        def compute(_batch: Any, out: Tensor, rows: Tensor, own: Tensor | None = None) -> None:
+            out.copy_(moe(rows, experts, exchange, note, own))
 
-        return self.call(None, compute, (x,), x.columns, torch.float32)
+        inputs = (x,) if routed is None else (x, routed)
+        return self.call(None, compute, inputs, x.columns, torch.float32)
 
     def columns(self, x: Buffer, start: int, stop: int) -> Buffer:
         """See `Ops.columns`. Only a product reads some columns."""
@@ -432,12 +453,6 @@ class Recorder:
                     and not operation.values["wide"]
                 )
                 operation.values["read_once"] = once
-
-    def describe_heads(self, heads: Heads) -> None:
-        """Say what heads the attention has; all layers must agree."""
-        _require(heads.head_dim % 16 == 0, f"head_dim={heads.head_dim} must be a multiple of 16.")
-        _require(self.heads in (None, heads), "all layers of a program must have the same heads.")
-        self.heads = heads
 
 
 def place_buffers(
@@ -511,7 +526,9 @@ def to_struct(operation: Operation, places: dict[int, int]) -> Any:
         entry.weight = operation.weight.data_ptr()
     if operation.bias is not None:
         entry.bias = operation.bias.data_ptr()
-    for slot, norm in zip(("norm", "key_norm"), operation.norms, strict=False):
+    for slot, norm in zip(("norm", "key_norm", "value_norm"), operation.norms, strict=False):
+        if norm is None:
+            continue
         assert norm.weight is not None
         is_float = norm.weight.dtype == torch.float32
         setattr(

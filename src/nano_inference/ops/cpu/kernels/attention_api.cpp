@@ -16,13 +16,14 @@ struct Problem {
   BatchRows batch;
 };
 
-// use(layer), which is of T or of codes.
+// use(layer), which is of T or of codes; stored as [kv heads][num_units][numbers of a unit].
 template <class T, class F>
 void with_layer(const Problem& problem, F use) {
   const AttentionShape& shape = problem.shape;
   auto layer_of = [&](auto stored) {
-    return kv_layer<decltype(stored)>(problem.keys, problem.values, problem.num_units, shape.block_size, shape.head_dim,
-                                      problem.units);
+    using S = decltype(stored);
+    const int64_t size = shape.block_size * row_size<S>(shape.head_dim);
+    return kv_layer<S>(problem.keys, problem.values, problem.num_units * size, size, problem.units);
   };
   problem.kv_codes ? use(layer_of(int8_t())) : use(layer_of(T()));
 }

@@ -38,13 +38,10 @@ constexpr int64_t row_size(int64_t head_dim) {
   return head_dim + (std::is_same_v<S, int8_t> ? int64_t(sizeof(float)) : 0);
 }
 
-// A layer whose heads' units lie one behind the other. Of keys that are the values there is one head, which every head
-// is.
+// A layer by its strides. Of keys that are the values there is one head, which every head is.
 template <class S>
-KvLayer<S> kv_layer(void* keys, void* values, int64_t num_units, int64_t block_size, int64_t head_dim,
-                    const int64_t* units) {
-  const int64_t size = block_size * row_size<S>(head_dim);
-  return {static_cast<S*>(keys), static_cast<S*>(values), keys == values ? 0 : num_units * size, size, units};
+KvLayer<S> kv_layer(void* keys, void* values, int64_t head_stride, int64_t unit_stride, const int64_t* units) {
+  return {static_cast<S*>(keys), static_cast<S*>(values), keys == values ? 0 : head_stride, unit_stride, units};
 }
 
 inline bool is_packed(int64_t block_size) { return block_size % LANES == 0; }

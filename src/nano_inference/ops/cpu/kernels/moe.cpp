@@ -106,6 +106,8 @@ void route(const T* x, int64_t num_rows, Matrix<T> router, const Routing& routin
     logits.resize(size_t(count * width));
     products<T>(x + from * router.columns, router.columns, count, router, 0, router.num_panels(), logits.data(), width,
                 nullptr);
+    if (routing.logit_scale != 1.f)
+      for (size_t i = 0; i < size_t(count * width); i++) logits[i] *= routing.logit_scale;
     if (routing.logits)
       for (int64_t i = 0; i < count; i++)
         for (int64_t e = 0; e < routing.num_experts; e++) logits[size_t(i * width + e)] += routing.logits[e];

@@ -10,7 +10,7 @@ struct Routing {
   int64_t shared;     // 1: a last weight of 1, 2: of the sigmoid of the last logit; 0: none
   const float* bias;    // [num_experts], or null
   const float* logits;  // [num_experts], added to the logits, or null
-  float scale, floor;
+  float scale, floor, logit_scale;
 };
 
 }  // namespace nano

@@ -52,8 +52,8 @@ class Program {
     step_ = &step;
     share();
     for (int64_t w = 0; w < spec_.num_windows; w++) {
-      AttentionShape shape{spec_.num_heads, spec_.num_kv_heads, spec_.head_dim, spec_.block_size, windows_[w].size,
-                           windows_[w].scale, windows_[w].cap};
+      const Window& own = windows_[w];
+      AttentionShape shape{own.num_heads, own.num_kv_heads, own.head_dim, spec_.block_size, own.size, own.scale, own.cap};
       if (keys_are_values()) shape = shape.with_equal_heads();
       plans_[w].build(step.rows, shape, int(step.num_threads), sharing_ == Sharing::SEQUENCES ? cuts_.data() : nullptr);
     }
@@ -159,7 +159,7 @@ class Program {
       if (op.kind == Kind::ATTENTION) attend<T>(i, team);
       else if (op.kind == Kind::LINEAR) product<T>(i, 0, n, team.thread, team.size, has_own ? own.data() : nullptr);
       else if (op.kind == Kind::LORA) adapt<T>(op, 0, n, team.thread, team.size);
-      else if (op.kind == Kind::ROPE_AND_STORE && !op.norm.data) rope_by_heads<T>(op, team);
+      else if (op.kind == Kind::ROPE_AND_STORE && can_go_by_heads(op)) rope_by_heads<T>(op, team);
       else by_rows<T>(op, team.begin(n), team.end(n));
       has_own = false;
       team.wait();
@@ -253,7 +253,7 @@ class Program {
   template <class S>
   KvLayer<S> layer_of(int32_t index) const {
     const Layer& layer = layers_[size_t(index)];
-    return kv_layer<S>(layer.keys, layer.values, spec_.num_units, spec_.block_size, spec_.head_dim, layer.units);
+    return kv_layer<S>(layer.keys, layer.values, layer.head_stride, layer.unit_stride, layer.units);
   }
   bool keys_are_values() const { return !layers_.empty() && layers_[0].keys == layers_[0].values; }
 
@@ -282,40 +282,57 @@ class Program {
     }
   }
 
+  static bool can_go_by_heads(const Op& op) {
+    return op.kv_heads && !op.norm.data && !op.key_norm.data && !op.value_norm.data;
+  }
+
   // Each key head with its queries for itself: where rows are few, all threads have some.
   template <class T>
   void rope_by_heads(const Op& op, Team& team) const {
-    const int64_t kv_heads = spec_.num_kv_heads, items = step_->rows.num_rows * kv_heads;
-    for (int64_t item = team.begin(items); item < team.end(items); item++)
-      rope_heads<T>(op, item / kv_heads, item % kv_heads, item % kv_heads + 1);
+    const int64_t kv_heads = op.kv_heads, group = op.query_heads / kv_heads, items = step_->rows.num_rows * kv_heads;
+    for (int64_t item = team.begin(items); item < team.end(items); item++) {
+      const int64_t row = item / kv_heads, head = item % kv_heads;
+      rope_heads<T>(op, row, head * group, (head + 1) * group, head, head + 1, values_of(op, row));
+    }
+  }
+
+  const float* values_of(const Op& op, int64_t row) const {
+    const int64_t before = op.query_heads + (op.joint ? 0 : op.kv_heads);
+    return at<const float>(op.input, row) + op.first_column + before * op.head_dim;
   }
 
   template <class T>
   void rope_and_store(const Op& op, int64_t row) const {
-    const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim;
-    if (op.norm.data) {
-      float* query = at<float>(op.input, row) + op.first_column;
-      norm_heads<T>(query, heads * size / op.norm.size, op.norm);
-      norm_heads<T>(query + heads * size, kv_heads * size / op.key_norm.size, op.key_norm);
+    const int64_t heads = op.query_heads, kv_heads = op.kv_heads, size = op.head_dim;
+    float* query = at<float>(op.input, row) + op.first_column;
+    const float* values = values_of(op, row);
+    static thread_local std::vector<float> own;
+    if (kv_heads && (op.joint || op.value_norm.data)) {  // before the norm of keys changes them
+      own.assign(values, values + kv_heads * size);
+      if (op.value_norm.data) norm_heads<T>(own.data(), kv_heads, op.value_norm);
+      values = own.data();
     }
-    rope_heads<T>(op, row, 0, kv_heads);
+    if (op.norm.data) norm_heads<T>(query, heads * size / op.norm.size, op.norm);
+    if (op.key_norm.data) norm_heads<T>(query + heads * size, kv_heads * size / op.key_norm.size, op.key_norm);
+    rope_heads<T>(op, row, 0, heads, 0, kv_heads, values);
   }
 
-  // Rotate and store key heads [from, to) of a row, and rotate their queries.
+  // Rotate queries [first, last) of a row, and rotate and store its key heads [from, to), with their values.
   template <class T>
-  void rope_heads(const Op& op, int64_t row, int64_t from, int64_t to) const {
-    const int64_t heads = spec_.num_heads, kv_heads = spec_.num_kv_heads, size = spec_.head_dim, group = heads / kv_heads;
-    float *query = at<float>(op.input, row) + op.first_column, *key = query + heads * size, *value = key + kv_heads * size;
+  void rope_heads(const Op& op, int64_t row, int64_t first, int64_t last, int64_t from, int64_t to,
+                  const float* values) const {
+    const int64_t size = op.head_dim;
+    const float *query = at<const float>(op.input, row) + op.first_column, *key = query + op.query_heads * size;
     const int64_t position = step_->rows.positions[row];
     const Turn turn{size, op.turning, op.interleaved != 0};
     const float *cos = op.cos + position * (op.turning / 2), *sin = op.sin + position * (op.turning / 2);
     const float scale = op.query_scales ? op.query_scales[position] : 1.f;
     T* out = at<T>(op.output, row);
-    for (int64_t h = from * group; h < to * group; h++) rope<T>(query + h * size, cos, sin, turn, scale, out + h * size);
+    for (int64_t h = first; h < last; h++) rope<T>(query + h * size, cos, sin, turn, scale, out + h * size);
     alignas(64) T k[MAX_HEAD_DIM], v[MAX_HEAD_DIM];
     for (int64_t h = from; h < to; h++) {
       rope<T>(key + h * size, cos, sin, turn, 1.f, k);
-      round_row<T>(value + h * size, size, v);
+      round_row<T>(values + h * size, size, v);
       const int64_t slot = step_->rows.slot_mapping[row];
       if (spec_.kv_codes) store_kv(layer_of<int8_t>(op.layer), spec_.block_size, size, h, slot, k, v);
       else store_kv(layer_of<T>(op.layer), spec_.block_size, size, h, slot, k, v);

@@ -28,24 +28,28 @@ struct Op {
                                                   // output, and where the first begins there; MEET: of a query
   const void *weight, *bias;  // EMBED, LINEAR; ATTENTION: bias are its sinks, float
   int64_t rows, columns;      // of the weight; NORM, LORA: columns of the row; GATE: rows is the width of the output; MEET: columns are the latent's
-  NormWeight norm, key_norm;  // NORM; MEET; ROPE_AND_STORE: of queries and of keys, data null for none
+  NormWeight norm, key_norm, value_norm;  // NORM; MEET; ROPE_AND_STORE: of queries, keys, values, data null for none
   const float *cos, *sin;     // ROPE_AND_STORE: [positions, turning / 2]
   const float* query_scales;  // ROPE_AND_STORE: [positions], or null
   int64_t turning;            // ROPE_AND_STORE, MEET: numbers of a head that turn
   int64_t interleaved;        // ROPE_AND_STORE: neighbours are pairs
+  int64_t query_heads, kv_heads, head_dim;  // ROPE_AND_STORE; without KV heads nothing is stored
+  int64_t joint;              // ROPE_AND_STORE: values are the keys as they come, and stand in a row once
   Segments segments;          // LINEAR
   const Quantised* codes;     // EMBED, LINEAR: how the weight is stored instead; or null
   int64_t first_token, vocab;  // EMBED: the token of the weight's first row; tokens of all ranks, 0: the weight's rows
 };
 
 struct Layer {
-  void *keys, *values;   // [kv heads][units]: see kv_store.h
+  void *keys, *values;   // [kv heads][units], with strides in numbers: see kv_store.h
   const int64_t* units;  // block -> unit, or null
+  int64_t head_stride, unit_stride;
 };
 
 struct Window {
   int64_t size;  // 0: none
   float scale, cap;  // as of AttentionShape
+  int64_t num_heads, num_kv_heads, head_dim;
 };
 
 struct ProgramSpec {
@@ -54,7 +58,7 @@ struct ProgramSpec {
   const Layer* layers;
   const Window* windows;
   int64_t is_bf16;
-  int64_t num_heads, num_kv_heads, head_dim, block_size, num_units, num_blocks, num_positions;
+  int64_t block_size, num_blocks, num_positions;
   int64_t kv_codes;  // keys and values are codes (kv_store.h)
 };
 

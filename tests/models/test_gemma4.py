@@ -1,0 +1,187 @@
+"""Gemma 4: what its config.json means, where its layers lie, and what it is refused for.
+
+That it computes what transformers does is in tests/models/test_families.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.engine.storage import KVStorage, common_layout, unit_width
+from nano_inference.errors import ConfigError, ModelLoadError
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
+from nano_inference.models.shard import shard_of
+from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.parallel.mesh import Mesh, Place
+from tests.models.families import CASES
+from tests.models.strong import strong_model
+from tests.models.tiny import MORE_FAMILIES, family_weights, llama_config, tiny_model
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Sizes of published models: layers, a full one in so many, key-value heads, and what else counts.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "E2B": {
+        "num_hidden_layers": 35,
+        "layer_types": [SLIDING, SLIDING, SLIDING, SLIDING, FULL] * 7,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+    },
+    "31B": {
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+    },
+    "26B-A4B": {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+    },
+}
+
+
+def spec_of(**fields: Any) -> ModelSpec:
+    return spec_from_config({"architectures": ["Gemma4ForCausalLM"], **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "layout"),
+    [
+        # 3 full layers of 512 numbers and 12 others of 256 keep keys
+        ("E2B", 1536, BlockLayout(1, 2, 512)),
+        # 10 of 4 * 512, 50 of 16 * 256
+        ("31B", 20480, BlockLayout(1, 10, 512)),
+        # 5 of 2 * 512, 25 of 8 * 256: one unit of full layers has room for one layer more
+        ("26B-A4B", 2048, BlockLayout(3, 25, 512)),
+    ],
+)
+def test_units_of_published_models(name: str, width: int, layout: BlockLayout) -> None:
+    spec = spec_of(**PUBLISHED[name])
+    assert common_layout([spec], 8192) == layout
+    assert unit_width(spec, layout) == width
+    assert common_layout([spec], 512) == UNIFORM
+    kept = sum(kind.kept for layer, kind in enumerate(spec.kinds) if kind.keys_of == layer)
+    assert unit_width(spec, UNIFORM) == kept
+
+
+def test_layers_that_share_read_the_last_one_before_them_that_is_like_them() -> None:
+    spec = spec_of(**PUBLISHED["E2B"], use_double_wide_mlp=True, intermediate_size=6144)
+    assert [kind.keys_of for kind in spec.kinds[:15]] == list(range(15))
+    assert [kind.keys_of for kind in spec.kinds[15:]] == [13, 13, 13, 13, 14] * 4
+    assert [kind.intermediate_size for kind in spec.kinds] == [6144] * 15 + [12288] * 20
+
+
+def test_a_storage_has_no_two_layers_in_one_place() -> None:
+    spec = spec_from_config(llama_config() | MORE_FAMILIES["gemma4"] | {"hidden_act": None})
+    storage = KVStorage(spec, 3, 4, torch.float32, torch.device("cpu"))
+    slots = torch.arange(12)
+    wrote: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer, kind in enumerate(spec.kinds):
+        if kind.keys_of == layer:
+            rows = torch.randn(2, 12, kind.num_kv_heads, kind.head_dim)
+            storage.write(layer, slots, rows[0], rows[1])
+            wrote[layer] = rows[0].transpose(0, 1), rows[1].transpose(0, 1)
+    for layer, kind in enumerate(spec.kinds):
+        for found, expected in zip(storage.gather(layer, slots), wrote[kind.keys_of], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_both_ways_to_say_the_heads_of_full_layers_are_one() -> None:
+    fields: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
+    told = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 64}
+    by_layer = {"2": {"num_key_value_heads": 1, "head_dim": 64}}
+    one = spec_of(**fields, **told)
+    assert one == spec_of(**fields, attention_k_eq_v=True, per_layer_config=by_layer)
+    assert one.kinds[2][:3] == (1, 64, True)
+    assert one.kinds[0][:3] == (4, 256, False)
+    without = spec_of(**fields, num_global_key_value_heads=1)
+    assert without.kinds[2][:3] == (4, 512, False), "only where keys make values"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config has 1: "),
+        ({"per_layer_config": {"77": {"head_dim": 64}}}, "per_layer_config has 77: "),
+        ({"per_layer_config": {"1": {"head_dim": "x"}}}, "per_layer_config: 1 has head_dim="),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ({"vocab_size_per_layer_input": 5}, "vocab_size_per_layer_input=5; the vocabulary has"),
+        ({"num_kv_shared_layers": 30}, "num_kv_shared_layers=30; of the first 0 layers none"),
+        ({"num_kv_shared_layers": 26}, "num_kv_shared_layers=26; of the first 4 layers none"),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "8 attention heads cannot"),
+    ],
+)
+def test_what_no_model_has_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelLoadError, match=told):
+        spec_of(**fields)
+
+
+def test_ranks_do_not_share_it() -> None:
+    spec = spec_of(**PUBLISHED["31B"])
+    for mesh in (Mesh(tensor=2), Mesh(pipeline=2), Mesh(context=2)):
+        with pytest.raises(ConfigError, match="Gemma4ForCausalLM has layers of several kinds"):
+            shard_of(spec, Place(mesh))
+    with pytest.raises(ConfigError, match="expert_parallel=2 is not possible for Gemma4"):
+        shard_of(spec, engines=(0, 2))
+
+
+def test_what_has_no_kernels_for_it_is_refused_by_name(tmp_path: Path) -> None:
+    tiny_model(tmp_path, "gemma4")
+    for attention in ("flex", "triton", "flashinfer"):
+        with pytest.raises(ConfigError, match="Gemma4ForCausalLM, which has layers of several"):
+            InferenceEngine(EngineConfig(str(tmp_path), device="cpu", attention=attention))  # type: ignore[arg-type]
+
+
+def test_keys_of_layers_that_share_are_passed_over(tmp_path: Path) -> None:
+    """Published checkpoints hold them."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_model(tmp_path, "gemma4")
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    own = "model.layers.6.self_attn."
+    assert not any(name.startswith(own + "k_") for name in held)
+    save_file(
+        {
+            **held,
+            own + "k_proj.weight": torch.zeros(3),
+            own + "k_norm.weight": held["model.norm.weight"],
+        },
+        file,
+    )
+    with InferenceEngine(EngineConfig(str(folder), device="cpu", kv_cache_memory=2**22)) as engine:
+        assert engine.spec.kinds[6].keys_of == 4
+
+
+@pytest.mark.parametrize("family", ["gemma4 with inputs of layers", "gemma4 with experts"])
+def test_an_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> None:
+    """Tied head, buffers and experts in one tensor among them: as if it had been loaded so."""
+    case = CASES[family]
+    strong_model(tmp_path / "old", case.class_name, **case.config)
+    new = strong_model(tmp_path / "new", case.class_name, seed=1, **case.config)
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    found: list[Any] = []
+    for start in ("new", "old"):
+        config = EngineConfig(str(tmp_path / start), device="cpu", kv_cache_memory=2**22)
+        with InferenceEngine(config) as engine:
+            if start == "old":
+                engine.generate([[3, 4, 5] * 20], params)  # a prefix of the old version
+                engine.update_weights(new.state_dict(), blocking=True, complete=True)
+            sample = engine.generate([[3, 4, 5] * 20], params)[0]
+            found.append((sample.completion_tokens, sample.logprobs, engine.weights_checksum()))
+    assert found[0] == found[1]
+
+
+def test_a_tiny_one_has_weights_for_every_layer() -> None:
+    config = llama_config() | MORE_FAMILIES["gemma4"] | {"hidden_act": None}
+    names = family_weights(config)
+    assert "model.layers.4.self_attn.k_proj.weight" in names
+    assert "model.layers.5.self_attn.k_proj.weight" not in names
+    assert names["model.layers.5.mlp.up_proj.weight"].shape[0] == 2 * config["intermediate_size"]
