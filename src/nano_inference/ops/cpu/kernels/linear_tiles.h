@@ -1,11 +1,22 @@
 // The register tiles of `linear`, for both kinds of numbers.
 #pragma once
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
 #include "linear.h"
 
 namespace nano {
 namespace {
 
-constexpr int AHEAD = 48;  // steps of k that a panel is fetched before it is used
+// Steps of k that a panel is fetched before it is used. 48 of two panels are more lines than a Zen 3 has on their way.
+#if defined(NANO_AVX2)
+template <int WIDTH>
+constexpr int64_t AHEAD = WIDTH == 1 ? 48 : 16;
+#else
+template <int WIDTH>
+constexpr int64_t AHEAD = 48;
+#endif
 
 template <int WIDTH, class T>
 inline const T* panel_of(const Panels<T>& w, int j) {
@@ -13,10 +24,72 @@ inline const T* panel_of(const Panels<T>& w, int j) {
   return j < half ? w.low + j * w.size : w.high + (j - half) * w.size;
 }
 
+// How tiles read rows of x. Where bfloat16 is multiplied as floats, rows are widened before, once for all panels, so that
+// a tile broadcasts their numbers out of memory and needs no more instructions for them.
+template <class T>
+struct InputOf {
+  using Type = T;
+};
+#if defined(NANO_AVX2) || defined(NANO_NEON)
+template <>
+struct InputOf<bf16> {
+  using Type = float;
+};
+#endif
+template <class T>
+using Input = typename InputOf<T>::Type;
+constexpr int64_t WIDENED_ROWS = 64;  // at once: they stay in the second cache while panels pass
+
+// Rows of x from row `first` on, `stride` apart.
+template <class T>
+struct InputRows {
+  const Input<T>* x;
+  int64_t stride, first;
+  const Input<T>* row(int64_t index) const { return x + (index - first) * stride; }
+};
+
 // Sums that a variable looks up, or that a function gets by their address, would lie in memory.
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE __attribute__((always_inline))
 
+#if defined(NANO_AVX2)
+// sum += a * b in the sum's own register: left to itself, a compiler puts sums into those of a or b, and has none left.
+INLINE inline void add_product(__m256& sum, __m256 a, __m256 b) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+}
+
+alignas(32) constexpr uint32_t UPPER[] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                          0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+
+// The second numbers of eight pairs. Beside three rows of two panels there is no register for the mask.
+template <bool MASK_IN_MEMORY>
+INLINE inline __m256i seconds(__m256i pairs) {
+  if constexpr (!MASK_IN_MEMORY) return _mm256_and_si256(pairs, _mm256_set1_epi32(int(UPPER[0])));
+  asm("vpand %1, %0, %0" : "+x"(pairs) : "m"(UPPER));
+  return pairs;
+}
+
+// acc[i][j] += x[i * ldx] * b for all i, where load(0) and load(1) are the halves of b. Up to four rows take one half after
+// the other: with so few sums, no sum may wait for its row's number. More rows have no registers for all these numbers.
+template <int HEIGHT, int WIDTH, class F>
+INLINE inline void by_halves(Vec (&acc)[HEIGHT][WIDTH], int j, const float* x, int64_t ldx, F load) {
+  if constexpr (HEIGHT <= 4) {
+    __m256 a[HEIGHT];
+    UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = _mm256_broadcast_ss(x + i * ldx);
+    const __m256 low = load(0);
+    UNROLL for (int i = 0; i < HEIGHT; i++) add_product(acc[i][j].lo, a[i], low);
+    const __m256 high = load(1);
+    UNROLL for (int i = 0; i < HEIGHT; i++) add_product(acc[i][j].hi, a[i], high);
+  } else {
+    const __m256 low = load(0), high = load(1);
+    UNROLL for (int i = 0; i < HEIGHT; i++) {
+      const __m256 a = _mm256_broadcast_ss(x + i * ldx);
+      add_product(acc[i][j].lo, a, low);
+      add_product(acc[i][j].hi, a, high);
+    }
+  }
+}
+#endif
 #if defined(NANO_NEON)
 // acc[i][j] += a[i] * b for all i, where load(p) is a quarter of b; two quarters at a time. Beside 24 sums there is no
 // room for more, and a compiler that loads as early as it can would put sums into memory for it: so the next address
@@ -46,14 +119,19 @@ struct Steps;
 template <>
 struct Steps<bf16> {  // a step is a pair of columns
   static constexpr int SIZE = 2 * LANES;
-  static int64_t count(int64_t columns) { return columns / 2; }
+  // Of widened rows the last column may have a zero beside it.
+  static int64_t count(int64_t columns) { return (columns + (sizeof(Input<bf16>) == 4)) / 2; }
 
   template <int HEIGHT, int WIDTH>
-  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const Panels<bf16>& w, int64_t k) {
+  INLINE static void add(Vec (&acc)[HEIGHT][WIDTH], const Input<bf16>* x, int64_t ldx, const Panels<bf16>& w, int64_t k) {
 #if defined(NANO_AVX2) || defined(NANO_NEON)
-    half<0>(acc, x, ldx, w, k);
-    asm("" : "+r"(k));  // the second half loads anew: what the first one has loaded would take its registers
-    half<1>(acc, x, ldx, w, k);
+    half<0>(acc, x + 2 * k + 1, ldx, w, k);
+#if defined(NANO_AVX2)
+    // The second half loads when the first one is done, in the eyes of the compiler: it has no registers left before.
+    UNROLL for (int i = 0; i < HEIGHT; i++)
+      UNROLL for (int j = 0; j < WIDTH; j++) asm("" : "+r"(k), "+x"(acc[i][j].lo), "+x"(acc[i][j].hi));
+#endif
+    half<1>(acc, x + 2 * k, ldx, w, k);
 #else
     Pairs b[WIDTH];
     for (int j = 0; j < WIDTH; j++) b[j] = bload(panel_of<WIDTH>(w, j) + k * SIZE);
@@ -64,28 +142,29 @@ struct Steps<bf16> {  // a step is a pair of columns
 #endif
   }
 
+#if defined(NANO_AVX2) || defined(NANO_NEON)
  private:
-  // `vdot` in two halves. The registers hold the sums, and the numbers of one half only.
-  template <int HALF>
-  static Vec part(Pairs b) {
-    return vbits(HALF ? ishl<16>(b) : iand(b, iset(0xffff0000)));
-  }
+  // `vdot` in two halves, the second of each pair first. The registers hold the sums, and the numbers of one half only.
   template <int HALF, int HEIGHT, int WIDTH>
-  INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const bf16* x, int64_t ldx, const Panels<bf16>& w, int64_t& k) {
-    Vec a[HEIGHT];
-    UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = part<HALF>(bdup(x + i * ldx + 2 * k));
+  INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const float* x, int64_t ldx, const Panels<bf16>& w, int64_t& k) {
     UNROLL for (int j = 0; j < WIDTH; j++) {
 #if defined(NANO_NEON)
+      Vec a[HEIGHT];
+      UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = vset(x[i * ldx]);
       by_quarters(acc, j, a, panel_of<WIDTH>(w, j), SIZE, k, [](const bf16* p) INLINE {
         const uint32x4_t pairs = words_at(p);
         return vreinterpretq_f32_u32(HALF ? vshlq_n_u32(pairs, 16) : vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
       });
 #else
-      const Vec b = part<HALF>(bload(panel_of<WIDTH>(w, j) + k * SIZE));
-      UNROLL for (int i = 0; i < HEIGHT; i++) acc[i][j] = vfma(a[i], b, acc[i][j]);
+      const auto* p = reinterpret_cast<const __m256i*>(panel_of<WIDTH>(w, j) + k * SIZE);
+      by_halves(acc, j, x, ldx, [&](int part) INLINE {
+        const __m256i pairs = _mm256_loadu_si256(p + part);
+        return _mm256_castsi256_ps(HALF ? _mm256_slli_epi32(pairs, 16) : seconds<HEIGHT == 3>(pairs));
+      });
 #endif
     }
   }
+#endif
 };
 template <>
 struct Steps<float> {
@@ -99,14 +178,14 @@ struct Steps<float> {
     UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = vset(x[i * ldx + k]);
     UNROLL for (int j = 0; j < WIDTH; j++)
       by_quarters(acc, j, a, panel_of<WIDTH>(w, j), SIZE, k, [](const float* p) INLINE { return vld1q_f32(p); });
+#elif defined(NANO_AVX2)
+    UNROLL for (int j = 0; j < WIDTH; j++) {
+      const float* p = panel_of<WIDTH>(w, j) + k * SIZE;
+      by_halves(acc, j, x + k, ldx, [&](int part) INLINE { return _mm256_loadu_ps(p + 8 * part); });
+    }
 #else
     Vec b[WIDTH];
-    UNROLL for (int j = 0; j < WIDTH; j++) {
-      b[j] = vload(panel_of<WIDTH>(w, j) + k * SIZE);
-#if defined(NANO_AVX2)
-      asm("" : "+x"(b[j].lo), "+x"(b[j].hi));  // loaded once, not by the product of every row
-#endif
-    }
+    UNROLL for (int j = 0; j < WIDTH; j++) b[j] = vload(panel_of<WIDTH>(w, j) + k * SIZE);
     UNROLL for (int i = 0; i < HEIGHT; i++) {
       const Vec a = vset(x[i * ldx + k]);
       UNROLL for (int j = 0; j < WIDTH; j++) acc[i][j] = vfma(a, b[j], acc[i][j]);
@@ -118,10 +197,10 @@ struct Steps<float> {
 // Nothing; ahead in every panel of this tile; a panel of the next tile; half of one, a line in every second step.
 enum class Fetch { NONE, STREAMS, PANEL, HALF };
 
-// `stride`: sums of a row.
+// `stride`: sums of a row. Never inlined: its registers are its own.
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
-inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
-                 float* sums, int stride) {
+__attribute__((noinline)) void tile(const Input<T>* x, int64_t ldx, Panels<T> w, const Segments& segments,
+                                    Panels<T> next, int next_panel, float* sums, int stride) {
   using S = Steps<T>;
   Vec acc[HEIGHT][WIDTH];
   auto span = [&](int64_t from, int64_t to, Panels<T> ahead, int64_t distance) INLINE {
@@ -134,7 +213,7 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments,
     }
   };
   const int64_t columns = segments.bounds[segments.count], count = S::count(columns);
-  const int64_t distance = AHEAD < count ? AHEAD : count, turn = count - distance;  // from there on the next panels come
+  const int64_t distance = AHEAD<WIDTH> < count ? AHEAD<WIDTH> : count, turn = count - distance;  // from there on the next panels come
   alignas(64) float waiting[Segments::DEPTH][HEIGHT * WIDTH * LANES];  // sums of finished pieces, for their partners
   int depth = 0;
   for (int64_t s = 0; s < segments.count; s++) {
@@ -148,7 +227,7 @@ inline void tile(const T* x, int64_t ldx, Panels<T> w, const Segments& segments,
     } else {
       span(from, to, next, 0);
     }
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(Input<T>) == 2) {
       if ((columns & 1) && s + 1 == segments.count)
         UNROLL for (int i = 0; i < HEIGHT; i++)
           UNROLL for (int j = 0; j < WIDTH; j++)
@@ -215,7 +294,7 @@ inline void finish_tile(const Linear<T>& job, int64_t row, int height, int64_t p
 
 // The panels of a tile after each other. Each fetches what comes behind it, or its part of the next tile's panel.
 template <class T, int HEIGHT, int WIDTH, Fetch FETCH>
-inline void one_by_one(const T* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
+inline void one_by_one(const Input<T>* x, int64_t ldx, Panels<T> w, const Segments& segments, Panels<T> next, int next_panel,
                        float* sums) {
   constexpr Fetch OWN = FETCH == Fetch::PANEL && WIDTH == 2 ? Fetch::HALF : FETCH;
   for (int j = 0; j < WIDTH; j++) {
@@ -228,27 +307,22 @@ inline void one_by_one(const T* x, int64_t ldx, Panels<T> w, const Segments& seg
 }
 
 template <class T, int WIDTH, Fetch FETCH>
-inline void tile_of(const Linear<T>& job, int64_t row, int height, int64_t panel, Panels<T> w, Panels<T> next,
+inline void tile_of(const Linear<T>& job, const InputRows<T>& inputs, int64_t row, int height, int64_t panel, Panels<T> w, Panels<T> next,
                     int next_panel) {
   alignas(64) float sums[ROWS * WIDE * LANES];
-  const T* x = job.x + row * job.ldx;
+  const Input<T>* x = inputs.row(row);
+  const int64_t ldx = inputs.stride;
   const Segments segments = job.segments.count ? job.segments : Segments{1, {0, job.w.columns}};
   switch (height) {
-    case 1: tile<T, 1, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
-    case 2: tile<T, 2, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
+    case 1: tile<T, 1, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
+    case 2: tile<T, 2, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
+    case 3: tile<T, 3, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
 #if defined(NANO_AVX2)  // more rows leave registers for the sums of one panel
-    case 3:
-      if constexpr (FETCH == Fetch::STREAMS && sizeof(T) == 4)  // two streams bring more than one
-        tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH);
-      else
-        one_by_one<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums);
-      break;
-    case 4: one_by_one<T, 4, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums); break;
-#else
-    case 3: tile<T, 3, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
-#endif
-#if defined(NANO_AVX512)
-    case 4: tile<T, 4, WIDTH, FETCH>(x, job.ldx, w, segments, next, next_panel, sums, WIDTH); break;
+    case 4: one_by_one<T, 4, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums); break;
+    case 5: one_by_one<T, 5, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums); break;
+    case 6: one_by_one<T, 6, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums); break;
+#elif defined(NANO_AVX512)
+    case 4: tile<T, 4, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
 #endif
   }
   finish_tile(job, row, height, panel, WIDTH, sums);
@@ -256,7 +330,7 @@ inline void tile_of(const Linear<T>& job, int64_t row, int height, int64_t panel
 
 // All rows of one tile's panels. Few rows wait for memory, so they fetch ahead; the last of many rows fetch what comes.
 template <class T, int WIDTH>
-inline void column_of_tiles(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, Panels<T> w,
+inline void column_of_tiles(const Linear<T>& job, const InputRows<T>& inputs, int64_t row, int64_t end_row, int64_t panel, Panels<T> w,
                             Panels<T> next, bool more) {
   const int64_t num_rows = end_row - row, num_tiles = (num_rows + ROWS - 1) / ROWS;
   for (int64_t t = 0; t < num_tiles; t++) {
@@ -264,19 +338,19 @@ inline void column_of_tiles(const Linear<T>& job, int64_t row, int64_t end_row, 
     const int height = int(to - from);
     const int64_t next_panel = t - (num_tiles - WIDTH);
     if (num_tiles < WIDTH && t == 0)
-      tile_of<T, WIDTH, Fetch::STREAMS>(job, from, height, panel, w, next, 0);
+      tile_of<T, WIDTH, Fetch::STREAMS>(job, inputs, from, height, panel, w, next, 0);
     else if (num_tiles >= WIDTH && next_panel >= 0 && more)
-      tile_of<T, WIDTH, Fetch::PANEL>(job, from, height, panel, w, next, int(next_panel));
+      tile_of<T, WIDTH, Fetch::PANEL>(job, inputs, from, height, panel, w, next, int(next_panel));
     else
-      tile_of<T, WIDTH, Fetch::NONE>(job, from, height, panel, w, next, 0);
+      tile_of<T, WIDTH, Fetch::NONE>(job, inputs, from, height, panel, w, next, 0);
   }
 }
 
 template <class T>
 class Walk {
  public:
-  Walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<T> after)
-      : job_(job), row_(row), end_row_(end_row), panel_(panel), end_(end_panel), after_(after) {}
+  Walk(const Linear<T>& job, const InputRows<T>& inputs, int64_t end_row, int64_t panel, int64_t end_panel, Panels<T> after)
+      : job_(job), inputs_(inputs), end_row_(end_row), panel_(panel), end_(end_panel), after_(after) {}
 
   template <int WIDTH>
   void run() {  // panels in tiles of this width, as many as there are
@@ -284,29 +358,51 @@ class Walk {
     for (; panel_ + step <= end_; panel_ += step) {
       const bool more = panel_ + 2 * step <= end_;
       const Panels<T> w = panels_at(job_, panel_, WIDTH);
-      column_of_tiles<T, WIDTH>(job_, row_, end_row_, panel_, w,
+      column_of_tiles<T, WIDTH>(job_, inputs_, inputs_.first, end_row_, panel_, w,
                                 more ? panels_at(job_, panel_ + step, WIDTH) : after_.low ? after_ : w, more || after_.low);
     }
   }
 
  private:
   const Linear<T>& job_;
-  const int64_t row_, end_row_;
+  const InputRows<T>& inputs_;
+  const int64_t end_row_;
   int64_t panel_;
   const int64_t end_;
   const Panels<T> after_;
 };
 
 template <class T>
-void walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<T> next) {
-  if (row >= end_row || panel >= end_panel) return;
-  Walk<T> walk(job, row, end_row, panel, end_panel, next);
+void walk_panels(const Linear<T>& job, const InputRows<T>& inputs, int64_t end_row, int64_t panel, int64_t end_panel,
+                 Panels<T> next) {
+  Walk<T> walk(job, inputs, end_row, panel, end_panel, next);
 #if defined(NANO_AVX512)
   walk.template run<6>();
   walk.template run<4>();
 #endif
   walk.template run<2>();
   if (!job.gated()) walk.template run<1>();
+}
+
+template <class T>
+void walk(const Linear<T>& job, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel, Panels<T> next) {
+  if (row >= end_row || panel >= end_panel) return;
+  if constexpr (std::is_same_v<Input<T>, T>) {
+    walk_panels<T>(job, {job.x + row * job.ldx, job.ldx, row}, end_row, panel, end_panel, next);
+  } else {
+    static thread_local std::vector<float> wide;
+    // Rows a power of two apart would crowd into few places of the cache.
+    const int64_t columns = job.w.columns, stride = (columns / LANES + 2) * LANES;
+    for (int64_t from = row, to; from < end_row; from = to) {
+      to = std::min(from + WIDENED_ROWS, end_row);
+      wide.resize(size_t((to - from) * stride));
+      for (int64_t i = from; i < to; i++)
+        for (int64_t k = 0; k < columns; k += LANES)  // zeros behind the last column
+          vstore(wide.data() + (i - from) * stride + k,
+                 load_as_float(job.x + i * job.ldx + k, int(std::min<int64_t>(LANES, columns - k))));
+      walk_panels<T>(job, {wide.data(), stride, from}, to, panel, end_panel, next);
+    }
+  }
 }
 
 }  // namespace
