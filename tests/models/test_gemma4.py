@@ -16,6 +16,7 @@ from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.shard import shard_of
 from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.parallel.mesh import Mesh, Place
 from tests.models.families import CASES
 from tests.models.strong import strong_model
@@ -65,7 +66,7 @@ def spec_of(**fields: Any) -> ModelSpec:
 def test_units_of_published_models(name: str, width: int, layout: BlockLayout) -> None:
     spec = spec_of(**PUBLISHED[name])
     assert common_layout([spec], 8192) == layout
-    assert unit_width(spec, layout) == width
+    assert unit_width(spec, layout, KvFormat(torch.bfloat16)) == width
     assert common_layout([spec], 512) == UNIFORM
     kept = sum(kind.kept for layer, kind in enumerate(spec.kinds) if kind.keys_of == layer)
     assert unit_width(spec, UNIFORM) == kept

@@ -145,6 +145,11 @@ def _require_rows_of_keys(config: EngineConfig, specs: Specs) -> None:
                 f"kv_cache_dtype={asked!r} is not possible for {spec.architecture}, whose keys are "
                 "latents, small already; use kv_cache_dtype='auto'."
             )
+        if spec.kinds:
+            raise ConfigError(
+                f"kv_cache_dtype={asked!r} is not possible for {spec.architecture}, whose layers "
+                "have heads of several sizes; use kv_cache_dtype='auto'."
+            )
 
 
 class _Needs(NamedTuple):
