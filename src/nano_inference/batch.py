@@ -330,6 +330,7 @@ class BatchBuilder:
             np.flatnonzero(self._scored[slots]).tolist(), seqs, starts, ends, cu_seqlens
         )
 
+        adapted: dict[str, Any]
         adapted = _adapters(seqs, lengths) if self._adapted[slots].any() else {}
         return ForwardBatch(
             weight_set=weight_set,

@@ -210,7 +210,7 @@ def test_a_stream_that_breaks_repeats_no_token(
     def broken(*arguments: Any) -> Any:
         result = forward(*arguments)
         return result._replace(
-            drawn=[(model, hidden * float("nan")) for model, hidden in result.drawn]
+            drawn=[(model, hidden * float("nan"), rows) for model, hidden, rows in result.drawn]
         )
 
     monkeypatch.setattr(engine.runner, "forward", broken)

@@ -18,6 +18,7 @@ from nano_inference.config import Backend
 from nano_inference.engine.storage import common_layout, unit_width
 from nano_inference.models.loading import load_spec
 from nano_inference.models.spec import ModelSpec
+from nano_inference.ops.kv_codes import KvFormat
 from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedules
@@ -37,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def bytes_of_a_unit_token(spec: ModelSpec) -> int:
     layout = common_layout([spec], spec.max_position)
-    return 2 * unit_width(spec, layout) * torch.float32.itemsize
+    return 2 * unit_width(spec, layout, KvFormat(torch.float32)) * torch.float32.itemsize
 
 
 def fitted(schedule: Schedule, work: list[Request], spec: ModelSpec) -> Schedule:

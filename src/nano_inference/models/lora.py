@@ -235,7 +235,7 @@ def _by_module(
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, half = _half(name)
-        if (place := within(module)) not in targets:
+        if (place := within(module)) is None or place not in targets:
             raise AdapterError(
                 f"{name!r} adapts {module.removeprefix(PREFIX)!r}, which takes no adapter in "
                 f"{spec.architecture}."
