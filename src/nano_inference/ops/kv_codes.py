@@ -41,6 +41,10 @@ class KvFormat:
         """How many of them a row takes."""
         return head_dim + SCALE_BYTES if self.coded else head_dim
 
+    def head_dim(self, width: int) -> int:
+        """Numbers that are attended of a row so wide."""
+        return width - SCALE_BYTES if self.coded else width
+
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a row."""
         return self.width(head_dim) * self.stored.itemsize

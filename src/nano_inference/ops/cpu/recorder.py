@@ -268,7 +268,8 @@ class Recorder:
         cap: float = 0.0,
     ) -> Buffer:
         """See `Ops.attention`; its plan is the window."""
-        kv_heads, _, _, head_dim = view.lie(layer)[0].shape
+        kv_heads, _, _, row = view.lie(layer)[0].shape
+        head_dim = view.format.head_dim(row)
         heads, rest = divmod(q.columns, head_dim)
         _require(
             not rest and not heads % kv_heads,
