@@ -155,7 +155,7 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
 ONE_ENGINE = (
     *("tokenizer_path", "cache_type", "dtype", "quantization", "device", "kv_cache_memory"),
     *("max_model_len", "num_threads", "speculation", "draft_model", "draft_layers"),
-    *("draft_quantization", "max_drafts", "loras"),
+    *("draft_quantization", "max_drafts", "loras", "max_lora_rank"),
 )
 RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 PARAMS = (
