@@ -30,7 +30,7 @@ GROUPS = {
             "ContextVersions",
             "SamplingMask",
         ),
-        *("WeightUpdate", "WeightPatch", "SamplingPipeline"),
+        *("WeightUpdate", "WeightPatch", "SamplingPipeline", "AdapterInfo", "LoraSettings"),
     ),
     "Parts": (
         *(
@@ -68,6 +68,7 @@ GROUPS = {
             "RequestAborted",
             "EngineDead",
         ),
+        *("AdapterError", "AdapterNotFound"),
     ),
 }
 TRANSPORTS = (

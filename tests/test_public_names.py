@@ -12,6 +12,7 @@ import pytest
 import nano_inference
 import nano_inference.rl
 from nano_inference import (
+    AdapterInfo,
     Block,
     CacheAllocation,
     Delta,
@@ -68,6 +69,7 @@ NAMES = {
     *("NanoInferenceError", "ConfigError", "ModelLoadError", "InvalidRequest", "RequestTooLarge"),
     *("VersionGone", "WeightUpdateError", "WeightUpdateConflict", "WeightTransferError"),
     *("RequestAborted", "EngineDead", "RankLost"),
+    *("AdapterError", "AdapterInfo", "AdapterNotFound", "LoraSettings"),
 }
 
 FIELDS: dict[type, dict[str, Any]] = {
@@ -102,6 +104,9 @@ FIELDS: dict[type, dict[str, Any]] = {
         "draft_layers": None,
         "draft_quantization": None,
         "max_drafts": 8,
+        "max_loras": 0,
+        "max_lora_rank": 64,
+        "loras": (),
         "seed": None,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
@@ -133,6 +138,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "priority": 0,
         "prompt_top_logprobs": 0,
         "grammar": None,
+        "adapter": None,
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,
@@ -158,6 +164,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "loss_mask": (),
         "sampling_params": None,
         "prompt_top_logprobs": None,
+        "adapter_versions": (),
     },
     SchedulerConfig: {
         "max_batch_size": 256,
@@ -184,12 +191,22 @@ FIELDS: dict[type, dict[str, Any]] = {
         "log_kept_mass": None,
         "weight_version": 0,
         "past_versions": (),
+        "adapter_version": 0,
+    },
+    AdapterInfo: {
+        "name": REQUIRED,
+        "version": REQUIRED,
+        "rank": REQUIRED,
+        "targets": REQUIRED,
+        "num_bytes": REQUIRED,
+        "folder": None,
     },
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},
 }
 
 RL_NAMES = {"MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"}
+RL_NAMES |= {"LoraPolicy"}
 
 # Names and fields of the first description of the engine: classes, and what each must still have.
 FIRST_NAMES: dict[type, set[str]] = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.errors import (
     AdapterError,
+    AdapterNotFound,
     ConfigError,
     EngineDead,
     InvalidRequest,
@@ -33,6 +34,7 @@ from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import Sequence, SequenceStatus
 from nano_inference.structured.grammar import Grammar
 from nano_inference.types import (
+    AdapterInfo,
     ContextVersions,
     Delta,
     EngineStats,
@@ -44,7 +46,6 @@ from nano_inference.types import (
 )
 
 if TYPE_CHECKING:
-    from nano_inference.engine.adapters import AdapterInfo
     from nano_inference.engine.async_engine import AsyncInferenceEngine
     from nano_inference.engine.engine import InferenceEngine
     from nano_inference.engine.weights.sync import WeightSyncManager
@@ -59,7 +60,6 @@ __version__ = "0.1.0"
 # What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait
 # seconds for it.
 _NEEDS_TORCH = {
-    "AdapterInfo": "nano_inference.engine.adapters",
     "AsyncInferenceEngine": "nano_inference.engine.async_engine",
     "InferenceEngine": "nano_inference.engine.engine",
     "LoraSettings": "nano_inference.models.lora",
@@ -74,6 +74,7 @@ _NEEDS_TORCH = {
 __all__ = [
     "AdapterError",
     "AdapterInfo",
+    "AdapterNotFound",
     "AsyncInferenceEngine",
     "Block",
     "CacheAllocation",

@@ -45,6 +45,10 @@ class AdapterError(NanoInferenceError, ValueError):
     """An adapter cannot be loaded or is not loaded; nothing has changed."""
 
 
+class AdapterNotFound(InvalidRequest, AdapterError):
+    """There is no adapter of this name, or in this folder."""
+
+
 class WeightUpdateError(NanoInferenceError):
     """A weight update was refused. The old version goes on serving, untouched."""
 

@@ -406,6 +406,7 @@ class Delta:
         weight_version: of the weights that sampled `token_ids`; 0 where there are none.
         past_versions: positions of the context that earlier weights computed (`kv_policy="keep"`);
             the weights of `weight_version` computed the rest. See `TrainingSample.kv_versions`.
+        adapter_version: of the adapter that sampled `token_ids`; 0 where there is none.
     """
 
     request_id: int
@@ -421,6 +422,28 @@ class Delta:
     log_kept_mass: tuple[float, ...] | None = None
     weight_version: int = 0
     past_versions: tuple[VersionSpan, ...] = ()
+    adapter_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter that requests may ask for.
+
+    Attributes:
+        name: by which they do.
+        version: that serves.
+        rank: the largest of its matrices.
+        targets: kinds of modules that it changes.
+        num_bytes: of its numbers.
+        folder: that it was read from; None: its tensors were given.
+    """
+
+    name: str
+    version: int
+    rank: int
+    targets: tuple[str, ...]
+    num_bytes: int
+    folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

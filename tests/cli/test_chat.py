@@ -7,13 +7,15 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.cli import chat
-from tests.cli.running import FAST, finish, run, spawn
+from tests.cli.running import COLOR, FAST, finish, run, spawn
+from tests.serving.adapters import adapter_folder
 
 
 def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
@@ -62,6 +64,17 @@ def test_chat_keeps_the_conversation(
     assert [each[-1]["content"] for each in seen] == ["one", "two", "three", "four", "five"]
     assert result.stdout.startswith(seen[1][1]["content"] + "\n" + seen[2][4]["content"] + "\n")
     assert "/reset" in result.stderr
+
+
+def test_chat_with_an_adapter(folders: dict[str, str], tmp_path: Path) -> None:
+    folder = adapter_folder(Path(folders["chat"]), tmp_path / "own", 1)
+    asked = ("--max-tokens", "8", "--seed", "2", "--lora", f"own={folder}", *FAST)
+    plain = run("chat", folders["chat"], *asked, stdin="one")
+    own = run("chat", folders["chat"], *asked, "--adapter", "own", stdin="one")
+    assert (plain.exit_code, own.exit_code) == (0, 0), own.stderr
+    assert plain.stdout != own.stdout
+    there = run("chat", "--url", "http://127.0.0.1:1", "--adapter", "own", stdin="one")
+    assert "--adapter is for an engine of your own" in COLOR.sub("", there.output)
 
 
 def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:

@@ -21,6 +21,7 @@ from nano_inference.data import read_jsonl
 from nano_inference.errors import InvalidRequest
 from tests.cli.running import COLOR, FAST, finish, run, samples, spawn, write_tokenizer
 from tests.models.tiny import tiny_llama
+from tests.serving.adapters import adapter_folder
 
 
 def test_json_holds_the_samples_of_the_engine(folders: dict[str, str]) -> None:
@@ -55,6 +56,23 @@ def test_json_holds_the_samples_of_the_engine(folders: dict[str, str]) -> None:
     assert re.search(
         r"4 samples, 24 tokens in .* tok/s; 0 of 5 prompt tokens cached", result.stderr
     )
+
+
+def test_an_adapter_is_loaded_and_asked_for(folders: dict[str, str], tmp_path: Path) -> None:
+    folder = adapter_folder(Path(folders["base"]), tmp_path / "own", 1)
+    asked = ("generate", folders["base"], "-p", "ab", "--json", "--seed", "5", "-m", "6", *FAST)
+    result = run(*asked, "--lora", f"own={folder}", "--adapter", "own")
+    assert result.exit_code == 0, result.stderr
+    config = EngineConfig(folders["base"], num_threads=1, kv_cache_memory=2**23, max_loras=1)
+    with InferenceEngine(config) as engine:
+        engine.load_adapter("own", folder)
+        (expected,) = engine.generate(["ab"], SamplingParams(seed=5, max_tokens=6, adapter="own"))
+    (read,) = samples(result.stdout)
+    assert tuple(read["logprobs"]) == expected.logprobs
+    assert read["adapter_versions"] == [{"version": 1, "start": 0, "end": 6}]
+    assert samples(run(*asked).stdout)[0]["completion_tokens"] != read["completion_tokens"]
+    wrong = run(*asked, "--lora", f"own={folder}", "--adapter", "other")
+    assert (wrong.exit_code, "adapter='other' is not loaded" in wrong.stderr) == (1, True)
 
 
 def test_every_sampling_option_arrives(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nano_inference.engine.adapters import Adapters
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest
@@ -18,6 +19,7 @@ CALLED = [each for each in OPERATIONS.values() if each.function]
 OWNERS: dict[str, Any] = {
     "": EngineCore,
     "engine": InferenceEngine,
+    "engine.adapter_table": Adapters,
     "engine.shared": SharedLoop,
     "weights": EngineWeights,
     "block_link": BlockLink,

@@ -21,8 +21,10 @@ def sequence(
     seed: int = 0,
     sample: int = 0,
     salt: str | None = None,
+    adapter: str | None = None,
 ) -> Sequence:
-    request = CheckedRequest(request_id, prompt, SamplingParams(cache_salt=salt), seed=seed)
+    params = SamplingParams(cache_salt=salt, adapter=adapter)
+    request = CheckedRequest(request_id, prompt, params, seed=seed)
     return Sequence(next(IDS), request, tokens, sample_index=sample)
 
 
@@ -105,6 +107,7 @@ def test_a_sample_of_the_same_noise_is_followed_until_they_part() -> None:
     assert guess(source, sequence([1, 2, 6], seed=4)) == [7, 8, 9]  # other noise: by its text
     assert guess(source, sequence([1, 3, 6], seed=3)) == []  # another prompt
     assert guess(source, sequence([1, 2, 6], seed=3, salt="another's")) == []
+    assert guess(source, sequence([1, 2, 6], seed=3, adapter="another")) == []
 
 
 def test_history_is_bounded() -> None:

@@ -45,7 +45,9 @@ _COMMANDS = {
 
 _Sampling = Annotated[
     options.Values,
-    FieldOptions(SamplingParams, options.PARAMS, {"temperature": 0.7, "max_tokens": 1024}),
+    FieldOptions(
+        SamplingParams, (*options.PARAMS, "adapter"), {"temperature": 0.7, "max_tokens": 1024}
+    ),
 ]
 _Engine = Annotated[options.Values, FieldOptions(EngineConfig, options.ONE_ENGINE)]
 _OF_A_SERVER = ("api_key", "api_key_file")
@@ -106,7 +108,7 @@ def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None
     unused, owner = (
         (_OF_A_SERVER, "a server (--url)")
         if url is None
-        else ((*options.ONE_ENGINE, "generation_config"), "an engine of your own")
+        else ((*options.ONE_ENGINE, "generation_config", "adapter"), "an engine of your own")
     )
     for option in ctx.command.params:
         if option.name in unused and options.is_given(ctx, option.name):

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 Prompt = str | list[int] | list[dict[str, Any]]
 _Sampling = Annotated[
     options.Values,
-    FieldOptions(SamplingParams, (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos")),
+    FieldOptions(
+        SamplingParams, (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
+    ),
 ]
 _Engine = Annotated[
     options.Values,

@@ -162,7 +162,7 @@ ONE_ENGINE = (
         "draft_model",
         "draft_layers",
     ),
-    *("draft_quantization", "max_drafts"),
+    *("draft_quantization", "max_drafts", "loras", "max_lora_rank"),
 )
 RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 PARAMS = (

@@ -4,17 +4,20 @@ An adapter belongs to those who use it: a request keeps the version that it bega
 with a new one, by `kv_policy`), and the memory of a version goes when the last of them has ended.
 """
 
+import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.engine.shared_loop import SharedLoop
-from nano_inference.errors import AdapterError
+from nano_inference.errors import AdapterError, AdapterNotFound
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.lora import (
     LoraSettings,
@@ -25,31 +28,12 @@ from nano_inference.models.lora import (
     settings_of,
     targets_of,
 )
-from nano_inference.ops.lora import Adapter
+from nano_inference.ops.lora import Adapter, LoraPart
 from nano_inference.options import is_whole
-from nano_inference.types import KvPolicy
+from nano_inference.types import AdapterInfo, KvPolicy
 
 MOST_NAME = 256  # characters
 POLICIES = tuple(policy for policy in get_args(KvPolicy) if policy != "wait")
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """An adapter that requests may ask for.
-
-    Attributes:
-        name: by which they do.
-        version: that serves.
-        rank: the largest of its matrices.
-        targets: kinds of modules that it changes.
-        num_bytes: of its numbers.
-    """
-
-    name: str
-    version: int
-    rank: int
-    targets: tuple[str, ...]
-    num_bytes: int
 
 
 class Adapters:
@@ -90,12 +74,13 @@ class Adapters:
                 f"kv_policy={kv_policy!r} is none of {', '.join(map(repr, POLICIES))}."
             )
         if isinstance(source, Mapping):
-            tensors, settings = dict(source), settings or LoraSettings()
+            tensors, settings, folder = dict(source), settings or LoraSettings(), None
         else:
-            tensors, config = read_folder(Path(source))
+            folder = str(source)
+            tensors, config = read_folder(Path(folder))
             settings = settings or settings_of(config)
         pairs = pairs_of(tensors, settings, spec, self._most_rank)
-        return self.take(name, pairs, version, kv_policy)
+        return self.take(name, pairs, version, kv_policy, folder)
 
     def take(
         self,
@@ -103,28 +88,23 @@ class Adapters:
         pairs: Mapping[str, Pair],
         version: int | None = None,
         kv_policy: KvPolicy = "finish_old",
+        folder: str | None = None,
     ) -> AdapterInfo:
-        """Serve checked matrices; they are copied."""
+        """Serve checked matrices; they are copied. `folder`: that they were read from."""
         with self._lock:
-            if name not in self._loaded and len(self._loaded) >= self._most:
-                raise AdapterError(
-                    f"{len(self._loaded)} adapters are loaded, as many as max_loras allows; unload "
-                    f"one of {', '.join(map(repr, sorted(self._loaded)))}."
-                )
+            self._require_place(name)
             number = self._next_version(name, version)
             spec = self._model.part.whole
             adapter = adapter_of(name, number, pairs, spec, self._model.device)
-            self._shared.change_adapter(adapter, kv_policy)
-            self._newest[name] = number
-            self._infos[name] = self._info(adapter, pairs)
-            return self._infos[name]
+            info = replace(self._info(adapter, pairs), folder=folder)
+            return self._serve(adapter, info, kv_policy)
 
     def unload(self, name: str) -> None:
         """See `InferenceEngine.unload_adapter`."""
         with self._lock:
             if name not in self._loaded:
                 loaded = ", ".join(map(repr, sorted(self._loaded))) or "none is"
-                raise AdapterError(f"adapter {name!r} is not loaded; these are: {loaded}.")
+                raise AdapterNotFound(f"adapter {name!r} is not loaded; these are: {loaded}.")
             with self._shared.lock:
                 del self._loaded[name]
             del self._infos[name]
@@ -133,6 +113,60 @@ class Adapters:
         """Those that requests may ask for, by name."""
         with self._lock:
             return [self._infos[name] for name in sorted(self._infos)]
+
+    # -- between engines of one model --------------------------------------------------------------
+
+    def copy_to(self, name: str, path: str) -> None:
+        """Write the version of an adapter that serves, to the bit, for `copy_from` of another
+        engine. Raises `AdapterError`.
+        """
+        with self._lock:
+            if name not in self._infos:
+                raise AdapterNotFound(f"adapter {name!r} is not loaded.")
+            adapter, info = self._loaded[name], self._infos[name]
+        assert isinstance(adapter, Adapter)
+        tensors: dict[str, Tensor] = {}
+        places: list[tuple[str, int, float]] = []  # as JSON a number is the same again
+        for param, parts in adapter.parts.items():
+            for part in parts:
+                tensors |= {f"{len(places)}.a": part.a, f"{len(places)}.b": part.b}
+                places.append((param, part.first, part.scale))
+        save_file(tensors, path, {"info": json.dumps(asdict(info)), "places": json.dumps(places)})
+
+    def copy_from(self, path: str, kv_policy: KvPolicy = "finish_old") -> AdapterInfo:
+        """Serve what `copy_to` of another engine wrote, as the same version. Raises
+        `AdapterError`.
+        """
+        self._shared.require_alive()
+        parts: dict[str, list[LoraPart]] = {}
+        with safe_open(path, framework="pt", device=str(self._model.device)) as file:
+            told: dict[str, str] = file.metadata()
+            for place, (param, first, scale) in enumerate(json.loads(told["places"])):
+                a, b = (file.get_tensor(f"{place}.{half}").clone() for half in "ab")
+                parts.setdefault(param, []).append(LoraPart(first, a, b, scale))
+        values: dict[str, Any] = json.loads(told["info"])
+        values["targets"] = tuple(values["targets"])
+        info = AdapterInfo(**values)
+        every = {param: tuple(own) for param, own in parts.items()}
+        adapter = Adapter(info.name, info.version, every)
+        with self._lock:
+            self._require_place(info.name)
+            return self._serve(adapter, info, kv_policy)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _serve(self, adapter: Adapter, info: AdapterInfo, kv_policy: KvPolicy) -> AdapterInfo:
+        self._shared.change_adapter(adapter, kv_policy)
+        self._newest[info.name] = info.version
+        self._infos[info.name] = info
+        return info
+
+    def _require_place(self, name: str) -> None:
+        if name not in self._loaded and len(self._loaded) >= self._most:
+            raise AdapterError(
+                f"{len(self._loaded)} adapters are loaded, as many as max_loras allows; unload "
+                f"one of {', '.join(map(repr, sorted(self._loaded)))}."
+            )
 
     def _next_version(self, name: str, version: int | None) -> int:
         newest = self._newest.get(name, 0)

@@ -19,7 +19,7 @@ def deltas_since(seq: Sequence, told: int) -> list[Delta]:
     """A sequence's completion tokens from place `told` on, without text: a delta for each way to
     compute them.
     """
-    starts = {start for _, start in seq.version_starts} | {
+    starts = {start for _, start in (*seq.version_starts, *seq.adapter_starts)} | {
         context.token_start for context in seq.contexts
     }
     end = seq.num_completion_tokens
@@ -61,6 +61,9 @@ def _delta(
         log_kept_mass=tuple(seq.output_log_kept_mass[new]) if params.cuts else None,
         weight_version=version,
         past_versions=past,
+        adapter_version=next(
+            (version for version, start in reversed(seq.adapter_starts) if start <= begin < end), 0
+        ),
     )
 
 

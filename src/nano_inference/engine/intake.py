@@ -12,7 +12,7 @@ from nano_inference.engine.requests import (
     many_prompts,
     params_for,
 )
-from nano_inference.errors import InvalidRequest, VersionGone
+from nano_inference.errors import AdapterNotFound, InvalidRequest, VersionGone
 from nano_inference.options import is_whole
 from nano_inference.scheduling.sequence import (
     POLICY,
@@ -149,12 +149,12 @@ class Intake:
         )
 
     def adapter_of(self, name: str | None) -> ServedAdapter | None:
-        """The newest version of the adapter that a request asks for. Raises `InvalidRequest`."""
+        """The newest version of the adapter that a request asks for. Raises `AdapterNotFound`."""
         if name is None:
             return None
         if (found := self.live.adapters.get(name)) is None:
             loaded = ", ".join(map(repr, sorted(self.live.adapters))) or "none is"
-            raise InvalidRequest(f"adapter={name!r} is not loaded; these are: {loaded}.")
+            raise AdapterNotFound(f"adapter={name!r} is not loaded; these are: {loaded}.")
         return found
 
     def grammar_of(

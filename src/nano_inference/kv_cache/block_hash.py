@@ -10,6 +10,11 @@ from dataclasses import dataclass
 NO_PREFIX = -1  # the first seed's default; only this module's edge knows it
 
 
+def adapter_key(name: str, version: int) -> str:
+    """What a `Namespace` calls a version of an adapter."""
+    return f"{name}@{version}"
+
+
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """What besides token ids decides the contents of a KV block: part of every block's identity.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.errors import AdapterError, ModelLoadError
+from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
 from nano_inference.models.folders import read_json
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.spec import ModelSpec
@@ -156,7 +156,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the settings of a PEFT folder. Raises `AdapterError`."""
     try:
         if not (folder / CONFIG).exists():
-            raise AdapterError(f"{folder} is not an adapter's folder: {CONFIG} is missing.")
+            raise AdapterNotFound(f"{folder} is not an adapter's folder: {CONFIG} is missing.")
         config = read_json(folder / CONFIG)
         if not (folder / WEIGHTS).exists():
             raise AdapterError(f"{folder} holds no {WEIGHTS}; pickled adapters are not read.")

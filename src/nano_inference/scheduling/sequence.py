@@ -12,7 +12,7 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys, adapter_key
 from nano_inference.types import (
     ContextVersions,
     SamplingMask,
@@ -449,7 +449,7 @@ class Sequences:
         """Where blocks that are computed now for this sequence belong."""
         lineage, salt = _LINEAGE.get(seq.weight_set, seq.weight_set), seq.request.params.cache_salt
         own = seq.adapter
-        adapter = None if own is None else f"{own.name}@{own.version}"
+        adapter = None if own is None else adapter_key(own.name, own.version)
         return Namespace(lineage, self.versions[seq.weight_set], salt, adapter)
 
     def insert(self, seq: Sequence) -> None:

@@ -317,7 +317,7 @@ class EngineClient(ABC):
             await self.call("take_in", timeout=timeout)
         return len(found)
 
-    async def call(self, name: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
+    async def call(self, name: str, /, *, timeout: float = 60.0, **arguments: Any) -> Any:
         """Run an engine operation. Raises what it raised, `TimeoutError`, and what `submit` raises.
 
         Args:

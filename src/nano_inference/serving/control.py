@@ -18,7 +18,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, api_error_of, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
-from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
+from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
 
 MAX_NAME = 256  # characters
 MAX_DIGITS = 15
@@ -157,6 +157,7 @@ class _EngineState:
     folder: str | None = None  # from which the weights that serve came
     checksums: dict[str, str] | None = None  # that a request asked to remember
     pause_policy: KvPolicy | None = None
+    adapters: Mapping[str, AdapterInfo] | None = None  # None: those that it started with
 
 
 def require_safetensors(content: bytes) -> None:
@@ -184,6 +185,7 @@ class Control:
         self._state = _EngineState(client.num_restarts)
         self._numbers = itertools.count(1)  # of sessions
         self._turn = asyncio.Lock()  # held by the operation that receives or finishes
+        self._adapter_turn = asyncio.Lock()  # held while an adapter is loaded or unloaded
         self._is_opening = False
         self._cancelling: set[asyncio.Task[bool]] = set()
         self._expiry: asyncio.TimerHandle | None = None
@@ -223,7 +225,7 @@ class Control:
         """Where the weights that serve were read: SGLang tells the folder of an update."""
         return self._engine.folder or self._client.info.model_path
 
-    async def call(self, name: str, seconds: float = SOON, **arguments: Any) -> Any:
+    async def call(self, name: str, seconds: float = SOON, /, **arguments: Any) -> Any:
         """As `EngineClient.call`. Raises `ApiError`."""
         try:
             return await self._client.call(name, timeout=seconds, **arguments)
@@ -671,6 +673,49 @@ class Control:
                 f"{', '.join(get_args(Memory))}.",
             )
         return parts
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """Those that requests may ask for, by name. No waiting, and never changed in place."""
+        own = self._engine.adapters
+        return {each.name: each for each in self._client.info.adapters} if own is None else own
+
+    async def load_adapter(self, name: str, folder: str, *, again: bool = True) -> AdapterInfo:
+        """Serve an adapter, or a new version of it, from a PEFT folder on this machine. Requests
+        that run with an older version do what the pause asked for, and finish with it without a
+        pause.
+
+        `again`: one of this name may be loaded already; else that is a 400. 400 also for one that
+        does not fit the model, 404 where the folder holds none.
+        """
+        checked_name(name, "lora_name")
+        async with self._adapter_turn:
+            if not again and name in self.adapters:
+                raise bad_request(
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                    "adapter in place, set 'load_inplace' to True.",
+                    "lora_name",
+                )
+            policy = self.pause_policy or "finish_old"
+            arguments = {"name": name, "source": folder, "kv_policy": policy}
+            info: AdapterInfo = await self.call(
+                "load_adapter", self._config.rl_timeout, **arguments
+            )
+            self._engine.adapters = {**self.adapters, name: info}
+        log.info("version %d of adapter %r serves.", info.version, name)
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        """No new request may ask for an adapter; those that have it finish with it. 404 for one
+        that is not loaded.
+        """
+        async with self._adapter_turn:
+            await self.call("unload_adapter", self._config.rl_timeout, name=name)
+            self._engine.adapters = {
+                key: each for key, each in self.adapters.items() if key != name
+            }
 
     # -- checks ------------------------------------------------------------------------------------
 

@@ -108,6 +108,7 @@ class EngineCore:
             max_request_entries=engine.config.max_request_entries,
             sampling_defaults=generation_defaults(engine.model_folder),
             grammar_backend=engine.config.grammar_backend,
+            adapters=tuple(engine.adapters()),
         )
 
     def prepare(self) -> None:

@@ -7,6 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from nano_inference.errors import (
+    AdapterError,
+    AdapterNotFound,
     EngineDead,
     InvalidRequest,
     NanoInferenceError,
@@ -88,8 +90,10 @@ def api_error_of(problem: BaseException) -> ApiError:
             return ApiError(400, str(problem), code="context_length_exceeded")
         case VersionGone():
             return ApiError(409, str(problem), code="weight_version_gone")
-        case InvalidRequest():
-            return ApiError(400, str(problem))
+        case InvalidRequest() | AdapterError():
+            missing = isinstance(problem, AdapterNotFound)
+            code = "model_not_found" if missing else None
+            return ApiError(404 if missing else 400, str(problem), code=code)
         case WeightUpdateError():
             late, conflict = (
                 isinstance(problem, WeightTransferError),

@@ -13,7 +13,14 @@ from nano_inference.budget import DEFAULT_ENTRIES
 from nano_inference.config import EngineConfig
 from nano_inference.serving.log_lines import LogFormat
 from nano_inference.structured.grammar import BackendName
-from nano_inference.types import Delta, EngineStats, SamplingParams, TopLogprobs, TrainingSample
+from nano_inference.types import (
+    AdapterInfo,
+    Delta,
+    EngineStats,
+    SamplingParams,
+    TopLogprobs,
+    TrainingSample,
+)
 
 # A log line: bytes, problem, how many others there were since the last such line.
 NOT_UNDERSTOOD = (
@@ -65,6 +72,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         sampling_defaults: what the model's generation_config.json recommends, as fields of
             `SamplingParams`.
         grammar_backend: as in its configuration.
+        adapters: with which it started.
     """
 
     model_path: str
@@ -80,6 +88,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_request_entries: int = DEFAULT_ENTRIES
     sampling_defaults: dict[str, float] = {}
     grammar_backend: BackendName = "llguidance"
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 # -- to the engine ---------------------------------------------------------------------------------

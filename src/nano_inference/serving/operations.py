@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.types import EngineStats, KvPolicy, Memory, PauseMode
+from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
 
 MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has passed
 
@@ -183,6 +183,27 @@ _ROWS = (
     ),
     Operation("cancel_update", "weights.cancel_update", "own", _SESSION | {"reason": str}),
     Operation("save_weights", "weights.save_weights", "replica", {"path": str, "version": int}),
+    # -- adapters
+    Operation("adapters", "engine.adapters", "first", returns=tuple[AdapterInfo, ...]),
+    # `source`: a folder that the engine's process reads
+    Operation(
+        "load_adapter",
+        "engine.load_adapter",
+        "own",
+        {"name": str, "source": str, "version": int | None, "kv_policy": KvPolicy},
+        returns=AdapterInfo,
+    ),
+    Operation("unload_adapter", "engine.unload_adapter", "own", {"name": str}),
+    Operation(
+        "save_adapter", "engine.adapter_table.copy_to", "replica", {"name": str, "path": str}
+    ),
+    Operation(
+        "receive_adapter",
+        "engine.adapter_table.copy_from",
+        "replica",
+        {"path": str, "kv_policy": KvPolicy},
+        returns=AdapterInfo,
+    ),
     # -- blocks that move between replicas
     Operation("count_blocks", "block_link.count_blocks", "replica", _NAMES),
     Operation(

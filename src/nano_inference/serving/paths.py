@@ -9,6 +9,8 @@ CHANGING: frozenset[str] = frozenset(
         "/flush_cache",
         "/update_weight_version",
         "/update_weights",
+        # SGLang and prime-rl
+        "/load_lora_adapter",
         # vLLM
         "/abort_requests",
         "/inference/v1/abort_requests",
@@ -20,6 +22,8 @@ CHANGING: frozenset[str] = frozenset(
         "/shutdown_weight_transfer_engine",
         "/sleep",
         "/start_weight_update",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/wake_up",
         "/weight_checker",
         # SGLang
@@ -35,6 +39,7 @@ CHANGING: frozenset[str] = frozenset(
         "/pull_weights",
         "/release_memory_occupation",
         "/resume_memory_occupation",
+        "/unload_lora_adapter",
         "/update_weights_from_disk",
         "/update_weights_from_distributed",
         "/update_weights_from_ipc",
@@ -42,7 +47,6 @@ CHANGING: frozenset[str] = frozenset(
         "/weights_checker",
         # prime-rl and PipelineRL
         "/init_broadcaster",
-        "/load_lora_adapter",
         "/receive_weight_update",
     )
 )

@@ -32,9 +32,9 @@ from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.requests import (
     Strict,
     TokenIds,
+    adapter_of,
     need_tokenizer,
     read_body,
-    require_model,
     require_possible_length,
 )
 from nano_inference.serving.server import Server, read_request
@@ -163,7 +163,7 @@ class DetokenizeRequest(Strict):
 def tokenize(body: bytes, served: Served) -> dict[str, Any]:
     """Token ids of a text or a chat. Raises `ApiError` and `InvalidRequest`."""
     request = read_body(body, TokenizeRequest, served.config)
-    require_model(request.model, served)
+    adapter_of(request.model, served)
     tokenizer = need_tokenizer(served)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("give a prompt or messages, and not both.", "prompt")
@@ -191,7 +191,7 @@ def tokenize(body: bytes, served: Served) -> dict[str, Any]:
 def detokenize(body: bytes, served: Served) -> dict[str, Any]:
     """The text of token ids, special tokens written out. Raises `ApiError`."""
     request = read_body(body, DetokenizeRequest, served.config)
-    require_model(request.model, served)
+    adapter_of(request.model, served)
     tokenizer = need_tokenizer(served)
     if max(request.tokens, default=0) >= served.engine.vocab_size:
         raise bad_request(
@@ -203,14 +203,15 @@ def detokenize(body: bytes, served: Served) -> dict[str, Any]:
 
 
 def model_row(served: Served, name: str, created: float) -> dict[str, Any]:
-    """The model as OpenAI's clients know it."""
+    """The model, or an adapter, as OpenAI's clients know it."""
+    adapter = None if name in served.all_names else served.adapters().get(name)
     return {
         "id": name,
         "object": "model",
         "created": int(created),
         "owned_by": "nano-inference",
-        "root": served.name,
-        "parent": None,
+        "root": served.name if adapter is None else adapter.folder or name,
+        "parent": None if adapter is None else served.name,
         "max_model_len": served.engine.max_model_len,
     }
 
@@ -240,7 +241,8 @@ def model_routes(router: APIRouter, server: Server) -> None:
     )
     async def models(request: Request) -> Response:
         served = server.require_served()
-        rows = [row(request, name) for name in (served.name, *served.other_names)]
+        names = dict.fromkeys((*served.all_names, *served.adapters()))
+        rows = [row(request, name) for name in names]
         if "anthropic-version" in request.headers:
             ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]}
             return json_reply(200, {"data": rows, "has_more": False, **ends})
@@ -250,7 +252,7 @@ def model_routes(router: APIRouter, server: Server) -> None:
         "/v1/models/{name:path}", openapi_extra=operation(None, MODEL, summary="One of them")
     )
     async def model(name: str, request: Request) -> Response:
-        require_model(name, server.require_served())
+        adapter_of(name, server.require_served())
         return json_reply(200, row(request, name))
 
     @router.post(

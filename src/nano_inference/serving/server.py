@@ -215,6 +215,7 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
         other_names=config.served_names[1:],
         version_name=control.version_name,
         version_number=control.version_number,
+        adapters=lambda: control.adapters,
     )
 
 

@@ -54,7 +54,7 @@ class _Pasts:
 
 class HistoryDrafts:
     """See `DraftSource`. It keeps samples that have ended, by their prompts, for later requests. A
-    `cache_salt` keeps samples apart as it does prefixes.
+    `cache_salt` keeps samples apart as it does prefixes, and so does an adapter.
 
     Args:
         most_tokens: of all samples that are kept, with about 600 bytes each; the prompt that was
@@ -103,7 +103,9 @@ class HistoryDrafts:
 
 def _key(seq: Sequence) -> tuple[Any, ...]:
     """What samples have in common that may be guessed from each other."""
-    return seq.request.params.cache_salt, *seq.token_ids[: seq.request.num_prompt_tokens]
+    params = seq.request.params
+    prompt = seq.token_ids[: seq.request.num_prompt_tokens]
+    return params.cache_salt, params.adapter, *prompt
 
 
 class _Place:

@@ -74,6 +74,7 @@ class Engine(ScriptedClient):
         }
         self.returns |= {
             "has_group": True,
+            "adapters": [],
             "sleeping": [],
             "save_weights": 0,
             "sleep": None,

@@ -159,6 +159,7 @@ def test_salts_versions_and_flushes_hide_prefixes() -> None:
     it.finished(it.place(prompt, salt="a", version=1))
     assert it.place(prompt, salt="a", version=1).cached == 2 * PIECE
     assert it.place(prompt, version=1).cached == it.place(prompt, salt="a", version=2).cached == 0
+    assert it.place(prompt, salt="a", version=1, adapter="own@1").cached == 0
     it.forget()
     assert it.place(prompt, salt="a", version=1).cached == 0
 
@@ -201,13 +202,11 @@ def test_what_is_remembered_is_bounded_and_the_common_start_stays() -> None:
 def test_long_prompts_cost_little_more_than_short_ones() -> None:
     it = router("0", most_keys=12)
     prompt = list(range(10**5))
-    ends = [end for _, end in it._keys(prompt, None, 0)]
+    ends = [end for _, end in it._keys(prompt, None)]
     assert ends == [PIECE * count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
     for place, end in enumerate(ends):
         other = [*prompt[: end - PIECE], *[-1] * PIECE, *prompt[end:]]
-        same = [
-            a == b for a, b in zip(it._keys(prompt, None, 0), it._keys(other, None, 0), strict=True)
-        ]
+        same = [a == b for a, b in zip(it._keys(prompt, None), it._keys(other, None), strict=True)]
         assert same == [True] * place + [False] * (len(ends) - place)
 
 

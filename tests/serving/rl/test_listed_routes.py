@@ -17,6 +17,7 @@ POST /weight_checker 400  POST /init_weight_transfer_engine 400  POST /start_wei
 POST /update_weights 409  POST /finish_weight_update 409  POST /update_weight_version 400
 POST /reset_prefix_cache 200  POST /sleep 200  GET /is_sleeping 200  POST /wake_up 200  GET /get_world_size 200
 GET /server_info 200  POST /inference/v1/generate 400  POST /v1/completions 400  GET /v1/models 200  GET /health 200
+POST /v1/load_lora_adapter 400  POST /v1/unload_lora_adapter 400
 """
 SGLANG = """
 POST /generate 400  GET /model_info 200  GET /get_model_info 200  GET /server_info 200  GET /get_server_info 200
@@ -26,10 +27,10 @@ POST /init_weights_update_group 400  POST /destroy_weights_update_group 404  POS
 POST /update_weights_from_tensor 400  POST /update_weights_from_disk 400  POST /update_weight_version 400
 POST /begin_weight_update 200,409,409  POST /end_weight_update 400,409,409  POST /weights_checker 200
 POST /release_memory_occupation 200  POST /resume_memory_occupation 200  POST /pull_weights 501
-POST /post_process_weights 501
+POST /post_process_weights 501  POST /unload_lora_adapter 400
 """
 OTHERS = """
-POST /init_broadcaster 400  GET /liveness 200  POST /update_weights 409  POST /load_lora_adapter 501
+POST /init_broadcaster 400  GET /liveness 200  POST /update_weights 409  POST /load_lora_adapter 400
 POST /receive_weight_update 409
 """
 

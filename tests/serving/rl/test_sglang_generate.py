@@ -360,7 +360,6 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
             ({"input_ids": [5], name: value}, f"{name} is not supported")
             for name, value in {
                 "image_data": ["a.png"],
-                "lora_path": "adapter",
                 "return_routed_experts": True,
                 "return_hidden_states": True,
                 "token_ids_logprob": [5],

@@ -39,13 +39,6 @@ def routes(router: APIRouter, server: Server) -> None:
             *((200, {"status": "ok"}) if is_live else (503, {"status": "engine_unresponsive"}))
         )
 
-    @router.post("/load_lora_adapter", summary="Not there yet")
-    async def load_lora_adapter(request: Request) -> Response:
-        await fields_of(request, server)
-        raise ApiError(
-            501, "LoRA adapters are not supported; send weights into which the adapter is merged."
-        )
-
 
 async def _join(server: Server, fields: Fields) -> None:
     if fields.flag("quantize_in_weight_transfer", default=False):

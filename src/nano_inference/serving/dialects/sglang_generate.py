@@ -27,7 +27,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, ChoiceDelta, TextStyle
-from nano_inference.serving.errors import ApiError, bad_request
+from nano_inference.serving.errors import ApiError, bad_request, shown
 from nano_inference.serving.parsing import AT_ONCE
 from nano_inference.serving.protocols.answers import (
     DONE,
@@ -182,6 +182,7 @@ class SglangRequest(Strict):
     priority: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = Field(
         None, description="higher goes first"
     )
+    lora_path: Strings | None = Field(None, description="name of a loaded adapter; null: none")
     weight_version: WantedVersion | None = None
     n_wanted: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
         None,
@@ -195,13 +196,14 @@ class SglangRequest(Strict):
         *("session_id", "routing_key", "conversation_id", "routed_dp_rank", "data_parallel_rank"),
         *("routed_experts_start_len", "log_metrics", "no_logs"),
     )
-    refused = SglangSampling.refused | {
+    refused = {
+        name: each for name, each in SglangSampling.refused.items() if name != "lora_path"
+    } | {
         "image_data": ([], ""),
         "video_data": ([], ""),
         "audio_data": ([], ""),
         "input_embeds": ([], ""),
         "modalities": ([],),
-        "lora_path": ([],),
         "lora_id": ([],),
         "session_params": ({},),
         "token_ids_logprob": ([],),
@@ -512,6 +514,7 @@ class SglangBuilder(Builder):
                 "min_tokens": sampling.min_new_tokens,
                 "cache_salt": one_of(request.extra_key, place, len(self._prompts), "extra_key"),
                 "priority": None if request.priority is None else -request.priority,
+                "adapter": self._adapter(place),
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
             },
             within="sampling_params.",
@@ -519,6 +522,14 @@ class SglangBuilder(Builder):
             if request.require_reasoning
             else AT_ONCE,
         )
+
+    def _adapter(self, place: int) -> str | None:
+        name = one_of(self.request.lora_path, place, len(self._prompts), "lora_path")
+        if name is not None and name not in self.served.adapters():
+            raise ApiError(
+                404, f"the adapter {shown(name)} is not loaded.", "lora_path", "model_not_found"
+            )
+        return name
 
     # -- a stream ----------------------------------------------------------------------------------
 

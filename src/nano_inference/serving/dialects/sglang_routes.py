@@ -33,7 +33,7 @@ from nano_inference.serving.dialects.reading import (
     fields_of,
     tensors_of,
 )
-from nano_inference.serving.dialects.shared import server_info
+from nano_inference.serving.dialects.shared import adapters_told, server_info
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
@@ -366,6 +366,7 @@ def routes(router: APIRouter, server: Server) -> None:
         "/get_weights_by_name": lambda fields: _rows(control, fields),
         "/begin_weight_update": lambda fields: _done(weights.begin(fields)),
         "/weights_checker": weights.check,
+        "/unload_lora_adapter": lambda fields: _unload_adapter(server, fields),
         **{path: _refuser(why) for path, why in _NOT_HERE.items()},
     }
     # What is refused of these ends the update: its weights are missing.
@@ -499,6 +500,14 @@ async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
         raise bad_request("rid is missing; or send abort_all as true.", "rid")
     names = None if fields.flag("abort_all", default=False) else [rid or ""]
     return {"status": "ok", "num_aborted": await control.abort(names)}
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+async def _unload_adapter(server: Server, fields: Fields) -> dict[str, Any]:
+    await server.control.unload_adapter(fields.required_text("lora_name"))
+    return adapters_told(server)
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ def routes(router: APIRouter, server: Server) -> None:
     }
     posts: Mapping[str, Answer] = {
         "/flush_cache": lambda _: _flush_cache(server),
+        "/load_lora_adapter": lambda fields: _load_adapter(server, fields),
         "/update_weight_version": lambda fields: _name_version(server, fields),
     }
     add_routes(router, server, "GET", gets)
@@ -53,6 +54,29 @@ async def _flush_cache(server: Server) -> dict[str, Any]:
             raise
         raise ApiError(400, problem.message) from None  # at which SGLang's clients ask again
     return {"success": True, "flushed": True, "message": "the prefix cache is empty."}
+
+
+async def _load_adapter(server: Server, fields: Fields) -> dict[str, Any]:
+    """SGLang's and prime-rl's. As the latter wants it, a name that is loaded gets a new version."""
+    fields.flag("pinned", default=False)  # all stay until they are unloaded
+    name, path = fields.required_text("lora_name"), fields.required_text("lora_path")
+    require_own_name(name, server)
+    await server.control.load_adapter(name, path)
+    return adapters_told(server)
+
+
+def require_own_name(name: str, server: Server) -> None:
+    """Raise `ApiError`, 400, if an adapter would be called as the model is."""
+    if name in server.require_served().all_names:
+        raise bad_request(
+            f"The lora adapter name '{name}' conflicts with a served base model.", "lora_name"
+        )
+
+
+def adapters_told(server: Server) -> dict[str, Any]:
+    """What SGLang answers when adapters have changed; `status` is prime-rl's."""
+    loaded = {each.name: each.folder or each.name for each in server.control.adapters.values()}
+    return {"success": True, "error_message": "", "loaded_adapters": loaded, "status": "ok"}
 
 
 async def server_info(server: Server) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from nano_inference.serving.protocols.requests import (
     OneOrMany,
     SamplingFields,
     Strict,
+    adapter_of,
     behind_reasoning,
     check_part,
     checked_prompt,
@@ -46,7 +47,6 @@ from nano_inference.serving.protocols.requests import (
     need_tokenizer,
     require_at_most,
     require_logprobs,
-    require_model,
     room,
     sampling_params,
     version_number,
@@ -142,7 +142,7 @@ class VllmBuilder(Builder):
     }
 
     def __init__(self, request: VllmRequest, served: Served, request_id: str) -> None:
-        require_model(request.model, served)
+        self._adapter = adapter_of(request.model, served)
         self._served = served
         self._request = request
         self._sampling = sampling = request.sampling_params or VllmSampling.model_validate({})
@@ -214,6 +214,7 @@ class VllmBuilder(Builder):
                 "cache_salt": request.cache_salt,
                 "priority": request.priority,
                 "sampling_mask": sampling.return_sampling_mask or None,
+                "adapter": self._adapter,
             },
             within="sampling_params.",
             behind=behind_reasoning(self._prompt, self._served, parsed=False)
@@ -255,7 +256,7 @@ class VllmBuilder(Builder):
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """The answer."""
         told = self._head() | {
-            "model": self._served.name,
+            "model": self._adapter or self._served.name,
             "created": self._created,
             "choices": LazyArray(self._choice(choice.whole, choice.content) for choice in choices),
             "usage": usage_told(usage, self._served),

@@ -19,6 +19,7 @@ from nano_inference.serving.dialects.reading import (
     fields_of,
     tensors_of,
 )
+from nano_inference.serving.dialects.shared import require_own_name
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request, shown
 from nano_inference.serving.server import Server
@@ -61,6 +62,7 @@ def routes(router: APIRouter, server: Server) -> None:
     add_routes(router, server, "POST", posts)
     add_routes(router, server, "POST", {"/finish_weight_update": transfer.finish}, transfer.fail)
     add_routes(router, server, "GET", gets)
+    _adapter_routes(router, server)
 
     @router.post(
         "/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's"
@@ -76,6 +78,37 @@ def routes(router: APIRouter, server: Server) -> None:
             if fields is None or "weight_dir" not in fields.body:
                 await transfer.lose(problem)
             raise
+
+
+def _adapter_routes(router: APIRouter, server: Server) -> None:
+    @router.post("/v1/load_lora_adapter", summary="Serve an adapter, or a new version of it")
+    async def load(request: Request) -> Response:
+        fields = await fields_of(request, server)
+        name, path = fields.text("lora_name"), fields.text("lora_path")
+        if not name or not path:
+            raise bad_request("Both 'lora_name' and 'lora_path' must be provided.")
+        require_own_name(name, server)
+        again = fields.flag("load_inplace", default=False)
+        await server.control.load_adapter(name, path, again=again)
+        return _text(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", summary="No new request may ask for an adapter")
+    async def unload(request: Request) -> Response:
+        name = (await fields_of(request, server)).text("lora_name")
+        if not name:
+            raise bad_request("'lora_name' needs to be provided to unload a LoRA adapter.")
+        try:
+            await server.control.unload_adapter(name)
+        except ApiError as problem:
+            if problem.status != 404:
+                raise
+            text = f"The lora adapter {shown(name)} cannot be found."
+            raise ApiError(404, text, "lora_name", problem.code) from problem
+        return _text(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _text(said: str) -> Response:
+    return Response(said, media_type="text/plain")
 
 
 async def _said(name: str, value: Awaitable[object]) -> dict[str, Any]:

@@ -22,12 +22,16 @@ _POLICY = "policy"
 
 
 def names_of(
-    token_ids: Sequence[int], block_size: int, version: int, salt: str | None = None
+    token_ids: Sequence[int],
+    block_size: int,
+    version: int,
+    salt: str | None = None,
+    adapter: str | None = None,
 ) -> tuple[int, ...]:
     """Names of the full blocks of a prompt, as an engine whose weights have this version gives
-    them.
+    them, and with this adapter (`adapter_key`).
     """
-    prefix = PrefixKeys(Namespace(_POLICY, version, salt))
+    prefix = PrefixKeys(Namespace(_POLICY, version, salt, adapter))
     prefix.extend(token_ids, block_size)
     return tuple(prefix.hashes)
 

@@ -3,6 +3,7 @@ bits.
 """
 
 import bisect
+import itertools
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -142,6 +143,8 @@ class SampleSoFar:
     raw_logprobs: list[float] = field(default_factory=list[float])
     top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     contexts: list[Context] = field(default_factory=list[Context])
+    # (version of the adapter, first token)
+    adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     text_length: int = 0  # of what the client has
     cached_tokens: int = 0
     to_skip: int = 0  # tokens that come again
@@ -153,6 +156,9 @@ class SampleSoFar:
         by = delta.past_versions, delta.weight_version
         if delta.token_ids and (not self.contexts or self.contexts[-1][1:] != by):
             self.contexts.append(Context(len(self.token_ids), *by))
+        own = delta.adapter_version
+        if own and (not self.adapter_starts or self.adapter_starts[-1][0] != own):
+            self.adapter_starts.append((own, len(self.token_ids)))
         for name in _PER_TOKEN:
             getattr(self, name).extend(getattr(delta, name) or ())
         self.cached_tokens = delta.cached_tokens
@@ -412,6 +418,7 @@ class FleetRequest:
             if spans and spans[-1].version == version:
                 start = spans.pop().start
             spans.append(VersionSpan(version, start, end))
+        starts = [*sample.adapter_starts, (0, count)]
         return TrainingSample(
             prompt_tokens=prompt,
             completion_tokens=tuple(sample.token_ids),
@@ -430,6 +437,10 @@ class FleetRequest:
             kv_versions=tuple(contexts),
             loss_mask=(True,) * count,
             sampling_params=params,
+            adapter_versions=tuple(
+                VersionSpan(version, start, end)
+                for (version, start), (_, end) in itertools.pairwise(starts)
+            ),
         )
 
 

@@ -258,6 +258,7 @@ class FleetClient(EngineClient):
                     session=request.session,
                     salt=message.params.cache_salt,
                     version=self.supervisor.version,
+                    adapter=self.supervisor.adapter_key(message.params.adapter),
                     without=without,
                 )
         living = self.supervisor.living()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from nano_inference.errors import (
+    AdapterError,
     EngineDead,
     InvalidRequest,
     NanoInferenceError,
@@ -16,8 +17,9 @@ from nano_inference.errors import (
 )
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.fleet.router import Router
-from nano_inference.serving.fleet.supervisor import Supervisor
+from nano_inference.serving.fleet.supervisor import Supervisor, bring_adapter
 from nano_inference.serving.operations import Operation, operation_named
+from nano_inference.types import AdapterInfo, KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -56,6 +58,8 @@ class FleetOperations:
             "begin_update": self._begin_update,
             "finish_update": self._finish_update,
             "cancel_update": self._cancel_update,
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
         }
         self._joined: dict[str, Callable[[Answers], Any]] = {
             "stats": lambda found: supervisor.joined_stats(list(found.values())),
@@ -343,6 +347,51 @@ class FleetOperations:
             finally:
                 if not needs_no_stop:
                     await self._go_on()
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    async def _load_adapter(self, name: str, seconds: float, arguments: Arguments) -> AdapterInfo:
+        """One replica reads the folder, which may refuse it; the others get what that one serves,
+        whatever the folder holds by then. One that cannot have it comes back as the others are.
+        """
+        supervisor, adapter = self._supervisor, arguments["name"]
+        async with self._lock:
+            newest = supervisor.adapter_versions.get(adapter, 0)
+            version = arguments.get("version")
+            if version is not None and version <= newest:
+                raise AdapterError(
+                    f"version={version} of adapter {adapter!r} must be above {newest}."
+                )
+            told = {**arguments, "version": newest + 1 if version is None else version}
+            while True:  # until one has it that lives
+                donor, client = next(iter(supervisor.living().items()), ("", None))
+                if client is None:
+                    raise EngineDead("no replica is left that could load it.")
+                try:
+                    info: AdapterInfo = await client.call(name, timeout=seconds, **told)
+                except EngineDead:
+                    if client.why_dead is None:
+                        raise
+                    continue
+                others = {each: its for each, its in supervisor.living().items() if each != donor}
+                policy: KvPolicy = arguments.get("kv_policy", "finish_old")
+                answers = await asyncio.gather(
+                    *(bring_adapter(client, its, adapter, policy) for its in others.values()),
+                    return_exceptions=True,
+                )
+                if client.why_dead is None or not all(map(_failed, answers)):
+                    break
+            supervisor.serves_adapter(info)
+            self._leave_behind(dict(zip(others, answers, strict=True)), f"no adapter {adapter!r}")
+            return info
+
+    async def _unload_adapter(self, name: str, seconds: float, arguments: Arguments) -> None:
+        async with self._lock:
+            found = await self._each(name, seconds, arguments)
+            if all(map(_failed, found.values())):
+                _raise_first(found)
+            self._supervisor.adapters.pop(arguments["name"], None)
+            self._leave_behind(found, f"it keeps adapter {arguments['name']!r}")
 
 
 def _joined_checksums(found: Answers) -> dict[str, str]:

@@ -69,10 +69,10 @@ class Router:
 
     **Prefixes** are known coarsely: chained keys at fixed places of the prompt (after 1, 2, 3, 4,
     6, 8, 12, 16, 24 … pieces of `piece` tokens; of what lies between two places the last piece is
-    looked at), with the salt and the weight version at their root. A key names the replicas that
-    were sent such a prompt. There are at most `max_keys`, and the ones least recently used go. A
-    wrong guess costs a prefill and no bit, so replicas do not report what they evict; an update
-    changes the version and so the keys.
+    looked at), with the salt, the weight version and the adapter at their root. A key names the
+    replicas that were sent such a prompt. There are at most `max_keys`, and the ones least recently
+    used go. A wrong guess costs a prefill and no bit, so replicas do not report what they evict; an
+    update changes the version and so the keys.
 
     **Sessions**: requests with the same session go where the last one went, as long as that replica
     takes requests. `max_sessions` are remembered, the ones least recently used go.
@@ -170,6 +170,7 @@ class Router:
         session: Hashable | None = None,
         salt: str | None = None,
         version: int = 0,
+        adapter: str | None = None,
         without: Collection[str] = (),
     ) -> Ticket:
         """Choose a replica for a request, and count it there.
@@ -180,6 +181,7 @@ class Router:
             session: requests of the same one go to the same replica.
             salt: prefixes are shared only between requests of the same salt.
             version: of the weights that will compute it.
+            adapter: name and version of the adapter that will, if one does.
             without: replicas that are not to get it.
 
         Raises `NoReplica`.
@@ -189,7 +191,7 @@ class Router:
             able = {name: load for name, load in able.items() if name not in without}
         if not able:
             raise NoReplica("no replica takes requests.")
-        keys = self._keys(prompt, salt, version)
+        keys = self._keys(prompt, (salt, version, adapter))
         found = self._found(keys, able)
         load = None if session is None else able.get(self._sessions.get(session, ""))
         if load is None:
@@ -231,10 +233,10 @@ class Router:
         load.count(num_samples, 0, chosen=self._num_placed)
         return Ticket(load.replica, num_samples, cached=cached, _load=load)
 
-    def _keys(self, prompt: Sequence[int], salt: str | None, version: int) -> list[tuple[int, int]]:
+    def _keys(self, prompt: Sequence[int], root: Hashable) -> list[tuple[int, int]]:
         """(key, tokens that it stands for), from the first piece on."""
         piece, keys = self._piece, list[tuple[int, int]]()
-        key, length = hash((salt, version)), len(prompt)
+        key, length = hash(root), len(prompt)
         for end in self._ends:
             if end > length:
                 break

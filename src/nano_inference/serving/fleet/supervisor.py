@@ -4,18 +4,24 @@ share.
 
 import asyncio
 import logging
+import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import msgspec
+
 from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.speculation.joined import counted, joined
-from nano_inference.types import EngineStats, Memory, SpeculationStats
+from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, SpeculationStats
 
 if TYPE_CHECKING:
     from nano_inference.serving.fleet.fleet_client import FleetClient
@@ -26,6 +32,7 @@ GLANCE = 0.2  # seconds between two looks at the replicas
 # seconds until the next engine; doubled for each one in a row that did not last
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
+ADAPTER_TIMEOUT = 300.0  # in which a replica gets an adapter of another one
 LASTING = 60.0  # seconds after which an engine has lasted
 _MOST_DOUBLINGS = 10  # by then it is the longest
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
@@ -142,6 +149,8 @@ class Supervisor:
         paused: whether the fleet was paused by a call.
         asleep: the parts of the memory that were given back.
         keeps_old: whether requests finish on the version before.
+        adapters: that all of them serve, by name.
+        adapter_versions: the newest of each name, also of those that were unloaded.
     """
 
     def __init__(
@@ -159,6 +168,8 @@ class Supervisor:
         self.paused = False
         self.asleep: tuple[Memory, ...] = ()
         self.keeps_old = False
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.adapter_versions: dict[str, int] = {}
         self._fleet = fleet
         self._make = make
         self._router = fleet.router
@@ -216,6 +227,17 @@ class Supervisor:
     def living(self) -> dict[str, EngineClient]:
         """Those that serve, draining ones too."""
         return {name: each.client for name, each in self.replicas.items() if each.is_alive}
+
+    def adapter_key(self, name: str | None) -> str | None:
+        """What blocks are named by that a request with this adapter computes now."""
+        info = None if name is None else self.adapters.get(name)
+        return None if info is None else adapter_key(info.name, info.version)
+
+    def serves_adapter(self, info: AdapterInfo) -> None:
+        """All serve this version from now on."""
+        self.adapters[info.name] = info
+        newest = self.adapter_versions.get(info.name, 0)
+        self.adapter_versions[info.name] = max(newest, info.version)
 
     def statuses(self) -> tuple[ReplicaStatus, ...]:
         """Of all."""
@@ -312,15 +334,26 @@ class Supervisor:
         client = each.client
         client.on_dead = lambda: self._died(each, client)
 
-    def _open(self, replicas: list[Replica], version: int | None = None, *, again: bool) -> None:
-        """These are the first that serve, with weights of this version; None: those that they were
-        built with. `again`: after all had died.
+    def _open(
+        self,
+        replicas: list[Replica],
+        version: int | None = None,
+        adapters: Iterable[AdapterInfo] | None = None,
+        *,
+        again: bool,
+    ) -> None:
+        """These are the first that serve, with weights of this version and these adapters; None:
+        those that they were built with. `again`: after all had died.
         """
         for each in replicas:
             self._require_same(each)
         info = replicas[0].client.info
         self.version = info.weight_version if version is None else version
         self.paused, self.asleep, self.keeps_old = False, (), False
+        self.adapters.clear()
+        for adapter in info.adapters if adapters is None else adapters:
+            self.serves_adapter(adapter)
+        info = msgspec.structs.replace(info, adapters=tuple(self.adapters.values()))
         self._fleet.opened(info, self.version, again)
         for each in replicas:
             self._admit(each)
@@ -429,8 +462,8 @@ class Supervisor:
         self.spawn(self._bring_up(each))
 
     async def _sync(self, each: Replica, client: EngineClient) -> None:
-        """Weights, pause and sleep as the others have them. With the lock, so that nothing changes
-        meanwhile.
+        """Weights, adapters, pause and sleep as the others have them. With the lock, so that
+        nothing changes meanwhile.
 
         If no replica is left that has them, it is the first one again, with the weights that it
         has.
@@ -441,6 +474,7 @@ class Supervisor:
             self._require_there(each, client)
             self._require_same(each)
             version = await self._bring_what_serves(each, client)
+            adapters = await self._bring_adapters(client)
             if self.living():
                 self._require_awake()
                 await client.call(
@@ -459,7 +493,7 @@ class Supervisor:
             if self.living():
                 self._admit(each)
             else:
-                self._open([each], version, again=True)
+                self._open([each], version, adapters, again=True)
 
     async def _bring_what_serves(self, each: Replica, client: EngineClient) -> int:
         """The weights that serve, from any that has them; returns the version that it has then."""
@@ -483,6 +517,24 @@ class Supervisor:
                 time.monotonic() - began,
             )
         return version
+
+    async def _bring_adapters(self, client: EngineClient) -> list[AdapterInfo]:
+        """The adapters that serve, also those that it has read itself: their folders may hold
+        others by now. Returns those that it has then.
+        """
+        own = {each.name: each for each in await client.call("adapters")}
+        for name in own.keys() - self.adapters.keys() if self.living() else ():
+            await client.call("unload_adapter", name=name)
+        for name in self.adapters:
+            while (donor := next(iter(self.living().values()), None)) is not None:
+                try:
+                    await bring_adapter(donor, client, name)
+                except EngineDead:
+                    if donor.why_dead is None or client.why_dead is not None:
+                        raise
+                    continue  # there may be another one
+                break
+        return list(await client.call("adapters"))
 
     def _named(self, replica: str) -> Replica:
         if replica not in self.replicas:
@@ -552,3 +604,20 @@ class Supervisor:
             pid=each.client.info.pid if alive else None,
             why=each.why,
         )
+
+
+async def bring_adapter(
+    donor: EngineClient, client: EngineClient, name: str, kv_policy: KvPolicy = "finish_old"
+) -> None:
+    """Give an engine an adapter that `donor` serves, as the same version and to the bit, by way of
+    a file of this machine.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="nano-inference-adapter-"))
+    try:
+        path = str(folder / "adapter")
+        await donor.call("save_adapter", name=name, path=path, timeout=ADAPTER_TIMEOUT)
+        await client.call(
+            "receive_adapter", path=path, kv_policy=kv_policy, timeout=ADAPTER_TIMEOUT
+        )
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, True)

@@ -21,6 +21,7 @@ from nano_inference.serving.fleet.directory import (
 )
 from nano_inference.serving.fleet.failover import FleetRequest
 from nano_inference.serving.fleet.router import NoReplica, Ticket
+from nano_inference.serving.fleet.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from nano_inference.serving.fleet.fleet_client import FleetClient
@@ -113,8 +114,7 @@ class Transfers:
         """Bring the blocks of its prompt, as far as they are there; returns how many came. Raises
         as `EngineClient.call` does.
         """
-        version = self._fleet.supervisor.version
-        names = names_of_prompt(request, target.info.block_size, version)
+        names = names_of_prompt(request, target.info.block_size, self._fleet.supervisor)
         packed = pack_names(names)
         first = here = await target.call("count_blocks", names=packed)
         while here < len(names):
@@ -152,7 +152,7 @@ class PrefixSharing:
         supervisor = self._fleet.supervisor
         living = supervisor.living()
         known = [name for name in self._clients if living.get(name) is self._clients[name]]
-        names = names_of_prompt(request, self.cost.block_size, supervisor.version)
+        names = names_of_prompt(request, self.cost.block_size, supervisor)
         holder = worth_fetching(self.directory, self.cost, names, ticket.replica, known)
         if holder is None:
             return False
@@ -212,13 +212,16 @@ class PrefixSharing:
             self._silent.discard(name)
 
 
-def names_of_prompt(request: FleetRequest, block_size: int, version: int) -> tuple[int, ...]:
+def names_of_prompt(
+    request: FleetRequest, block_size: int, supervisor: Supervisor
+) -> tuple[int, ...]:
     """Of the blocks of its prompt that another replica could find: the last token is always
     computed.
     """
-    prompt = request.message.prompt
-    salt = request.message.params.cache_salt
-    return names_of(prompt[: len(prompt) - 1], block_size, version, salt)
+    prompt, params = request.message.prompt, request.message.params
+    adapter = supervisor.adapter_key(params.adapter)
+    known = prompt[: len(prompt) - 1]
+    return names_of(known, block_size, supervisor.version, params.cache_salt, adapter)
 
 
 LEAST = 256  # tokens of a prompt; a shorter one is computed where it decodes
@@ -266,6 +269,7 @@ class Prefill:
                 request.left,
                 salt=message.params.cache_salt,
                 version=self._fleet.supervisor.version,
+                adapter=self._fleet.supervisor.adapter_key(message.params.adapter),
                 without=others,
             )
         except NoReplica:

@@ -48,6 +48,7 @@ from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsa
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.requests import (
     ApiProtocol,
+    adapter_of,
     behind_reasoning,
     checked_prompt,
     checked_stop,
@@ -73,7 +74,7 @@ class MessageBuilder(Builder):
     """One request."""
 
     def __init__(self, request: MessagesRequest, served: Served, request_id: str) -> None:
-        prompt = encode(request, served)
+        prompt, adapter = encode(request, served), adapter_of(request.model, served)
         room = served.engine.max_model_len - len(prompt)
         if room < 1:
             raise bad_request(  # these words tell Claude Code to shorten the conversation
@@ -90,6 +91,7 @@ class MessageBuilder(Builder):
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
+            renamed={"adapter": adapter},
             behind=behind_reasoning(prompt, served, goes_on=goes_on),
         )
         self.asks: Sequence[Ask] = with_calls(
@@ -110,7 +112,7 @@ class MessageBuilder(Builder):
             "id": f"msg_{request_id}",
             "type": "message",
             "role": "assistant",
-            "model": served.name,
+            "model": adapter or served.name,
         }
 
     def start(self, usage: RequestUsage) -> bytes:

@@ -25,9 +25,9 @@ from nano_inference.serving.protocols.requests import (
     Schema,
     Strict,
     Strings,
+    adapter_of,
     encode_conversation,
     require_at_most,
-    require_model,
 )
 
 
@@ -291,7 +291,7 @@ class Conversation:
 
 def encode(request: CountRequest, served: Served) -> list[int]:
     """The prompt's token ids. Raises `ApiError` and `InvalidRequest`."""
-    require_model(request.model, served)
+    adapter_of(request.model, served)
     if not request.messages:
         raise bad_request("messages is empty; give at least one.", "messages")
     require_at_most(

@@ -36,6 +36,7 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
     ERROR,
     VERSION_GONE,
+    AdapterInfo,
     Delta,
     Limits,
     SamplingParams,
@@ -86,6 +87,7 @@ class Served:
         version_name: what trainers call a version of the weights.
         version_number: the version of this name, which may still be to come; None: there can be
             none.
+        adapters: those that are loaded, by name.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Served:
     version_number: Callable[[str], int | None] = lambda name: (
         int(name) if name.isdecimal() else None
     )
+    adapters: Callable[[], Mapping[str, AdapterInfo]] = dict[str, AdapterInfo]
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.
@@ -106,6 +109,11 @@ class Served:
         _ = self.token_texts
         Detokenizer(self.tokenizer)
         warm_up(self.tokenizer)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Of the model, without adapters."""
+        return (self.name, *self.other_names)
 
     @cached_property
     def token_texts(self) -> TokenTexts | None:

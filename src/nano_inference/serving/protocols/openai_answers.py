@@ -20,10 +20,10 @@ from nano_inference.serving.protocols.answers import (
 from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamOptions
 from nano_inference.serving.protocols.requests import (
+    adapter_of,
     checked_stop,
     num_logprobs,
     require_at_most,
-    require_model,
     sampling_params,
     version_number,
 )
@@ -102,7 +102,7 @@ class OpenAIBuilder(Builder):
         chunk_kind: str,
         prefix: str,
     ) -> None:
-        require_model(request.model, served)
+        self._adapter = adapter_of(request.model, served)
         self.served = served
         self.client_id = request.request_id
         request_id = request.request_id or request_id
@@ -124,7 +124,7 @@ class OpenAIBuilder(Builder):
             "id": f"{prefix}{request_id}",
             "object": kind,
             "created": int(time.time()),
-            "model": served.name,
+            "model": self._adapter or served.name,
             "system_fingerprint": fingerprint(served),
         }
         head = encode_line(self.head | {"object": chunk_kind})[:-1]
@@ -154,6 +154,7 @@ class OpenAIBuilder(Builder):
             top_logprobs=top_logprobs,
             scored_prompt=scored_prompt,
             defaults=self.served.sampling_defaults,
+            renamed={"adapter": self._adapter},
             behind=behind,
         )
         return Ask(

@@ -398,21 +398,21 @@ class SamplingFields(GrammarFields):
     }
 
 
-def require_model(name: str | None, served: Served) -> None:
-    """Raise `ApiError`, 404, if a client asks for another model than the one that is served. None:
-    any will do.
+def adapter_of(name: str | None, served: Served, field: str = "model") -> str | None:
+    """The adapter that a client asks for by the name of a model; None: the model alone, by one of
+    its names or none. Raises `ApiError`, 404, for any other name.
     """
-    if name is not None and name not in (
-        served.name,
-        *served.other_names,
-        served.engine.model_path,
-    ):
-        raise ApiError(
-            404,
-            f"the model {shown(name)} does not exist; this server has {shown(served.name)}.",
-            "model",
-            "model_not_found",
-        )
+    if name is None or name in served.all_names or name == served.engine.model_path:
+        return None
+    if name in (loaded := served.adapters()):
+        return name
+    known = ", ".join(map(shown, (served.name, *sorted(loaded))))
+    raise ApiError(
+        404,
+        f"the model {shown(name)} does not exist; this server has {known}.",
+        field,
+        "model_not_found",
+    )
 
 
 def need_tokenizer(served: Served) -> Tokenizer:
