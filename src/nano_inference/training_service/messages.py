@@ -140,6 +140,12 @@ class CreateSamplingSession(Message):
     model_path: str | None = None
 
 
+class JoinSamplingSession(Message):
+    """`/join_sampling_session`."""
+
+    sampling_session_id: str
+
+
 class SamplingParams(Message):
     """How to sample. `stop`: None: at the end of sequence; `[]`: never before `max_tokens`."""
 

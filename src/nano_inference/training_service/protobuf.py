@@ -24,7 +24,7 @@ Value = int | bytes
 Fields = dict[int, list[Value]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Datum:
     """One sequence of a batch.
 
@@ -220,8 +220,8 @@ def forward_backward_output(
     """A result: for each name one float32 array a datum, and metrics."""
     counts = {len(each) for each in outputs.values()}
     (num_datums,) = counts
-    record = [_put(1, "ArrayRecord"), _put(3, num_datums)]
-    record += [_entry(2, name, _batched(arrays)) for name, arrays in outputs.items()]
+    fields = [_entry(2, name, _batched(arrays)) for name, arrays in outputs.items()]
+    record = [_put(1, "ArrayRecord"), *fields, _put(3, num_datums)]
     parts = [_put(1, "ArrayRecord"), _put(2, b"".join(record))]
     parts += [_entry(3, name, value) for name, value in metrics.items()]
     return b"".join(parts)
@@ -256,7 +256,7 @@ def sampled_sequence(
     """One sample: why it ended, its tokens and their logprobs."""
     parts = [
         _put(1, stop_reason),
-        _put(2, np.asarray(tokens, "<i4").tobytes()),
+        _put(2, np.asarray(tokens, "<i4").tobytes()) if tokens else b"",
         _put(3, np.asarray(logprobs, "<f4").tobytes()),
     ]
     return b"".join(parts if top is None else (*parts, _put(4, top)))
@@ -283,11 +283,11 @@ def _entry(number: int, key: str, value: bytes | float) -> bytes:
 
 
 def _put(number: int, value: bytes | str | int | float) -> bytes:
-    """A field."""
+    """A field. A number that is 0 is left out, as proto3 does."""
     if isinstance(value, float):
         return _number(number << 3 | _FIXED64) + struct.pack("<d", value)
     if isinstance(value, int):
-        return _number(number << 3 | _VARINT) + _number(value)
+        return _number(number << 3 | _VARINT) + _number(value) if value else b""
     data = value.encode() if isinstance(value, str) else value
     return _number(number << 3 | _BYTES) + _number(len(data)) + data
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.config import is_loopback
 from nano_inference.serving.edge.layers import host_name, is_address
 from nano_inference.training_service.checkpoints import TYPES, Checkpoint, Run, moment
@@ -30,6 +31,7 @@ from nano_inference.training_service.messages import (
     CreateSession,
     FinishSession,
     Heartbeat,
+    JoinSamplingSession,
     LoadWeights,
     ModelRequest,
     OptimStep,
@@ -84,7 +86,7 @@ def build_app(service: Service, *, poll: float = POLL) -> ASGIApp:
     _add_results(app, service, poll)
     _add_sampling(app, service)
     _add_records(app, service)
-    for kind in (Refused, HTTPException, Exception):
+    for kind in (NanoInferenceError, HTTPException, TimeoutError, Exception):
         app.add_exception_handler(kind, _answer_to)
     return Gate(app, service.config.api_keys, service.config.max_body_bytes, service.config.host)
 
@@ -188,7 +190,7 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
             "display_name": found.about.display_name,
         }
 
-    _post(app, "/client/config", ClientConfig, lambda _: {})
+    _post(app, "/client/config", ClientConfig, lambda _: {"sample_join_sampling_session": True})
     _post(app, "/client/dynamic_config", ClientConfig, lambda _: {"sample_cancel_enabled": True})
     _post(app, "/create_session", CreateSession, create)
     _post(app, "/session_heartbeat", Heartbeat, beat)
@@ -266,7 +268,12 @@ def _add_sampling(app: FastAPI, service: Service) -> None:
             "model_path": weights.path,
         }
 
+    def join(asked: JoinSamplingSession) -> Answer:
+        number = service.join(asked.sampling_session_id)
+        return {"type": "join_sampling_session", "client_counter": number}
+
     _post(app, "/create_sampling_session", CreateSamplingSession, create)
+    _post(app, "/join_sampling_session", JoinSamplingSession, join)
     _post(app, "/asample", Sample, sample)
     _route(app, "/samplers/{sampler_id}", sampler)
 
