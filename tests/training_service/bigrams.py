@@ -26,7 +26,7 @@ class BigramPolicy(nn.Module):
         self.base, self.adapter = base, adapter
         chance = torch.Generator().manual_seed(adapter.seed)
         self.lora_a = nn.Parameter(torch.randn(adapter.rank, WIDTH, generator=chance))
-        self.lora_b = nn.Parameter(torch.zeros(VOCAB, adapter.rank))
+        self.lora_b = nn.Parameter(torch.zeros(base.vocab_size, adapter.rank))
 
     def logprobs(self, sequences: list[list[int]], *, from_position: int) -> list[Tensor]:
         time.sleep(self.base.delay)
@@ -54,13 +54,15 @@ class BigramPolicy(nn.Module):
 class Bigrams:
     """See `Base`. `delay`: seconds of a batch; `adapters`: that are served now."""
 
-    def __init__(self, most: int = 4) -> None:
+    def __init__(
+        self, most: int = 4, *, vocab: int = VOCAB, longest: int = 64, folder: str = "bigrams"
+    ) -> None:
         chance = torch.Generator().manual_seed(0)
-        self.embedding = torch.randn(VOCAB, WIDTH, generator=chance)
-        self.weight = torch.randn(VOCAB, WIDTH, generator=chance)
-        self.model = self.folder = "bigrams"
+        self.embedding = torch.randn(vocab, WIDTH, generator=chance)
+        self.weight = torch.randn(vocab, WIDTH, generator=chance)
+        self.model = self.folder = folder
         self.architecture = "Bigrams"
-        self.max_model_len, self.vocab_size = 64, VOCAB
+        self.max_model_len, self.vocab_size = longest, vocab
         self.delay = 0.0
         self.closed = 0
         self.most = most
@@ -110,7 +112,7 @@ class Bigrams:
             if ids[-1] in params.stop_token_ids:
                 reason = "stop"
                 break
-        rows = self.rows(prompt[:-1], a, b) if len(prompt) > 1 else torch.zeros(0, VOCAB)
+        rows = self.rows(prompt[:-1], a, b) if len(prompt) > 1 else torch.zeros(0, self.vocab_size)
         width = params.prompt_top_logprobs
         best = [each.topk(width) for each in rows]
         return TrainingSample(
