@@ -5,6 +5,7 @@ What the service does with models can be tested on it in milliseconds.
 import asyncio
 import json
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -47,12 +48,10 @@ class BigramPolicy(nn.Module):
             self.lora_a.copy_(found["a"])
             self.lora_b.copy_(found["b"])
 
-    def close(self) -> None:
-        self.base.closed += 1
-
 
 class Bigrams:
-    """See `Base`. `delay`: seconds of a batch; `adapters`: that are served now."""
+    """See `Base`. `delay`: seconds of a batch; `adapters`: that are served now;
+    `policies`: that are in training."""
 
     def __init__(
         self, most: int = 4, *, vocab: int = VOCAB, longest: int = 64, folder: str = "bigrams"
@@ -64,7 +63,7 @@ class Bigrams:
         self.architecture = "Bigrams"
         self.max_model_len, self.vocab_size = longest, vocab
         self.delay = 0.0
-        self.closed = 0
+        self.policies: weakref.WeakSet[BigramPolicy] = weakref.WeakSet()
         self.most = most
         self.adapters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -76,7 +75,9 @@ class Bigrams:
     def new_policy(self, name: str, adapter: Adapter) -> BigramPolicy:
         if adapter.seed == 13:
             raise ConfigError("seed 13 cannot be made.")
-        return BigramPolicy(self, adapter)
+        made = BigramPolicy(self, adapter)
+        self.policies.add(made)
+        return made
 
     def load_adapter(self, name: str, folder: Path) -> None:
         assert name not in self.adapters

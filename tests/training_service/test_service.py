@@ -2,10 +2,12 @@
 model that is two matrices.
 """
 
+import gc
 import hashlib
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,15 +256,27 @@ def test_models_that_are_refused(service: Services) -> None:
         assert "max_models" in asker.create(32)["error"]
         asker.post(f"/sessions/{asker.session}/finish", reason={"type": "success"})
         later = Asker(url)
-        for _ in range(100):
-            if "model_id" in later.create(0):
+        for number in range(100):  # those models end on the training thread
+            if "model_id" in later.create(number):
                 break
-            later.session = later.post("/create_session")["session_id"]
+            time.sleep(0.05)
         assert later.model
 
 
+def refused(asked: Callable[[], object], seconds: float = 60.0) -> httpx.HTTPStatusError:
+    """The refusal that a request comes to."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            asked()
+        except httpx.HTTPStatusError as problem:
+            return problem
+        time.sleep(0.05)
+    raise AssertionError("it is not refused")
+
+
 def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
-    with service(request_timeout=0.3) as url:
+    with service(request_timeout=2.0) as url:
         asker = Asker(url)
         asker.create()
         asker.seq = 1
@@ -278,62 +292,58 @@ def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
 
 def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None:
     base = Bigrams()
-    with service(base, request_timeout=0.5) as url:
+    with service(base, request_timeout=2.0) as url:
         asker = Asker(url)
         asker.create()
-        base.delay = 1.0
+        sampler = asker.sampler()
+        base.delay = 4.0
         running, waiting = asker.send_batch(sequences(1)), asker.send_batch(sequences(2))
-        assert "did not come to it within 0.5 seconds" in asker.result(waiting)["error"]
+        assert "did not come to it within 2 seconds" in asker.result(waiting)["error"]
+        assert "deadline" in asker.sample(sampler, TOKENS)["error"]
         assert isinstance(asker.result(running), bytes)
         assert "did not come to it" in asker.step()["error"]
-        sampler = asker.sampler()
-        assert "deadline" in asker.sample(sampler, TOKENS)["error"]
 
 
 def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: Services) -> None:
     base = Bigrams()
-    with service(base, max_pending=2, result_timeout=0.2, session_timeout=1.0) as url:
+    with service(base, max_pending=2, result_timeout=3.0) as url:
         asker = Asker(url)
         asker.create()
         done = asker.send_batch(sequences(1))
         asker.result(done)
-        base.delay = 0.5
-        first = asker.send_batch(sequences(1))
+        base.delay = 3.0
         asker.send_batch(sequences(1))
-        with pytest.raises(httpx.HTTPStatusError, match="max_pending") as refusal:
-            asker.send_batch(sequences(1))
-        assert refusal.value.response.status_code == 429
-        time.sleep(0.6)
-        with pytest.raises(httpx.HTTPStatusError, match="result_timeout") as refusal:
-            asker.result(done)
-        assert refusal.value.response.status_code == 410
-        with pytest.raises(httpx.HTTPStatusError):
-            asker.result(first + "0")
+        asker.send_batch(sequences(1))
+        refusal = refused(lambda: asker.send_batch(sequences(1)), 0.1)
+        assert "max_pending" in str(refusal)
+        assert refusal.response.status_code == 429
+        refusal = refused(lambda: asker.result(done))
+        assert "result_timeout" in str(refusal)
+        assert refusal.response.status_code == 410
+        refused(lambda: asker.result("another"), 0.1)
 
 
 def test_a_session_without_heartbeats_ends_and_gives_back_what_it_held(service: Services) -> None:
     base = Bigrams()
-    with service(base, session_timeout=0.4, max_models=1) as url:
+    with service(base, session_timeout=3.0, max_models=1) as url:
         alive, dead = Asker(url), Asker(url)
         dead.create()
         sampler = dead.sampler()
         base.delay = 0.2
         running = dead.send_batch(sequences(1))
-        gap = batch(dead.model, dead.seq + 5, sequences(1))
-        waiting = dead.send_bytes(gap)
-        for _ in range(20):
-            time.sleep(0.05)
+        waiting = dead.send_bytes(batch(dead.model, dead.seq + 5, sequences(1)))
+        for _ in range(600):
             alive.post("/session_heartbeat", session_id=alive.session)
+            time.sleep(0.1)
+            gc.collect()
+            if not base.policies:
+                break
+        assert not base.policies
         assert isinstance(dead.result(running), bytes)  # it was done whole
         assert "no heartbeat" in dead.result(waiting)["error"]
-        for asked in (
-            lambda: dead.post("/session_heartbeat", session_id=dead.session),
-            lambda: dead.send_batch(sequences(1)),
-            lambda: dead.sample(sampler, TOKENS),
-        ):
-            with pytest.raises(httpx.HTTPStatusError):
-                asked()
-        assert base.closed == 1
+        refused(lambda: dead.post("/session_heartbeat", session_id=dead.session), 0.1)
+        refused(lambda: dead.send_batch(sequences(1)), 0.1)
+        refused(lambda: dead.sample(sampler, TOKENS), 0.1)
         assert not list(service.folder.glob("runs/*/snapshots"))
         assert "model_id" in alive.create()
 

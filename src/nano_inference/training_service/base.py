@@ -32,11 +32,7 @@ class Policy(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Read one into the parameters."""
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds of the engine."""
+        """Read one into the parameters, whole or not at all."""
         ...
 
 

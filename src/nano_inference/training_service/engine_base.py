@@ -18,9 +18,7 @@ class EngineBase:
     """See `Base`. Raises `NanoInferenceError`: the engine cannot be built."""
 
     def __init__(self, config: EngineConfig, service: TrainServiceConfig) -> None:
-        # a model in training holds an adapter of its own, beside those that are served
-        room = service.max_models + service.max_samplers
-        config = replace(config, max_loras=room, max_lora_rank=service.max_rank)
+        config = replace(config, max_loras=service.max_samplers, max_lora_rank=service.max_rank)
         self._engine = AsyncInferenceEngine(config)
         engine = self._engine.engine
         self.model = config.model_path

@@ -184,13 +184,8 @@ class Service:
 
     def _close_model(self, model: Model) -> None:
         """On the training thread, behind all that the model had begun."""
-        trainer, model.trainer = model.trainer, None
-        try:
-            if trainer is not None:
-                trainer.close()
-            self.checkpoints.drop_snapshots(model.run.run_id)
-        except Exception:
-            log.exception("model %s could not be closed", model.run.run_id)
+        model.trainer = None
+        self.checkpoints.drop_snapshots(model.run.run_id)
         self._models.pop(model.run.run_id, None)
 
     # -- models ------------------------------------------------------------------------------------
@@ -605,13 +600,14 @@ class Service:
         """Let sessions end that nobody keeps alive, and drop what has expired. Runs until it is
         cancelled.
         """
+        timeout, keep = self.config.session_timeout, self.config.result_timeout
         while True:
-            await asyncio.sleep(min(SWEEP, self.config.session_timeout / 4))
-            now, timeout = time.monotonic(), self.config.session_timeout
+            await asyncio.sleep(min(SWEEP, timeout / 4, keep / 4))
+            now = time.monotonic()
             for session in list(self.sessions.values()):
                 if not session.ended and now - session.seen > timeout:
                     self.end_session(session, f"no heartbeat came for {timeout:g} seconds.")
-                if session.ended and now - session.seen > timeout + self.config.result_timeout:
+                if session.ended and now - session.seen > timeout + keep:
                     del self.sessions[session.session_id]
             self.futures.sweep()
             await asyncio.to_thread(self.checkpoints.sweep)

@@ -142,11 +142,6 @@ class Trainer:
         self._failed = ""
         self._clear()
 
-    def close(self) -> None:
-        """Give back what it holds of the engine."""
-        self._clear()
-        self.policy.close()
-
     def _new_optimizer(self) -> torch.optim.AdamW:
         # one tensor after the other: the order of operations is then fixed
         return torch.optim.AdamW(list(self._params.values()), foreach=False, fused=False)
