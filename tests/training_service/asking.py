@@ -49,6 +49,44 @@ def batch(
     return body + (_field(6, 1) if forward_only else b"")
 
 
+def fields(body: bytes) -> dict[int, list[Any]]:
+    """The fields of a message: numbers, and bytes of all else."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            value |= (body[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+            if body[at - 1] < 128:
+                return value
+
+    while at < len(body):
+        key = number()
+        value: Any = 0
+        if key & 7 == 0:
+            value = number()
+        else:
+            size = 8 if key & 7 == 1 else number()
+            value, at = body[at : at + size], at + size
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def drawn(sample: bytes) -> list[tuple[list[int], bytes]]:
+    """Of each sequence of a `SampleResponse` the tokens, and the logprobs as they are."""
+    found = [fields(each) for each in fields(sample)[1]]
+    return [(np.frombuffer(each[2][0], "<i4").tolist(), each[3][0]) for each in found]
+
+
+def scored(output: bytes) -> bytes:
+    """The logprobs of a `ForwardBackwardOutput`, of one datum behind the other."""
+    record = fields(fields(output)[2][0])
+    return fields(fields(record[2][0])[2][0])[1][0]
+
+
 class Asker:
     """A session of its own, with one model at a time. The fixture `service` closes connections."""
 
@@ -127,13 +165,19 @@ class Asker:
         return self.result(self.send("/save_weights_for_sampler", **asked))["sampling_session_id"]
 
     def sample(
-        self, sampler: str, prompt: Sequence[int], seq_id: int = 0, **params: Any
-    ) -> dict[str, Any] | bytes:
+        self,
+        sampler: str,
+        prompt: Sequence[int],
+        seq_id: int = 0,
+        num_samples: int = 1,
+        **params: Any,
+    ) -> Any:
         """Its result."""
         asked = self.post(
             "/asample",
             sampling_session_id=sampler,
             seq_id=seq_id,
+            num_samples=num_samples,
             prompt={"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
             sampling_params={"max_tokens": 8, "seed": 5, **params},
         )
