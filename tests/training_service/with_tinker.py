@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 import numpy as np
-import tinker
-from tinker import types
+import tinker  # pyright: ignore[reportMissingImports]
+from tinker import types  # pyright: ignore[reportMissingImports]
 
 QUESTION = "What is 2 + 3?"
 
