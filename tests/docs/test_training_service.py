@@ -27,7 +27,9 @@ PYTHON = Path(sys.prefix) / "tinker" / "bin" / "python"
 def test_the_program_runs(tmp_path: Path) -> None:
     config = TrainServiceConfig(port=0, state_dir=str(tmp_path / "state"))
     quiet = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with running_service(EngineConfig("smollm2-135m", max_model_len=512), config) as url:
+    with running_service(
+        EngineConfig("smollm2-135m", max_model_len=512, num_threads=1), config
+    ) as url:
         program = "\n".join(BLOCKS).replace("http://127.0.0.1:8001", url)
         command = [PYTHON, "-W", "ignore", "-c", program]
         ran = subprocess.run(

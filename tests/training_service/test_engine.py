@@ -32,7 +32,7 @@ def url(state: Path) -> Iterator[str]:
     config = TrainServiceConfig(
         port=0, state_dir=str(state), served_model_name="tiny", max_models=16
     )
-    with running_service(EngineConfig(str(model)), config) as url:
+    with running_service(EngineConfig(str(model), num_threads=1), config) as url:
         try:
             yield url
         finally:

@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of the service; the base model's name is its folder, where clients find the tokenizer."""
     state = tmp_path_factory.mktemp("state")
     config = TrainServiceConfig(port=0, state_dir=str(state), max_models=8)
-    with running_service(EngineConfig(MODEL, max_model_len=512), config) as url:
+    with running_service(EngineConfig(MODEL, max_model_len=512, num_threads=1), config) as url:
         yield url
 
 
