@@ -60,6 +60,7 @@ class Job:
     undone: Callable[[str], None] | None = None
     expired: str = ""
     begun: bool = False
+    timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def expire(self, why: str) -> None:
@@ -67,6 +68,12 @@ class Job:
         with self.lock:
             if not self.begun:
                 self.expired = self.expired or why
+
+    def finish(self, result: Result) -> None:
+        """On the event loop's thread."""
+        for timer in self.timers:
+            timer.cancel()
+        self.future.finish(result)
 
     def run(self) -> Result:
         """On the training thread. Never raises."""
@@ -104,8 +111,10 @@ class Model:
     num_snapshots: int = 0
 
     def require_trainer(self) -> Trainer:
-        """On the training thread. Raises `Refused` where the model could not be made."""
-        if self.trainer is None:
+        """On the training thread. Raises `Refused` where the model could not be made, or its
+        session has ended.
+        """
+        if self.trainer is None or self.session.ended:
             raise Refused(f"the model {self.run.run_id!r} could not be made, or has ended.", 410)
         return self.trainer
 
@@ -176,7 +185,7 @@ class Service:
                 future.task.cancel()
         for model in session.models.values():
             for job in model.waiting.values():
-                job.future.finish(Refused(why, 410))
+                job.finish(Refused(why, 410))
             model.waiting.clear()
             self._training.submit(self._close_model, model)
         for name in session.samplers:
@@ -481,7 +490,7 @@ class Service:
         def work() -> None:
             result = job.run()
             with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(job.future.finish, result)
+                loop.call_soon_threadsafe(job.finish, result)
 
         self._training.submit(work)
         self._expire_later(job, "the training thread did not come to it")
@@ -493,9 +502,9 @@ class Service:
         def expire() -> None:
             job.expire(why)
             if job.expired:
-                job.future.finish(Refused(job.expired, 504, "server"))
+                job.finish(Refused(job.expired, 504, "server"))
 
-        asyncio.get_running_loop().call_later(seconds, expire)
+        job.timers.append(asyncio.get_running_loop().call_later(seconds, expire))
 
     # -- samplers ----------------------------------------------------------------------------------
 
@@ -533,13 +542,13 @@ class Service:
         if (known := self.futures.known(request_id)) is not None:
             return known, ids
         prompt = request.prompt.tokens()
-        total = request.num_samples * (len(prompt) + (request.sampling_params.max_tokens or 1))
+        params = sampling_params(request, prompt, self.base)
+        total = request.num_samples * (len(prompt) + params.max_tokens)
         if total > self.config.max_request_tokens:
             raise Refused(
                 f"the request may come to {total} tokens; {self.config.max_request_tokens} are "
                 "possible (max_request_tokens)."
             )
-        params = sampling_params(request, prompt, self.base)
         future = self.futures.new(request_id)
 
         async def generate() -> Result:
