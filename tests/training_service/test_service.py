@@ -538,6 +538,30 @@ def test_checkpoints_are_on_record(service: Services) -> None:
                 later.post("/weights_info", tinker_path=gone)
 
 
+def test_adapters_are_downloaded_by_links_that_are_signed(service: Services) -> None:
+    with service(api_keys=("tml-secret",)) as url:
+        asker = Asker(url, key="tml-secret")
+        asker.create()
+        path = asker.result(asker.send("/save_weights_external", path="out"))["path"]
+        assert path == f"tinker://{asker.model}/external_weights/out"
+        age = asker.send("/save_weights_external", path="x", age_encryption_recipients=["age1"])
+        assert "age_encryption_recipients" in asker.result(age)["error"]
+        place = f"/training_runs/{asker.model}/checkpoints/external_weights/out"
+        urls = asker.get(f"{place}/external_weights_urls")["urls"]
+        assert set(urls) == {"adapter_model.safetensors", "adapter_config.json"}
+        link = urls["adapter_model.safetensors"]
+        assert httpx.get(link).content == adapter(service.folder, path)
+        for other in (
+            link.replace("adapter_model.safetensors", "adapter_config.json"),
+            link.replace("expires=", "expires=9"),
+            link[:-1] + ("0" if link[-1] != "0" else "1"),
+        ):
+            assert httpx.get(other).status_code == 403
+        assert httpx.get(f"{url}/api/v1{place}/external_weights_urls").status_code == 401
+        asker.http.delete(place)
+        assert httpx.get(link).status_code == 404
+
+
 def test_keys_pages_and_sizes(service: Services) -> None:
     with service(api_keys=("tml-secret",), max_body_bytes=1000) as url:
         for key in ("", "tml-other"):

@@ -70,6 +70,7 @@ def test_the_client(url: str, folder: str, tmp_path: Path) -> None:
     assert found["rest"][0] == found["rest"][1]
     assert found["rank"] == 8
     assert found["paths"] == [True]
+    assert found["downloaded"] == ["adapter_config.json", "adapter_model.safetensors"]
     stable, other, rank = found["refused"]
     assert "user: " in stable
     assert "loss_fn='stable_reinforce'" in stable

@@ -3,12 +3,14 @@ what it found, as one line of JSON. It runs in an environment of its own.
 """
 
 import json
+import os
 import sys
 from typing import Any
 
 import numpy as np
 import tinker  # pyright: ignore[reportMissingImports]
 from tinker import types  # pyright: ignore[reportMissingImports]
+from tinker_cookbook import weights  # pyright: ignore[reportMissingImports]
 
 QUESTION = "What is 2 + 3?"
 
@@ -119,6 +121,9 @@ def main() -> None:
         found["paths"] = [
             each.tinker_path == path for each in rest.list_user_checkpoints().result().checkpoints
         ]
+        exported = client.save_weights_external("out").result().path
+        folder = weights.download(tinker_path=exported, output_dir="downloaded", base_url=url)
+        found["downloaded"] = sorted(os.listdir(folder))
         found["refused"] = [
             failure(client.forward_backward([datum(prompt)], "stable_reinforce")),
             failure(service.create_lora_training_client("another/model")),

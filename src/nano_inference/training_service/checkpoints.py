@@ -3,6 +3,7 @@
     STATE/runs/RUN/run.json
     STATE/runs/RUN/weights/NAME/           a PEFT folder, optimizer.safetensors, optimizer.json
     STATE/runs/RUN/sampler_weights/NAME/   a PEFT folder
+    STATE/runs/RUN/external_weights/NAME/  a PEFT folder, to be downloaded
     STATE/runs/RUN/snapshots/NUMBER/       a PEFT folder that lives as long as its session
 
 Each folder also has a `checkpoint.json`. A checkpoint appears under its name only when it is whole.
@@ -22,8 +23,12 @@ from typing import Any, Literal
 from nano_inference.regular_files import read_json
 from nano_inference.training_service.errors import Refused
 
-Kind = Literal["weights", "sampler_weights"]
-TYPES: dict[str, str] = {"weights": "training", "sampler_weights": "sampler"}
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+TYPES: dict[Kind, str] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 ADAPTER = "adapter_model.safetensors"
 _SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,127}")
@@ -72,6 +77,11 @@ class Checkpoint:
     def path(self) -> str:
         """`tinker://RUN/KIND/NAME`."""
         return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}"
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What it is made of, by name."""
+        return {each.name: each for each in self.folder.iterdir() if each.name != _ABOUT}
 
 
 def moment(seconds: float) -> str:
@@ -164,7 +174,7 @@ class Checkpoints:
         run_id, _, rest = path.removeprefix(_SCHEME).partition("/")
         kind, _, name = rest.partition("/")
         if not path.startswith(_SCHEME) or kind not in TYPES:
-            raise Refused(f"{path!r} is not tinker://RUN/weights/NAME or .../sampler_weights/NAME.")
+            raise Refused(f"{path!r} is not tinker://RUN/KIND/NAME; KIND is {' or '.join(TYPES)}.")
         if not (_NAME.fullmatch(run_id) and _NAME.fullmatch(name)):
             raise Refused(f"there is no checkpoint {path!r}.", 404)
         folder = self._runs / run_id / kind / name

@@ -116,6 +116,14 @@ class SaveForSampler(Sequenced):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternal(Sequenced):
+    """`/save_weights_external`."""
+
+    path: str
+    ttl_seconds: int | None = Field(None, gt=0)
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeights(Message):
     """`/load_weights`: into a model, or into a new one of a session."""
 

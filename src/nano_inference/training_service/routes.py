@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,6 +23,7 @@ from nano_inference.serving.edge.layers import host_name, is_address
 from nano_inference.training_service.checkpoints import TYPES, Checkpoint, Run, moment
 from nano_inference.training_service.errors import Refused, refusal_of
 from nano_inference.training_service.futures import Future, Result
+from nano_inference.training_service.links import Links
 from nano_inference.training_service.messages import (
     CancelFuture,
     ClientConfig,
@@ -37,6 +38,7 @@ from nano_inference.training_service.messages import (
     OptimStep,
     RetrieveFuture,
     Sample,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     WeightsInfo,
@@ -47,6 +49,7 @@ from nano_inference.training_service.service import Service
 log = logging.getLogger("nano_inference.training_service")
 
 ROOT = "/api/v1"
+FILES = f"{ROOT}/files"  # their links are their keys
 PROTOBUF = "application/x-protobuf"
 POLL = 20.0  # seconds that a request for a result waits: the client gives up after 45
 _MOST_LISTED = 1000
@@ -86,6 +89,7 @@ def build_app(service: Service, *, poll: float = POLL) -> ASGIApp:
     _add_results(app, service, poll)
     _add_sampling(app, service)
     _add_records(app, service)
+    _add_downloads(app, service)
     for kind in (NanoInferenceError, HTTPException, TimeoutError, Exception):
         app.add_exception_handler(kind, _answer_to)
     return Gate(app, service.config.api_keys, service.config.max_body_bytes, service.config.host)
@@ -215,6 +219,12 @@ def _add_training(app: FastAPI, service: Service) -> None:
     _post(app, "/get_info", ModelRequest, lambda asked: service.info(service.model(asked.model_id)))
     _post(app, "/optim_step", OptimStep, lambda asked: _ticket(service.optim_step(asked)))
     _post(app, "/save_weights", SaveWeights, lambda asked: _ticket(service.save_weights(asked)))
+    _post(
+        app,
+        "/save_weights_external",
+        SaveExternal,
+        lambda asked: _ticket(service.save_external(asked)),
+    )
     _post(app, "/load_weights", LoadWeights, lambda asked: _ticket(service.load_weights(asked)))
     _post(
         app,
@@ -338,6 +348,28 @@ def _add_records(app: FastAPI, service: Service) -> None:
     _route(app, "/checkpoints", of_all)
 
 
+def _add_downloads(app: FastAPI, service: Service) -> None:
+    links = Links()
+
+    def urls(run_id: str, name: str, request: Request) -> Answer:
+        found = service.checkpoints.find(f"tinker://{run_id}/external_weights/{name}")
+        made, expires = {}, 0
+        for file in found.files:
+            path = f"{FILES}/{run_id}/{name}/{file}"
+            query, expires = links.sign(path)
+            made[file] = f"{str(request.base_url).rstrip('/')}{path}?{query}"
+        return {"urls": made, "expires": moment(expires)}
+
+    def file(run_id: str, name: str, file: str, expires: int, signature: str) -> Answer:
+        links.require(f"{FILES}/{run_id}/{name}/{file}", expires, signature)
+        found = service.checkpoints.find(f"tinker://{run_id}/external_weights/{name}")
+        return FileResponse(found.files[file])
+
+    one = "/training_runs/{run_id}/checkpoints/external_weights/{name}"
+    _route(app, f"{one}/external_weights_urls", urls)
+    _route(app, "/files/{run_id}/{name}/{file}", file)
+
+
 def _record(each: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{each.kind}/{each.name}",
@@ -412,7 +444,8 @@ class Gate:
         host = host_name(headers.get(b"host", b"").decode("latin-1"))
         if is_loopback(self._host) and not (is_address(host) or host == self._host):
             raise Refused("Host must be an IP address or localhost.", 403)
-        if self._keys and scope["path"] != f"{ROOT}/healthz":
+        path = scope["path"]
+        if self._keys and path != f"{ROOT}/healthz" and not path.startswith(f"{FILES}/"):
             given = sha256(headers.get(b"x-api-key", b"").strip()).digest()
             if not sum(hmac.compare_digest(given, key) for key in self._keys):
                 raise Refused("this service needs one of its API keys, as X-API-Key.", 401)

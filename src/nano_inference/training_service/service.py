@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nano_inference.training_service.base import Adapter, Base
-from nano_inference.training_service.checkpoints import Checkpoints, Run
+from nano_inference.training_service.checkpoints import Checkpoints, Kind, Run
 from nano_inference.training_service.config import TrainServiceConfig
 from nano_inference.training_service.errors import Refused, refusal_of
 from nano_inference.training_service.futures import Future, Futures, Result
@@ -33,6 +33,7 @@ from nano_inference.training_service.messages import (
     LoraConfig,
     OptimStep,
     Sample,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
@@ -325,16 +326,11 @@ class Service:
             name = request.path
 
             def named() -> Result:
-                made = self.checkpoints.write(
-                    model.run.run_id,
-                    "sampler_weights",
-                    name,
-                    model.require_trainer().save_adapter,
-                    ttl=request.ttl_seconds,
-                    user_metadata=request.user_metadata,
-                )
-                self._touch(model)
-                return {**reply, "path": made.path}
+                about = request.ttl_seconds, request.user_metadata
+                return {
+                    **reply,
+                    "path": self._write_adapter(model, "sampler_weights", name, *about),
+                }
 
             return self._in_order(model, request.seq_id, named)
         if request.sampling_session_seq_id is None:
@@ -354,6 +350,36 @@ class Service:
             return {**reply, "sampling_session_id": sampler_id}
 
         return self._in_order(model, request.seq_id, nameless)
+
+    def save_external(self, request: SaveExternal) -> Future:
+        """An adapter to be downloaded."""
+        model = self.model(request.model_id)
+
+        def work() -> Result:
+            if request.age_encryption_recipients is not None:
+                raise Refused("age_encryption_recipients: this service writes files as they are.")
+            made = self._write_adapter(
+                model, "external_weights", request.path, request.ttl_seconds, None
+            )
+            return {"type": "save_weights_external", "path": made}
+
+        return self._in_order(model, request.seq_id, work)
+
+    def _write_adapter(
+        self,
+        model: Model,
+        kind: Kind,
+        name: str,
+        ttl: float | None,
+        user_metadata: dict[str, str] | None,
+    ) -> str:
+        """On the training thread. The checkpoint's path."""
+        fill = model.require_trainer().save_adapter
+        made = self.checkpoints.write(
+            model.run.run_id, kind, name, fill, ttl=ttl, user_metadata=user_metadata
+        )
+        self._touch(model)
+        return made.path
 
     def info(self, model: Model) -> dict[str, Any]:
         """`/get_info`."""
