@@ -16,6 +16,7 @@ RL_CLIENTS := $(VENV)/rl-clients/installed
 VERL := $(VENV)/verl/installed
 RAY := $(VENV)/ray/installed
 QUANTISERS := $(VENV)/quantisers/installed
+TINKER := $(VENV)/tinker/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -31,7 +32,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
+.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -63,7 +64,7 @@ test-rest: $(INSTALLED) ## those that this leaves out, and property tests with a
 
 test-all: test test-rest ## both: all tests but the slow ones
 
-test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(QUANTISERS) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(QUANTISERS) $(TINKER) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
@@ -78,6 +79,9 @@ test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
 
 test-quantisers: $(QUANTISERS) ## those with compressed-tensors, bitsandbytes and gptqmodel
 	$(BIN)/python -m pytest -m slow tests/models/test_with_quantisers.py
+
+test-tinker: $(TINKER) ## those with tinker and tinker-cookbook
+	$(BIN)/python -m pytest -m slow tests/training_service tests/docs/test_training_service.py
 
 test-verl: $(VERL) ## those with verl on Ray
 	$(BIN)/python -m pytest -m slow -k verl tests/rl
@@ -175,6 +179,14 @@ $(QUANTISERS): $(INSTALLED)
 	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install --no-deps --no-build-isolation defuser device-smi logbar pypcre \
 		tokenicer gptqmodel==7.7.0
 	@touch $(QUANTISERS)
+
+# The cookbook pins what only its other recipes need; this is the newest whose packages are all published.
+$(TINKER): $(INSTALLED)
+	@echo "Installing tinker and tinker-cookbook into $(VENV)/tinker."
+	@$(PYTHON) -m venv $(VENV)/tinker
+	@$(VENV)/tinker/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
+	@$(VENV)/tinker/bin/python -m pip $(QUIET) install math-verify pylatexenc sympy tinker==0.38.0 tinker-cookbook==0.5.8
+	@touch $(TINKER)
 
 # verl pins what only its trainers need: it goes alone, with what its rollouts need.
 $(VERL): $(INSTALLED)

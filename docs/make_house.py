@@ -12,6 +12,7 @@ TARGET = ROOT / "docs" / "house.svg"
 ROOMS = {
     "cli": "the command line",
     "ray": "replicas as Ray actors",
+    "training_service": "LoRA training over HTTP",
     "serving": "HTTP: OpenAI, Anthropic, trainers' routes; engine processes; the fleet",
     "rl": "trainers: PolicyModel, replay, scoring, TRL, verl",
     "engine": "the loop, runners, weights, workers, memory",
@@ -63,7 +64,7 @@ def layers() -> list[list[str]]:
 
 def colour(room: str) -> tuple[str, str]:
     """Outside blue, decisions green, tensors orange, nouns grey."""
-    if room in ("cli", "ray", "serving", "rl"):
+    if room in ("cli", "ray", "training_service", "serving", "rl"):
         return COLOURS[0]
     if room in ("scheduling", "kv_cache", "structured"):
         return COLOURS[1]

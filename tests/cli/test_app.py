@@ -26,6 +26,7 @@ from tests.cli.running import finish, run, spawn
         ["info", "-h"],
         ["replay", "-h"],
         ["draft-heads", "-h"],
+        ["train-service", "-h"],
         ["--version"],
     ],
 )

@@ -18,6 +18,7 @@ from nano_inference.cli.options import DEBUG, Verbose
 from nano_inference.cli.replay import replay
 from nano_inference.cli.serve import serve
 from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
+from nano_inference.cli.train_service import train_service
 from nano_inference.errors import NanoInferenceError
 
 # Exit codes for an error of the package: 1, but 2 (as for wrong usage) where 1 is an answer.
@@ -55,6 +56,7 @@ app.command()(complete)
 app.command()(info)
 app.command()(replay)
 app.command("draft-heads")(draft_heads)
+app.command("train-service")(train_service)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,257 @@
+"""Checkpoints on disk, and the `tinker://` paths that name them.
+
+    STATE/runs/RUN/run.json
+    STATE/runs/RUN/weights/NAME/           a PEFT folder, optimizer.safetensors, optimizer.json
+    STATE/runs/RUN/sampler_weights/NAME/   a PEFT folder
+    STATE/runs/RUN/external_weights/NAME/  a PEFT folder, to be downloaded
+    STATE/runs/RUN/snapshots/NUMBER/       a PEFT folder that lives as long as its session
+
+Each folder also has a `checkpoint.json`. A checkpoint appears under its name only when it is whole.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from nano_inference.regular_files import read_json
+from nano_inference.training_service.errors import Refused
+
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+TYPES: dict[Kind, str] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+ADAPTER = "adapter_model.safetensors"
+_SCHEME = "tinker://"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,127}")
+_ABOUT = "checkpoint.json"
+_UNFINISHED = ".unfinished-"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a model in training, also after it has ended."""
+
+    run_id: str
+    base_model: str
+    rank: int
+    seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    user_metadata: dict[str, Any] | None
+    created: float
+    last_request: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is whole.
+
+    Attributes:
+        kind, name: the last two parts of its path.
+        created, expires: seconds since the epoch; None: never.
+        size: of its files, bytes.
+        sha256: of its adapter's file.
+    """
+
+    run_id: str
+    kind: Kind
+    name: str
+    created: float
+    expires: float | None
+    size: int
+    sha256: str
+    user_metadata: dict[str, str] | None
+    folder: Path
+
+    @property
+    def path(self) -> str:
+        """`tinker://RUN/KIND/NAME`."""
+        return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}"
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What it is made of, by name."""
+        return {each.name: each for each in self.folder.iterdir() if each.name != _ABOUT}
+
+
+def moment(seconds: float) -> str:
+    """As the client reads times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+class Checkpoints:
+    """All checkpoints of a state folder, of earlier services too. Safe to call from any thread, one
+    writer for each run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._runs = folder / "runs"
+        self._runs.mkdir(parents=True, exist_ok=True)
+        for left in (*self._runs.glob("*/snapshots"), *self._runs.glob(f"*/*/{_UNFINISHED}*")):
+            shutil.rmtree(left, ignore_errors=True)  # of a service that has ended
+
+    def write_run(self, run: Run) -> None:
+        """Note a run, new or with another `last_request`."""
+        folder = self._runs / run.run_id
+        folder.mkdir(exist_ok=True)
+        _write_json(folder / "run.json", asdict(run))
+
+    def run(self, run_id: str) -> Run:
+        """What is known of a run. Raises `Refused` 404."""
+        if not _NAME.fullmatch(run_id) or not (self._runs / run_id / "run.json").is_file():
+            raise Refused(f"there is no training run {run_id!r}.", 404)
+        return Run(**read_json(self._runs / run_id / "run.json"))
+
+    def runs(self) -> list[Run]:
+        """All, the newest first."""
+        found = [self.run(path.parent.name) for path in self._runs.glob("*/run.json")]
+        return sorted(found, key=lambda run: (-run.created, run.run_id))
+
+    def write(
+        self,
+        run_id: str,
+        kind: Kind,
+        name: str,
+        fill: Callable[[Path], None],
+        *,
+        overwrite: bool = False,
+        ttl: float | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Checkpoint:
+        """A new checkpoint, whose files `fill` writes into a folder. Raises `Refused` for a name
+        that is none, or that is taken.
+        """
+        if not _NAME.fullmatch(name):
+            raise Refused(
+                f"{name!r} cannot name a checkpoint: 1 to 128 letters, digits, and . _ : - can."
+            )
+        target = self._runs / run_id / kind / name
+        if target.exists() and not overwrite:
+            raise Refused(f"the checkpoint {kind}/{name} exists already; overwrite=True replaces.")
+        now = time.time()
+        about: dict[str, Any] = {
+            "created": now,
+            "expires": None if ttl is None else now + ttl,
+            "user_metadata": user_metadata,
+        }
+        with _Filled(target, fill) as folder:
+            about["sha256"] = hashlib.sha256((folder / ADAPTER).read_bytes()).hexdigest()
+            _write_json(folder / _ABOUT, about)
+            if target.exists():
+                old = target.with_name(f"{_UNFINISHED}old-{name}")
+                target.rename(old)
+                folder.rename(target)
+                shutil.rmtree(old)
+            else:
+                folder.rename(target)
+        return self._read(target)
+
+    def write_snapshot(self, run_id: str, number: int, fill: Callable[[Path], None]) -> Path:
+        """A folder of a PEFT adapter that nothing but its owner names."""
+        target = self._runs / run_id / "snapshots" / str(number)
+        with _Filled(target, fill) as folder:
+            folder.rename(target)
+        return target
+
+    def drop_snapshots(self, run_id: str) -> None:
+        """All of a run's."""
+        shutil.rmtree(self._runs / run_id / "snapshots", ignore_errors=True)
+
+    def find(self, path: str) -> Checkpoint:
+        """The checkpoint of a `tinker://` path. Raises `Refused`: 400 for no such path, 404 for
+        none there, or one that has expired.
+        """
+        run_id, _, rest = path.removeprefix(_SCHEME).partition("/")
+        kind, _, name = rest.partition("/")
+        if not path.startswith(_SCHEME) or kind not in TYPES:
+            raise Refused(f"{path!r} is not tinker://RUN/KIND/NAME; KIND is {' or '.join(TYPES)}.")
+        if not (_NAME.fullmatch(run_id) and _NAME.fullmatch(name)):
+            raise Refused(f"there is no checkpoint {path!r}.", 404)
+        folder = self._runs / run_id / kind / name
+        if not (folder / _ABOUT).is_file():
+            raise Refused(f"there is no checkpoint {path!r}.", 404)
+        found = self._read(folder)
+        if found.expires is not None and found.expires <= time.time():
+            raise Refused(f"the checkpoint {path!r} has expired.", 404)
+        return found
+
+    def of(self, run_id: str | None = None) -> list[Checkpoint]:
+        """Those of a run, or all, the newest first."""
+        folder = run_id if run_id is not None else "*"
+        found = [
+            self._read(about.parent)
+            for kind in TYPES
+            for about in self._runs.glob(f"{folder}/{kind}/*/{_ABOUT}")
+            if not about.parent.name.startswith(_UNFINISHED)
+        ]
+        return sorted(found, key=lambda each: (-each.created, each.path))
+
+    def remove(self, path: str) -> None:
+        """Delete a checkpoint. Raises as `find`."""
+        shutil.rmtree(self.find(path).folder)
+
+    def set_ttl(self, path: str, ttl: float | None) -> None:
+        """Let it expire so many seconds from now; None: never. Raises as `find`."""
+        found = self.find(path)
+        about = read_json(found.folder / _ABOUT)
+        about["expires"] = None if ttl is None else time.time() + ttl
+        _write_json(found.folder / _ABOUT, about)
+
+    def sweep(self) -> None:
+        """Delete what has expired."""
+        for each in self.of():
+            if each.expires is not None and each.expires <= time.time():
+                shutil.rmtree(each.folder, ignore_errors=True)
+
+    def _read(self, folder: Path) -> Checkpoint:
+        about = read_json(folder / _ABOUT)
+        kind: Any = folder.parent.name
+        return Checkpoint(
+            run_id=folder.parent.parent.name,
+            kind=kind,
+            name=folder.name,
+            created=about["created"],
+            expires=about["expires"],
+            size=sum(file.stat().st_size for file in folder.iterdir()),
+            sha256=about["sha256"],
+            user_metadata=about["user_metadata"],
+            folder=folder,
+        )
+
+
+class _Filled:
+    """A folder beside `target` with files in it; gone at the end unless it was renamed."""
+
+    def __init__(self, target: Path, fill: Callable[[Path], None]) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = target.with_name(f"{_UNFINISHED}{target.name}")
+        self._fill = fill
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+        try:
+            self._fill(self._folder)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        return self._folder
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)

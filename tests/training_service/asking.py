@@ -1,0 +1,190 @@
+"""A client of the service's API in a few lines, for tests that need no `tinker`."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import httpx
+import numpy as np
+
+PREFIX = "/api/v1"
+Inputs = Mapping[str, Sequence[float]]
+
+
+def _field(number: int, value: bytes | int) -> bytes:
+    if isinstance(value, int):
+        return bytes([number << 3, *_varint(value)])
+    return bytes([number << 3 | 2, *_varint(len(value))]) + value
+
+
+def _varint(value: int) -> list[int]:
+    return [value] if value < 128 else [value & 127 | 128, *_varint(value >> 7)]
+
+
+def batch(
+    model_id: str,
+    seq_id: int,
+    data: Sequence[tuple[Sequence[int], Inputs]],
+    loss_fn: str = "cross_entropy",
+    *,
+    forward_only: bool = False,
+    config: Mapping[str, float] | None = None,
+) -> bytes:
+    """The request of `forward_backward`: of each sequence its tokens and the loss's inputs, beside
+    `target_tokens`, which are made.
+    """
+    body = _field(1, model_id.encode()) + _field(2, seq_id) + _field(4, loss_fn.encode())
+    for tokens, inputs in data:
+        text = _field(1, np.asarray(tokens[:-1], "<i4").tobytes())
+        datum = _field(1, _field(1, text))
+        given: dict[str, Any] = {"target_tokens": np.asarray(tokens[1:], "<i8"), **inputs}
+        for name, values in given.items():
+            is_whole = name == "target_tokens"
+            array = np.asarray(values, "<i8" if is_whole else "<f4")
+            tensor = _field(1, array.tobytes()) + _field(3, 2 if is_whole else 1)
+            datum += _field(2, _field(1, name.encode()) + _field(2, tensor))
+        body += _field(3, datum)
+    for name, value in (config or {}).items():
+        body += _field(5, _field(1, name.encode()) + b"\x11" + struct.pack("<d", value))
+    return body + (_field(6, 1) if forward_only else b"")
+
+
+def fields(body: bytes) -> dict[int, list[Any]]:
+    """The fields of a message: numbers, and bytes of all else."""
+    found: dict[int, list[Any]] = {}
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            value |= (body[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+            if body[at - 1] < 128:
+                return value
+
+    while at < len(body):
+        key = number()
+        value: Any = 0
+        if key & 7 == 0:
+            value = number()
+        else:
+            size = 8 if key & 7 == 1 else number()
+            value, at = body[at : at + size], at + size
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def drawn(sample: bytes) -> list[tuple[list[int], bytes]]:
+    """Of each sequence of a `SampleResponse` the tokens, and the logprobs as they are."""
+    found = [fields(each) for each in fields(sample)[1]]
+    return [(np.frombuffer(each[2][0], "<i4").tolist(), each[3][0]) for each in found]
+
+
+def scored(output: bytes) -> bytes:
+    """The logprobs of a `ForwardBackwardOutput`, of one datum behind the other."""
+    record = fields(fields(output)[2][0])
+    return fields(fields(record[2][0])[2][0])[1][0]
+
+
+class Asker:
+    """A session of its own, with one model at a time. The fixture `service` closes connections."""
+
+    opened: ClassVar[list[httpx.Client]] = []
+
+    def __init__(self, url: str, *, key: str = "", timeout: float = 30.0) -> None:
+        self.http = httpx.Client(
+            base_url=url + PREFIX, timeout=timeout, headers={"X-API-Key": key} if key else {}
+        )
+        self.opened.append(self.http)
+        self.session = self.post("/create_session", tags=[], sdk_version="0")["session_id"]
+        self.model = ""
+        self.seq = 0
+
+    def post(self, path: str, /, **body: Any) -> dict[str, Any]:
+        """What a route answers; its refusals raise `httpx.HTTPStatusError`."""
+        return _json(self.http.post(path, json=body))
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Likewise."""
+        return _json(self.http.get(path))
+
+    def send(self, path: str, /, **body: Any) -> str:
+        """A request with a place in the model's order; its id."""
+        self.seq += 1
+        asked = self.post(path, model_id=self.model, seq_id=self.seq, **body)
+        return asked["request_id"]
+
+    def send_batch(self, data: Sequence[tuple[Sequence[int], Inputs]], *args: Any, **options: Any):
+        """`forward_backward`; its id."""
+        self.seq += 1
+        return self.send_bytes(batch(self.model, self.seq, data, *args, **options))
+
+    def send_bytes(self, body: bytes) -> str:
+        """The same, of bytes."""
+        headers = {"content-type": "application/x-protobuf"}
+        return _json(self.http.post("/forward_backward", content=body, headers=headers))[
+            "request_id"
+        ]
+
+    def result(self, request_id: str) -> Any:
+        """The result: a mapping, which may hold `error`, or bytes."""
+        while True:
+            answer = self.http.post("/retrieve_future", json={"request_id": request_id})
+            if answer.headers["content-type"] == "application/x-protobuf":
+                return answer.content
+            found = _json(answer)
+            if found.get("type") != "try_again":
+                return found
+
+    def create(self, number: int = 0, base_model: str = "bigrams", **lora: Any) -> Any:
+        """A model; its result."""
+        asked = self.post(
+            "/create_model",
+            session_id=self.session,
+            model_seq_id=number,
+            base_model=base_model,
+            lora_config={"rank": 4, "seed": 1, **lora},
+        )
+        found = self.result(asked["request_id"])
+        self.model, self.seq = found.get("model_id", ""), 0
+        return found
+
+    def step(self, learning_rate: float = 0.1, **params: float) -> Any:
+        """`optim_step`; its result."""
+        adam = {"learning_rate": learning_rate, **params}
+        return self.result(self.send("/optim_step", adam_params=adam))
+
+    def save(self, name: str, **options: Any) -> Any:
+        """`save_weights`; its result."""
+        return self.result(self.send("/save_weights", path=name, **options))
+
+    def sampler(self, number: int = 0, **options: Any) -> str:
+        """A sampling session of the model as it is."""
+        asked = {"sampling_session_seq_id": number, **options}
+        return self.result(self.send("/save_weights_for_sampler", **asked))["sampling_session_id"]
+
+    def sample(
+        self,
+        sampler: str,
+        prompt: Sequence[int],
+        seq_id: int = 0,
+        num_samples: int = 1,
+        **params: Any,
+    ) -> Any:
+        """Its result."""
+        asked = self.post(
+            "/asample",
+            sampling_session_id=sampler,
+            seq_id=seq_id,
+            num_samples=num_samples,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+            sampling_params={"max_tokens": 8, "seed": 5, **params},
+        )
+        return self.result(asked["request_id"])
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    if answer.is_error:
+        raise httpx.HTTPStatusError(answer.text, request=answer.request, response=answer)
+    return answer.json() if answer.content else {}

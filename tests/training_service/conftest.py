@@ -1,0 +1,36 @@
+"""A service of bigrams, on a thread of this process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.training_service.config import TrainServiceConfig
+from nano_inference.training_service.main import running_service
+from tests.training_service.asking import Asker
+from tests.training_service.bigrams import Bigrams
+
+
+class Services:
+    """Starts services whose checkpoints lie in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextmanager
+    def __call__(self, base: Bigrams | None = None, **options: Any) -> Iterator[str]:
+        config = TrainServiceConfig(port=0, state_dir=str(self.folder), **options)
+        with running_service(base or Bigrams(), config) as url:
+            try:
+                yield url
+            finally:
+                while Asker.opened:
+                    Asker.opened.pop().close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Services:
+    """Starts one for a `with` block, which is its URL."""
+    return Services(tmp_path / "state")

@@ -1,0 +1,191 @@
+"""The client `tinker` and recipes of `tinker-cookbook`, unmodified, in an environment of their own
+(`make test-tinker` makes it), against a service of SmolLM2-135M.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig
+from nano_inference.models.loading import resolve_model
+from nano_inference.training_service.config import TrainServiceConfig
+from nano_inference.training_service.main import running_service
+
+HERE = Path(__file__).parent
+PYTHON = Path(sys.prefix) / "tinker" / "bin" / "python"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-tinker makes it"
+    ),
+]
+MODEL = "smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the service; the base model's name is its folder, where clients find the tokenizer."""
+    state = tmp_path_factory.mktemp("state")
+    config = TrainServiceConfig(port=0, state_dir=str(state), max_models=8)
+    with running_service(EngineConfig(MODEL, max_model_len=512, num_threads=1), config) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    return str(resolve_model(MODEL))
+
+
+def run(*arguments: str, cwd: Path, url: str) -> str:
+    quiet = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "TINKER_API_KEY": "tml-test",
+        "TINKER_BASE_URL": url,
+        "HF_HOME": str(cwd / "hub"),
+    }
+    command = [str(PYTHON), "-W", "ignore", *arguments]
+    ran = subprocess.run(command, cwd=cwd, env=quiet, capture_output=True, text=True, timeout=900)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
+
+
+def test_the_client(url: str, folder: str, tmp_path: Path) -> None:
+    output = run(str(HERE / "with_tinker.py"), url, folder, cwd=tmp_path, url=url)
+    found = json.loads(output.splitlines()[-1])
+    assert found["losses"] == sorted(found["losses"], reverse=True)
+    for row in found["sampled"]["rows"]:
+        assert row["sampler"] == row["trainer"] == row["computed"]
+        assert row["prompt"] == row["trainer_prompt"]
+    assert found["sampled"]["again"] == [row["tokens"] for row in found["sampled"]["rows"]]
+    assert set(found["sampled"]["top"][1:]) == {3}
+    # every ratio is 1 to the bit, so these are minus the sum of advantages: 8 tokens of each sign
+    assert found["policy"]["importance_sampling"] == found["policy"]["ppo"] == 0.0
+    assert found["custom"]["mine"] == 1.0
+    assert found["rest"][0] == found["rest"][1]
+    assert found["rank"] == 8
+    assert found["paths"] == [True]
+    assert found["downloaded"] == ["adapter_config.json", "adapter_model.safetensors"]
+    stable, other, rank = found["refused"]
+    assert "user: " in stable
+    assert "loss_fn='stable_reinforce'" in stable
+    assert "base_model='another/model'" in other
+    assert "max_rank" in rank
+
+
+def recipe(name: str, folder: str, tmp_path: Path, url: str, **options: Any) -> list[Any]:
+    """Metrics of a recipe's steps."""
+    given = {
+        "model_name": folder,
+        "renderer_name": "qwen3_instruct",
+        "log_path": tmp_path / "log",
+        **options,
+    }
+    words = [f"{option}={value}" for option, value in given.items()]
+    run("-m", f"tinker_cookbook.recipes.{name}", *words, cwd=tmp_path, url=url)
+    lines = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_supervised_recipe(url: str, folder: str, tmp_path: Path) -> None:
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {number} + 1?"},
+                {"role": "assistant", "content": f"{number + 1}."},
+            ]
+        }
+        for number in range(8)
+    ]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    steps = recipe(
+        "chat_sl.train",
+        folder,
+        tmp_path,
+        url,
+        dataset=data,
+        batch_size=2,
+        max_length=64,
+        max_steps=3,
+        learning_rate=1e-3,
+        lora_rank=4,
+        eval_every=0,
+        save_every=0,
+    )
+    losses = [step["train_mean_nll"] for step in steps if "train_mean_nll" in step]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+def test_reinforcement_learning_on_arithmetic(url: str, folder: str, tmp_path: Path) -> None:
+    steps = recipe(
+        "math_rl.train",
+        folder,
+        tmp_path,
+        url,
+        env="arithmetic",
+        group_size=4,
+        groups_per_batch=3,
+        max_tokens=5,
+        max_steps=2,
+        learning_rate=1e-3,
+        lora_rank=4,
+        eval_every=0,
+    )
+    assert len(steps) == 2
+    assert any(step["grad_norm"] > 0 for step in steps)
+    for step in steps:  # what sampled and what trains have the same bits
+        assert step["optim/kl_sample_train_v1"] == 0.0
+        assert step["optim/kl_sample_train_v2"] == 0.0
+
+
+def test_preferences_by_reinforcement_learning(url: str, folder: str, tmp_path: Path) -> None:
+    steps = recipe(
+        "preference.shorter.train",
+        folder,
+        tmp_path,
+        url,
+        batch_size=1,
+        group_size=3,
+        max_tokens=8,
+        max_steps=1,
+        eval_every=0,
+    )
+    assert [step["optim/kl_sample_train_v1"] for step in steps] == [0.0]
+
+
+def test_direct_preference_optimization(url: str, folder: str, tmp_path: Path) -> None:
+    """Its data come from the hub, or, as here, from a folder of that name."""
+    data = tmp_path / "Anthropic" / "hh-rlhf"
+    data.mkdir(parents=True)
+    for name in ("train", "test"):
+        lines = [
+            json.dumps(
+                {
+                    "chosen": f"\n\nHuman: What is {number} + 1?\n\nAssistant: {number + 1}.",
+                    "rejected": f"\n\nHuman: What is {number} + 1?\n\nAssistant: No.",
+                }
+            )
+            for number in range(4)
+        ]
+        (data / f"{name}.jsonl").write_text("\n".join(lines))
+    steps = recipe(
+        "preference.dpo.train",
+        folder,
+        tmp_path,
+        url,
+        batch_size=2,
+        max_length=64,
+        max_steps=2,
+        learning_rate=1e-4,
+    )
+    losses = [step["dpo_loss"] for step in steps]
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(0.6931472, abs=1e-6)  # policy and reference are one
+    assert losses[1] != losses[0]

@@ -1,0 +1,135 @@
+"""What the client `tinker` does with a service of the base model `sys.argv[2]` at `sys.argv[1]`;
+what it found, as one line of JSON. It runs in an environment of its own.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import tinker  # pyright: ignore[reportMissingImports]
+from tinker import types  # pyright: ignore[reportMissingImports]
+from tinker_cookbook import weights  # pyright: ignore[reportMissingImports]
+
+QUESTION = "What is 2 + 3?"
+
+
+def datum(tokens: list[int], **inputs: Any) -> types.Datum:
+    """A sequence with inputs of a loss; the prompt has weight 0 where they say so."""
+    given = {"target_tokens": np.array(tokens[1:]), **inputs}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given)
+
+
+def failure(future: Any) -> str:
+    """What a future raises, with the category that the client reads."""
+    try:
+        future.result()
+    except tinker.TinkerError as problem:
+        return f"{getattr(problem, 'category', problem.__class__.__name__)}: {problem}"
+    return ""
+
+
+def train(client: Any, tokenizer: Any, steps: int) -> list[float]:
+    """Steps of supervised training; losses."""
+    tokens = tokenizer.encode("Question: " + QUESTION + "\nAnswer: 5.")
+    losses = []
+    for _ in range(steps):
+        weights = np.ones(len(tokens) - 1, np.float32)
+        done = client.forward_backward([datum(tokens, weights=weights)], "cross_entropy")
+        step = client.optim_step(types.AdamParams(learning_rate=1e-3))
+        losses.append(done.result().metrics["loss:sum"])
+        step.result()
+    return losses
+
+
+def sampled(client: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
+    """Samples of the model as it is, and what it says itself of their tokens."""
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = tokenizer.encode("Question: " + QUESTION + "\nAnswer:")
+    params = types.SamplingParams(max_tokens=8, seed=seed, temperature=1.0)
+    asked = types.ModelInput.from_ints(prompt)
+    answer = sampler.sample(
+        asked, 2, params, include_prompt_logprobs=True, topk_prompt_logprobs=3
+    ).result()
+    rows = []
+    for sequence in answer.sequences:
+        tokens = prompt + sequence.tokens
+        forward = client.forward([datum(tokens)], "cross_entropy").result()
+        rows.append(
+            {
+                "sampler": sequence.logprobs,
+                "trainer": forward.loss_fn_outputs[0]["logprobs"].tolist()[len(prompt) - 1 :],
+                "prompt": answer.prompt_logprobs[1:],
+                "trainer_prompt": forward.loss_fn_outputs[0]["logprobs"].tolist()[
+                    : len(prompt) - 1
+                ],
+                "computed": sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[
+                    len(prompt) :
+                ],
+                "tokens": sequence.tokens,
+            }
+        )
+    again = sampler.sample(asked, 2, params).result()
+    return {
+        "rows": rows,
+        "again": [each.tokens for each in again.sequences],
+        "top": [len(each or ()) for each in answer.topk_prompt_logprobs],
+    }
+
+
+def policy_gradient(client: Any, sample: dict[str, Any], prompt: list[int]) -> dict[str, float]:
+    """One batch for each loss; its sum."""
+    found = {}
+    for name in ("importance_sampling", "ppo", "cispo", "dro"):
+        data = []
+        for row, advantage in zip(sample["rows"], (1.0, -1.0), strict=True):
+            padding = [0.0] * (len(prompt) - 1)
+            inputs = {
+                "logprobs": np.array(padding + row["sampler"], np.float32),
+                "advantages": np.array(padding + [advantage] * len(row["tokens"]), np.float32),
+            }
+            data.append(datum(prompt + row["tokens"], **inputs))
+        found[name] = client.forward_backward(data, name).result().metrics["loss:sum"]
+    return found
+
+
+def main() -> None:
+    """The whole story."""
+    url, base = sys.argv[1:3]
+    with tinker.ServiceClient(base_url=url, api_key="tml-test") as service:
+        client = service.create_lora_training_client(base, rank=8, seed=1).result()
+        tokenizer = client.get_tokenizer()
+        found: dict[str, Any] = {"losses": train(client, tokenizer, 3)}
+        found["sampled"] = sampled(client, tokenizer, 7)
+        prompt = tokenizer.encode("Question: " + QUESTION + "\nAnswer:")
+        found["policy"] = policy_gradient(client, found["sampled"], prompt)
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+        def custom(data: Any, logprobs: Any) -> Any:
+            return sum((each**2).sum() for each in logprobs), {"mine": 1.0}
+
+        found["custom"] = client.forward_backward_custom([datum(prompt)], custom).result().metrics
+        client.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=0.1)).result()
+
+        path = client.save_state("half").result().path
+        found["rest"] = [train(client, tokenizer, 2)]
+        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        found["rest"].append(train(resumed, tokenizer, 2))
+        rest = tinker.RestClient(base_url=url, api_key="tml-test")
+        found["rank"] = rest.get_weights_info_by_tinker_path(path).result().lora_rank
+        found["paths"] = [
+            each.tinker_path == path for each in rest.list_user_checkpoints().result().checkpoints
+        ]
+        exported = client.save_weights_external("out").result().path
+        folder = weights.download(tinker_path=exported, output_dir="downloaded", base_url=url)
+        found["downloaded"] = sorted(os.listdir(folder))
+        found["refused"] = [
+            failure(client.forward_backward([datum(prompt)], "stable_reinforce")),
+            failure(service.create_lora_training_client("another/model")),
+            failure(service.create_lora_training_client(base, rank=9999)),
+        ]
+    print(json.dumps(found))
+
+
+main()
