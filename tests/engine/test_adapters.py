@@ -214,7 +214,7 @@ def test_limits(folder: Path) -> None:
             engine.unload_adapter("three")
         with pytest.raises(AdapterError, match="kv_policy='wait' is none of"):
             engine.load_adapter("two", matrices(folder, 2), kv_policy="wait")
-        for name in ("", "x" * 257, 3):
+        for name in ("", "x" * 257, 3, "a\nb"):
             with pytest.raises(AdapterError, match="must be a text of 1 to 256 characters"):
                 engine.load_adapter(name, matrices(folder, 1))
         assert [(info.name, info.version) for info in engine.adapters()] == [("one", 1), ("two", 7)]

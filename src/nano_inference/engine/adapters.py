@@ -67,8 +67,10 @@ class Adapters:
         spec = self._model.part.whole
         if not self._most:
             raise AdapterError("this engine takes no adapters; set max_loras to how many it may.")
-        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:  # pyright: ignore
-            raise AdapterError(f"name={name!r} must be a text of 1 to {MOST_NAME} characters.")
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():  # pyright: ignore
+            raise AdapterError(
+                f"name={name!r} must be a text of 1 to {MOST_NAME} characters that can be printed."
+            )
         if kv_policy not in POLICIES:
             raise AdapterError(
                 f"kv_policy={kv_policy!r} is none of {', '.join(map(repr, POLICIES))}."

@@ -2,6 +2,7 @@
 it adapts are the engine's own.
 """
 
+import itertools
 import json
 import math
 import os
@@ -49,6 +50,7 @@ from nano_inference.rl.torch_decoder import LORA, TorchDecoder
 from nano_inference.scheduling.sequence import POLICY
 from nano_inference.types import KvPolicy
 
+_NUMBERS = itertools.count(1)
 _A, _B = "lora_A.weight", "lora_B.weight"
 
 
@@ -118,7 +120,6 @@ class LoraPolicy(ScoringModule):
         self._frozen = _Frozen(self.engine, products)
         self._lock = threading.Lock()
         self._scoring: tuple[list[State], Adapter] | None = None
-        self._num_states = 0
 
     def publish(
         self,
@@ -198,11 +199,11 @@ class LoraPolicy(ScoringModule):
         with self._lock:
             now = states([*self.parameters()])
             if self._scoring is None or self._scoring[0] != now:
-                self._num_states += 1
-                name = f"trainer {id(self)}"  # no name that a caller may serve
+                # a name that none is served under, and a number that no other policy has had
+                name, number = f"{self.name}\n", next(_NUMBERS)
                 pairs, device = self._pairs(), self.engine.model.device
                 spec = self.engine.spec
-                self._scoring = now, adapter_of(name, self._num_states, pairs, spec, device)
+                self._scoring = now, adapter_of(name, number, pairs, spec, device)
             return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
 
     def _gradients(
