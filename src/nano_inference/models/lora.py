@@ -163,6 +163,9 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return dict(read_tensors(folder / WEIGHTS)), config
     except ModelLoadError as problem:
         raise AdapterError(str(problem)) from problem
+    except OSError as problem:
+        text = f"{str(folder)[:200]} is not an adapter's folder: {problem.strerror}."
+        raise AdapterNotFound(text) from problem
 
 
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:

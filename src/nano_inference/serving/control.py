@@ -711,6 +711,7 @@ class Control:
         """No new request may ask for an adapter; those that have it finish with it. 404 for one
         that is not loaded.
         """
+        checked_name(name, "lora_name")
         async with self._adapter_turn:
             await self.call("unload_adapter", self._config.rl_timeout, name=name)
             self._engine.adapters = {

@@ -159,9 +159,16 @@ def test_salts_versions_and_flushes_hide_prefixes() -> None:
     it.finished(it.place(prompt, salt="a", version=1))
     assert it.place(prompt, salt="a", version=1).cached == 2 * PIECE
     assert it.place(prompt, version=1).cached == it.place(prompt, salt="a", version=2).cached == 0
-    assert it.place(prompt, salt="a", version=1, adapter="own@1").cached == 0
     it.forget()
     assert it.place(prompt, salt="a", version=1).cached == 0
+
+
+def test_an_adapter_hides_prefixes() -> None:
+    it = router("0")
+    prompt = list(range(2 * PIECE))
+    it.place(prompt)
+    assert it.place(prompt, adapter="own@1").cached == 0
+    assert it.place(prompt, adapter="own@1").cached == 2 * PIECE
 
 
 def test_a_replica_that_takes_anothers_slot_has_none_of_its_prefixes() -> None:

@@ -163,6 +163,7 @@ def test_what_cannot_be_loaded_changes_nothing(url: str, folders: dict[str, str]
     before = models(url)
     assert "adapter_config.json is missing" in load(url, "own", folders["empty"], 404)
     assert "is not an adapter's folder" in load(url, "own", "/nowhere/at all", 404)
+    assert "is not an adapter's folder" in load(url, "own", "x" * 5000, 404)
     assert "of another base model" in load(url, "own", folders["wide"], 400)
     assert "conflicts with a served base model" in load(url, "tiny", folders["a"], 400)
     assert "lora_name must be a printable string" in load(url, "x" * 300, folders["a"], 400)
