@@ -73,6 +73,7 @@ def kv_view(shape: Shape) -> KVStorage:
         windows=(0,),
         state=None,
         kv_tensors=2,
+        kinds=(),
     )
     return KVStorage(spec, 4096, BLOCK_SIZE, shape.dtype, torch.device("cpu"))  # type: ignore[arg-type]
 

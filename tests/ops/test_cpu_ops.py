@@ -210,6 +210,7 @@ def test_every_instruction_set_turns_heads_as_the_reference_does(
         windows=(0,),
         state=None,
         kv_tensors=2,
+        kinds=(),
     )
 
     def turned(operation: Any) -> list[Tensor]:

@@ -45,7 +45,13 @@ def randn(*shape: int, seed: int) -> Tensor:
 def cache(batch: ForwardBatch, block_size: int, seed: int) -> KVStorage:
     """Two layers of NaN but for the contexts of the batch."""
     spec = SimpleNamespace(
-        num_layers=2, num_kv_heads=KV_HEADS, head_dim=D, windows=(0, 0), state=None, kv_tensors=2
+        num_layers=2,
+        num_kv_heads=KV_HEADS,
+        head_dim=D,
+        windows=(0, 0),
+        state=None,
+        kv_tensors=2,
+        kinds=(),
     )
     storage = KVStorage(spec, NUM_BLOCKS, block_size, torch.float16, torch.device("cpu"))
     for i, tensor in enumerate((storage.keys, storage.values)):

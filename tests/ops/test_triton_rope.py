@@ -87,6 +87,7 @@ class Case:
             windows=windows,
             state=None,
             kv_tensors=2,
+            kinds=(),
         )
         units = None
         if self.units:
@@ -248,7 +249,13 @@ def test_blocks_beyond_two_billion_numbers_are_found():
     blocks = 2**31 // (BLOCK_SIZE * 16) + 7
     storage = KVStorage(
         SimpleNamespace(
-            num_layers=1, num_kv_heads=1, head_dim=16, windows=(0,), state=None, kv_tensors=2
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=16,
+            windows=(0,),
+            state=None,
+            kv_tensors=2,
+            kinds=(),
         ),
         blocks,
         BLOCK_SIZE,
