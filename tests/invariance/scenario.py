@@ -133,7 +133,9 @@ def poison(engine: InferenceEngine) -> None:
 def spoil(storage: KVStorage, units: Listed[int] | slice) -> None:
     """Fill units with NaN; of codes, with scales that are."""
     number = -1 if storage.format.coded else torch.nan
-    storage.keys[:, :, units] = storage.values[:, :, units] = number
+    for cache in (storage.keys, storage.values):
+        by_unit = cache if cache.dim() == 2 else cache.movedim(2, 0)  # layers of several kinds
+        by_unit[units] = number
 
 
 class TriedDrafts:
