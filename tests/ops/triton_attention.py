@@ -15,6 +15,7 @@ from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.engine.storage import KVStorage
 from nano_inference.ops import reference_attention
 from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.kv_codes import KvFormat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYER = 1  # its units are those of the second kind, and its place in them the first
@@ -115,7 +116,10 @@ def place(
         values=torch.full(shape, math.nan, dtype=heads.dtype, device=DEVICE),
         places=[(0, 0), (1, 0) if memory.units else (0, 1)],
         unit_map=None if units is None else SimpleNamespace(units=lambda: units),
+        format=KvFormat(heads.dtype),
+        _kinds=(),
     )
+    view._layers = [view._lie(layer) for layer in range(2)]  # pyright: ignore[reportPrivateUsage]
     batch = batch_of_rows(
         [Rows([0] * (p.end - p.start), p.start, tables[p.seq]) for p in pieces], size
     )
