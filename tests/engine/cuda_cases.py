@@ -101,7 +101,7 @@ class _WithoutPadding:
     """A view of the KV tensors that stores nothing of rows whose slot is negative."""
 
     def __init__(self, view: KvcacheView) -> None:
-        self._view, self.keys = view, view.keys
+        self._view, self.format = view, view.format
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         stored = slots >= 0
