@@ -189,7 +189,7 @@ def _kept(
 ) -> InferenceEngine:
     key = (id(build), family, kind, place)
     if key not in kept:
-        small = 26 * SIZE * {"llama": 512, "gemma3": 512, "mistral": 512}[family]
+        small = 26 * SIZE * {"llama": 512, "gemma3": 512, "mistral": 512, "gemma4": 1024}[family]
         kept[key] = build(
             family,
             cache_type=kind,
