@@ -83,7 +83,7 @@ def test_a_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/base"})
     )
     with pytest.raises(
-        ModelLoadError, match=r"holds an adapter \(LORA of some/base\).*not supported yet; merge"
+        ModelLoadError, match=r"holds an adapter \(LORA of some/base\), not a whole model; load"
     ):
         load_spec(tmp_path)
     with pytest.raises(WeightUpdateError, match=r"holds an adapter \(LORA of some/base\)"):

@@ -163,8 +163,8 @@ def test_yarn_draws_its_attention_factor_from_the_stretch() -> None:
         ),
         (config(rope_scaling=longrope(short_factor=[0] * 8)), "short_factor=.*numbers above 0"),
         (
-            config(rope_scaling={"rope_type": "proportional"}),
-            "'proportional'.*default, linear, llama3, longrope, yarn",
+            config(rope_scaling={"rope_type": "spiral"}),
+            "'spiral'.*default, linear, llama3, longrope, proportional, yarn",
         ),
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "lacks 'low_freq_factor'"),

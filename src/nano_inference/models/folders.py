@@ -102,8 +102,8 @@ def _refuse_adapter(folder: Path) -> None:
         fields = read_json(path)
         kind, base = fields.get("peft_type") or "LoRA", fields.get("base_model_name_or_path")
         raise ModelLoadError(
-            f"{folder.absolute()} holds an adapter ({kind}{f' of {base}' if base else ''}), and "
-            "not a whole model; load the base model, and the adapter with load_adapter."
+            f"{folder.absolute()} holds an adapter ({kind}{f' of {base}' if base else ''}), not "
+            "a whole model; load the base model, and the adapter with load_adapter."
         )
 
 
