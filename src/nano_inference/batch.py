@@ -539,7 +539,7 @@ def _temperatures(scored: Listed[Scored]) -> Tensor:
     )
 
 
-def _score_masks(num_rows: int, scored: Listed[Scored]) -> dict[str, Tensor]:
+def _score_masks(num_rows: int, scored: Listed[Scored]) -> dict[str, Any]:
     """The columns of the masks that rows are scored under."""
     if not num_rows:
         return {}
