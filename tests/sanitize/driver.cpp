@@ -90,9 +90,10 @@ class Model {
     const size_t kv_size = size_t(s.layers * s.kv_heads * num_blocks * s.block_size * row);
     std::vector<char> keys(kv_size, char(0xff)), values(kv_size, char(0xff));  // NaN, and NaN as a scale
     std::vector<Layer> layers;
+    const int64_t unit = s.block_size * (s.kv_codes ? row : s.head_dim);  // in numbers
     for (int64_t l = 0; l < s.layers; l++) {
       const size_t at = kv_size / size_t(s.layers) * size_t(l);
-      layers.push_back({keys.data() + at, values.data() + at, nullptr});
+      layers.push_back({keys.data() + at, values.data() + at, nullptr, num_blocks * unit, unit});
     }
     const std::vector<int64_t> row_bytes = {s.hidden * 4, s.hidden * int64_t(sizeof(T)),
                                             (s.heads + 2 * s.kv_heads) * s.head_dim * 4,
@@ -100,9 +101,9 @@ class Model {
                                             s.heads * s.head_dim * int64_t(sizeof(T)), s.inner * int64_t(sizeof(T)),
                                             2 * s.inner * 4};
     const std::vector<Op> ops = operations();
-    const Window window{s.window, 1.f / std::sqrt(float(s.head_dim)), 0.f};
-    const ProgramSpec spec{int64_t(ops.size()), s.layers, 1, ops.data(), layers.data(), &window, sizeof(T) == 2, s.heads,
-                           s.kv_heads, s.head_dim, s.block_size, num_blocks, num_blocks, positions, s.kv_codes};
+    const Window window{s.window, 1.f / std::sqrt(float(s.head_dim)), 0.f, s.heads, s.kv_heads, s.head_dim};
+    const ProgramSpec spec{int64_t(ops.size()), s.layers, 1, ops.data(), layers.data(), &window, sizeof(T) == 2,
+                           s.block_size, num_blocks, positions, s.kv_codes};
     void* program = nano_program_new(&spec);
     const std::vector<LoraParts> adapted(size_t(s.layers), {lora_parts.data(), int64_t(lora_parts.size())});
     const LoraParts* adapter = adapted.data();
@@ -167,6 +168,7 @@ class Model {
       Op& own = add(Kind::LORA, 1, 2);
       own.plan = int32_t(l), own.columns = s.hidden;
       Op& rope = add(Kind::ROPE_AND_STORE, 2, 3);
+      rope.query_heads = s.heads, rope.kv_heads = s.kv_heads, rope.head_dim = s.head_dim;
       rope.layer = int32_t(l), rope.cos = cos.data(), rope.sin = sin.data();
       rope.turning = l % 2 ? s.head_dim / 2 : s.head_dim, rope.interleaved = l % 2, rope.query_scales = l % 2 ? cos.data() : nullptr;
       rope.norm = rope.key_norm = {head_norm.data(), s.head_dim, sizeof(T) == 4, 1e-5f, 0.f};
