@@ -26,7 +26,7 @@ from tests.invariance.test_schedule_invariance import (
     DTYPES,
     VALUES_PER_TOKEN,
     bytes_per_token,
-    schedules,
+    schedules_and_codes,
 )
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama
 
@@ -197,7 +197,7 @@ def check(
 @given(
     work=st.lists(asks, min_size=1, max_size=5),
     events=st.lists(st.one_of(updates, updates, updates, pauses, others), min_size=1, max_size=6),
-    schedule=schedules,
+    schedule=schedules_and_codes,
 )
 def test_every_sample_is_made_again(
     model: Path, dtype: str, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
@@ -211,7 +211,7 @@ def test_every_sample_is_made_again(
 @given(
     work=st.lists(asks, min_size=1, max_size=5),
     events=st.lists(st.one_of(updates, updates, updates, pauses, others), min_size=1, max_size=6),
-    schedule=schedules,
+    schedule=schedules_and_codes,
 )
 def test_every_sample_is_made_again_in_many_lives(
     model: Path, backend: Any, work: list[Ask], events: list[Event], schedule: Schedule
