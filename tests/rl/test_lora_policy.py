@@ -162,3 +162,15 @@ def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
             LoraPolicy(engine)
         with pytest.raises(AdapterError, match="'wq' is no module of LlamaForCausalLM"):
             LoraPolicy(engine, LoraSettings(rank=2, targets=("wq",)))
+
+
+def test_a_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> None:
+    with engine_of(tiny_llama(tmp_path), max_loras=1) as engine:
+        policy = strong_policy(engine)
+        with pytest.raises(AdapterError, match="kv_policy='wait' is none of"):
+            policy.publish(kv_policy="wait")
+        with pytest.raises(AdapterError, match="that can be printed"):
+            policy.publish("a\nb")
+    none = pytest.raises(AdapterError, match="set max_loras to how many it may")
+    with engine_of(tiny_llama(tmp_path / "other"), max_loras=0) as engine, none:
+        strong_policy(engine).publish()

@@ -65,16 +65,7 @@ class Adapters:
         """See `InferenceEngine.load_adapter`."""
         self._shared.require_alive()
         spec = self._model.part.whole
-        if not self._most:
-            raise AdapterError("this engine takes no adapters; set max_loras to how many it may.")
-        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():  # pyright: ignore
-            raise AdapterError(
-                f"name={name!r} must be a text of 1 to {MOST_NAME} characters that can be printed."
-            )
-        if kv_policy not in POLICIES:
-            raise AdapterError(
-                f"kv_policy={kv_policy!r} is none of {', '.join(map(repr, POLICIES))}."
-            )
+        self._require(name, kv_policy)
         if isinstance(source, Mapping):
             tensors, settings, folder = dict(source), settings or LoraSettings(), None
         else:
@@ -93,6 +84,7 @@ class Adapters:
         folder: str | None = None,
     ) -> AdapterInfo:
         """Serve checked matrices; they are copied. `folder`: that they were read from."""
+        self._require(name, kv_policy)
         with self._lock:
             self._require_place(name)
             number = self._next_version(name, version)
@@ -156,6 +148,19 @@ class Adapters:
             return self._serve(adapter, info, kv_policy)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _require(self, name: str, kv_policy: KvPolicy) -> None:
+        """Raise `AdapterError` for what no adapter can be called, or updated by."""
+        if not self._most:
+            raise AdapterError("this engine takes no adapters; set max_loras to how many it may.")
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():  # pyright: ignore
+            raise AdapterError(
+                f"name={name!r} must be a text of 1 to {MOST_NAME} characters that can be printed."
+            )
+        if kv_policy not in POLICIES:
+            raise AdapterError(
+                f"kv_policy={kv_policy!r} is none of {', '.join(map(repr, POLICIES))}."
+            )
 
     def _serve(self, adapter: Adapter, info: AdapterInfo, kv_policy: KvPolicy) -> AdapterInfo:
         self._shared.change_adapter(adapter, kv_policy)

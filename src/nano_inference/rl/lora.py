@@ -100,6 +100,11 @@ class LoraPolicy(ScoringModule):
             raise ConfigError(
                 f"LoraPolicy has no gradients for {spec.architecture}: it has {kind}."
             )
+        if own.ops.lora is None or own.device.type != "cpu":
+            raise ConfigError(
+                f"the operations of {own.ops.name!r} on {own.device} compute no adapters; take "
+                'backend="cpu" or "reference" on a CPU.'
+            )
         most = self.engine.config.max_lora_rank
         if settings.rank > most:
             raise AdapterError(f"rank={settings.rank} is above max_lora_rank={most}.")

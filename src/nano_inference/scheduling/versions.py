@@ -87,7 +87,7 @@ def change_adapter(
     """
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter
-    begun_with = of_adapter(sequences, adapter.name)
+    begun_with = set(of_adapter(sequences, adapter.name))
     for seq in [s for s in sequences.by_id.values() if s.adapter is old and old is not None]:
         if kv_policy == "finish_old" and seq in begun_with:
             continue
