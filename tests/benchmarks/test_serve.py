@@ -3,6 +3,7 @@ fail.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -37,7 +38,18 @@ def test_the_engine_alone_runs_the_same_loop(options: Options) -> None:
     assert min(singles["first_tokens"]) > 0
 
 
+def engine_processes() -> set[psutil.Process]:
+    """Ours among the processes that this one has started. Fixtures of other tests keep some."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "nano_inference" in " ".join(child.cmdline()):
+                found.add(child)
+    return found
+
+
 def test_throughput_through_a_server_and_without(options: Options, tmp_path: Path) -> None:
+    before = engine_processes()
     choice = Choice(requests=6, warm_up=2, concurrency=2, output_tokens=4, cache=tmp_path)
     rows = serve.measure(options, ("throughput",), choice)
     named = {row["name"]: row for row in rows}
@@ -51,12 +63,7 @@ def test_throughput_through_a_server_and_without(options: Options, tmp_path: Pat
     assert streamed["runs"][0]["output_tokens"] == 24
     assert streamed["runs"][0]["first_token_ms"]["p50"] > 0
     json.dumps(rows)
-    left = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "nano_inference" in " ".join(p.cmdline())
-    ]
-    assert left == []
+    assert engine_processes() <= before
 
 
 @pytest.mark.slow
