@@ -32,7 +32,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers clean
+.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -125,6 +125,12 @@ pictures: $(INSTALLED) ## the pictures of the documents, from today's code and t
 
 peers: $(INSTALLED) ## install other engines to compare with (15 minutes, 6 GB); benchmarks/peers/install.py
 	$(BIN)/python -m benchmarks.peers.install --torch "$(TORCH)"
+
+docs: $(INSTALLED) ## the pages as a site in out/site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+wheel: $(INSTALLED) ## a release's files in dist/: a source archive, and a wheel that brings its CPU kernels
+	$(BIN)/python scripts/build_wheel.py
 
 clean: ## remove .venv and caches; converted models in ~/.cache/nano-inference stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -135,6 +135,27 @@ def test_what_the_compiler_says_is_passed_on_and_not_asked_again(
 
 
 @NEEDS_COMPILER
+def test_the_libraries_of_a_wheel_need_no_compiler(
+    sources: Path, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    build.build_for_wheel(build.PREBUILT, "portable")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = build.build("portable")
+    assert found.is_relative_to(build.PREBUILT)
+    assert ctypes.CDLL(str(found)).nano_answer() == 42
+    assert not (Path.home() / ".cache").exists()
+    whole = found.read_bytes()
+    found.write_bytes(whole[:-1])
+    with pytest.raises(build.KernelsUnavailable, match=r"no C\+\+ compiler"):
+        build.build("portable")
+    found.write_bytes(whole)
+    (sources / "answer.cpp").write_text(SOURCE.replace("42", "43"))
+    with pytest.raises(build.KernelsUnavailable, match=r"no C\+\+ compiler"):
+        build.build("portable")
+
+
+@NEEDS_COMPILER
 def test_kernels_of_another_source_are_not_used(sources: Path, fresh: None) -> None:
     (sources / "sizes.cpp").write_text(
         'extern "C" void nano_sizes(long* sizes) { sizes[0] = 1; }\n'

@@ -1,7 +1,9 @@
 """Builds the kernels with the system's C++ compiler, once for each (source, compiler, instruction
 set).
 
-The library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its owner
+A wheel of a release brings libraries for all instruction sets of its platform in `prebuilt/`
+(`scripts/build_wheel.py`), so that no compiler is needed. One is used where it was built from the
+very sources beside it; else the library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its owner
 may enter. One process builds, in a folder that it renames into place, and others wait for it. What
 does not have the bytes that its manifest tells of is built anew: a library that was cut short would
 end the process that loads it.
@@ -27,6 +29,7 @@ from nano_inference.errors import ConfigError
 logger = logging.getLogger("nano_inference")
 
 SOURCES = Path(__file__).parent / "kernels"
+PREBUILT = Path(__file__).parent / "prebuilt"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-O3",
@@ -37,6 +40,7 @@ FLAGS = (
     "-fvisibility=default",
     "-w",
 )
+NATIVE = "-mtune=native"
 LIBRARY = "libnano.so"
 CPUINFO = Path("/proc/cpuinfo")
 MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
@@ -86,7 +90,7 @@ def best_instruction_set() -> str:
 def compiler_flags(instruction_set: str, machine: str) -> tuple[str, ...]:
     """Of a build for such a processor, as `platform.machine()` names it."""
     # Not every compiler for ARM knows -mtune=native, and one that does not would build nothing.
-    tuning = ("-mtune=native",) if machine in X86 else ()
+    tuning = (NATIVE,) if machine in X86 else ()
     return (*FLAGS, *tuning, *INSTRUCTION_SETS[instruction_set][1])
 
 
@@ -107,10 +111,14 @@ def build(
         raise KernelsUnavailable(
             f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}."
         )
+    if not defines and cache_root is None:
+        library = PREBUILT / prebuilt_name(name) / LIBRARY
+        if is_whole(library):
+            return library
     compiler, version = _compiler()
     flags = (*compiler_flags(name, platform.machine()), *(f"-D{each}" for each in defines))
     root = cache_folder("kernels") if cache_root is None else cache_root
-    folder = root / f"{name}-{_key(version, flags)}"
+    folder = root / f"{name}-{_digest(version, ' '.join(flags), platform.machine())}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
@@ -124,6 +132,22 @@ def build(
             f"the CPU kernels cannot be kept in {root}: {problem}"
         ) from problem
     return folder / LIBRARY
+
+
+def prebuilt_name(instruction_set: str) -> str:
+    """The folder's name in `PREBUILT`. A source that was edited has another one."""
+    return f"{instruction_set}-{platform.machine()}-{_digest()}"
+
+
+def build_for_wheel(root: Path, instruction_set: str) -> None:
+    """Build a library that any processor with these instructions can load, on any Linux that is not
+    older than this one's C library. Raises `KernelsUnavailable`.
+    """
+    compiler, _ = _compiler()
+    flags = [each for each in compiler_flags(instruction_set, platform.machine()) if each != NATIVE]
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / prebuilt_name(instruction_set)
+    _build_into(folder, compiler, (*flags, "-static-libstdc++", "-static-libgcc"), instruction_set)
 
 
 def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
@@ -152,7 +176,10 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
             ]
             for job in jobs:
                 job.result()
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(new / LIBRARY)])
+        linked = [each for each in flags if each.startswith("-static")]
+        _run(
+            [compiler, "-shared", "-pthread", *linked, *map(str, objects), "-o", str(new / LIBRARY)]
+        )
         for target in objects:
             target.unlink()
         try:
@@ -193,9 +220,10 @@ def _compiler() -> tuple[str, str]:
     )
 
 
-def _key(version: str, flags: tuple[str, ...]) -> str:
+def _digest(*parts: str) -> str:
+    """Of these and of the sources."""
     digest = hashlib.sha256()
-    for part in (version, " ".join(flags), platform.machine()):
+    for part in parts:
         digest.update(part.encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
