@@ -3,10 +3,12 @@ set).
 
 A wheel of a release brings libraries for all instruction sets of its platform in `prebuilt/`
 (`scripts/build_wheel.py`), so that no compiler is needed. One is used where it was built from the
-very sources beside it; else the library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its owner
-may enter. One process builds, in a folder that it renames into place, and others wait for it. What
-does not have the bytes that its manifest tells of is built anew: a library that was cut short would
-end the process that loads it.
+very sources beside it.
+
+Else the library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its
+owner may enter. One process builds, in a folder that it renames into place, and others wait for it.
+What does not have the bytes that its manifest tells of is built anew: a library that was cut short
+would end the process that loads it.
 """
 
 import fcntl
