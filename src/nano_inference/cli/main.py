@@ -14,6 +14,7 @@ from nano_inference.cli.complete import complete
 from nano_inference.cli.draft_heads import draft_heads
 from nano_inference.cli.generate import generate
 from nano_inference.cli.info import info
+from nano_inference.cli.models import models
 from nano_inference.cli.options import DEBUG, Verbose
 from nano_inference.cli.replay import replay
 from nano_inference.cli.serve import serve
@@ -54,6 +55,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(complete)
 app.command()(info)
+app.command()(models)
 app.command()(replay)
 app.command("draft-heads")(draft_heads)
 app.command("train-service")(train_service)

@@ -79,6 +79,14 @@ def _is_installed(*packages: str) -> bool:
     return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
+def embedded_parts(name: str) -> list[Path]:
+    """The files of an embedded model, in order; empty where not all of them are installed."""
+    model = EMBEDDED_MODELS[name]
+    if not _is_installed(*model.packages):
+        return []
+    return [_find_part(name, model, package) for package in model.packages]
+
+
 def find_embedded(name: str, cache_root: Path | None = None) -> Path:
     """The file of the embedded model `name`. Its packages are looked up, never imported.
 

@@ -66,6 +66,8 @@ class ServerConfig:
         max_body_bytes: size of a request's body.
         max_pending_bytes: size of all bodies together that are being read; None: eight of the
             largest.
+        max_stored_responses: size of all responses together that later ones may go on from; 0:
+            none is kept.
         body_timeout: seconds that a client may be silent in the middle of a body.
         max_connections: connections at a time.
         max_header_bytes: size of all its headers.
@@ -178,6 +180,13 @@ class ServerConfig:
         "Of all bodies that are being read. Default: eight of the largest.",
         size=True,
         least=1,
+    )
+    max_stored_responses: int = option(
+        64 * MIB,
+        LIMITS,
+        "Of responses that later ones may go on from. 0: none is kept.",
+        size=True,
+        least=0,
     )
     body_timeout: float = option(30.0, LIMITS, "Seconds that a client may be silent within a body.")
     max_connections: int = option(

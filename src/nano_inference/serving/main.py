@@ -36,11 +36,17 @@ from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.log_lines import send_to_stderr
 from nano_inference.serving.process_client import ProcessClient
-from nano_inference.serving.protocols import anthropic, openai_chat, openai_completions
+from nano_inference.serving.protocols import (
+    anthropic,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.serving.routes import (
     fleet_routes,
     model_routes,
+    response_routes,
     server_routes,
 )
 from nano_inference.serving.runner import Runner
@@ -50,8 +56,9 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/completions": openai_completions.PROTOCOL,
     "/v1/chat/completions": openai_chat.PROTOCOL,
     "/v1/messages": anthropic.PROTOCOL,
+    "/v1/responses": openai_responses.PROTOCOL,
 }
-ROUTES: Sequence[Routes] = (server_routes, model_routes, fleet_routes)
+ROUTES: Sequence[Routes] = (server_routes, model_routes, response_routes, fleet_routes)
 # With `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {
     "/generate": sglang_generate.PROTOCOL,

@@ -37,6 +37,7 @@ from nano_inference.serving.protocols.requests import (
     read_body,
     require_possible_length,
 )
+from nano_inference.serving.protocols.responses_schema import DELETED, ITEMS, RESPONSE
 from nano_inference.serving.server import Server, read_request
 from nano_inference.types import EngineStats
 
@@ -280,6 +281,28 @@ def model_routes(router: APIRouter, server: Server) -> None:
     )
     async def count(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, anthropic.count_tokens))
+
+
+def response_routes(router: APIRouter, server: Server) -> None:
+    """The routes."""
+    path = "/v1/responses/{name}"
+
+    @router.get(path, openapi_extra=operation(None, RESPONSE, summary="A stored response"))
+    async def look(name: str) -> Response:
+        return json_reply(200, server.require_served().responses.get(name).response)
+
+    @router.get(
+        f"{path}/input_items",
+        openapi_extra=operation(None, ITEMS, summary="The input of a stored response"),
+    )
+    async def items(name: str) -> Response:
+        given = server.require_served().responses.get(name).items
+        return json_reply(200, {"object": "list", "data": given, "has_more": False})
+
+    @router.delete(path, openapi_extra=operation(None, DELETED, summary="Forget a response"))
+    async def remove(name: str) -> Response:
+        server.require_served().responses.remove(name)
+        return json_reply(200, {"id": name, "object": "response", "deleted": True})
 
 
 def fleet_routes(router: APIRouter, server: Server) -> None:

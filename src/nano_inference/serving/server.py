@@ -43,6 +43,7 @@ from nano_inference.serving.protocols.generation import (
     answer,
     events,
 )
+from nano_inference.serving.protocols.kept_responses import KeptResponses
 from nano_inference.serving.protocols.requests import ApiProtocol, may_ask_for_grammar
 from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import load_tokenizer
@@ -216,6 +217,7 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
         version_name=control.version_name,
         version_number=control.version_number,
         adapters=lambda: control.adapters,
+        responses=KeptResponses(config.max_stored_responses),
     )
 
 

@@ -28,7 +28,7 @@ What is particular to this server:
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -44,6 +44,7 @@ from nano_inference.serving.protocols.anthropic_schema import (
     demand_of,
     encode,
 )
+from nano_inference.serving.protocols.blocks import Blocks, Kind
 from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.requests import (
@@ -60,7 +61,6 @@ from nano_inference.serving.protocols.tool_calls import with_calls
 from nano_inference.types import TrainingSample
 
 Event = dict[str, Any]
-Kind = Literal["thinking", "text"]
 
 
 def count_tokens(body: bytes, served: Served) -> dict[str, int]:
@@ -133,7 +133,7 @@ class MessageBuilder(Builder):
             "delta": self._ended(choices[0]),
             "usage": self._usage(usage),
         }
-        return _events([*self._blocks.finish(), last, {"type": "message_stop"}])
+        return _events([*self._blocks.end(), last, {"type": "message_stop"}])
 
     def failure(self, problem: ApiError) -> bytes:
         """An `error` event."""
@@ -184,7 +184,11 @@ _EMPTY: Mapping[Kind, Event] = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
 }
-_KINDS: tuple[Kind, Kind] = ("thinking", "text")
+_DELTAS: Mapping[Kind, tuple[str, str]] = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 def signature(thinking: str) -> str:
@@ -231,8 +235,8 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class BlockStream:
-    """Turns pieces into the events of blocks that never overlap.
+class BlockStream(Blocks):
+    """Turns pieces into Anthropic's events.
 
     Args:
         omit_thinking: show that there was thinking, but not what.
@@ -240,98 +244,61 @@ class BlockStream:
     """
 
     def __init__(self, *, omit_thinking: bool = False, one_tool: bool = False) -> None:
+        super().__init__(one_call=one_tool)
         self._omit_thinking = omit_thinking
-        self._one_tool = one_tool
         self._events: list[Event] = []
         self._index = -1  # of the last block
-        self._open: Kind | Literal["tool_use"] | None = None
         self._thought: list[str] = []  # in the open block
-        # white space, or what was said during a call
-        self._held: dict[Kind, str] = {"thinking": "", "text": ""}
-        self._said = False  # text or a call
 
     def push(self, piece: ChoiceDelta) -> list[Event]:
         """The events of a piece."""
-        if piece.reasoning:
-            self._say("thinking", piece.reasoning)
-        if piece.content:
-            self._say("text", piece.content)
-        for call in piece.tool_calls:
-            if not (self._one_tool and call.index):
-                self._call(call)
+        self.take(piece)
         return self._taken()
 
-    def finish(self) -> list[Event]:
+    def end(self) -> list[Event]:
         """The events that are left."""
-        self._close()
-        if self._held["text"] and not self._said:
-            self._start("text", _EMPTY["text"])
-            self._delta({"type": "text_delta", "text": self._held["text"]})
-            self._close()
+        self.finish()
         return self._taken()
 
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-    def _say(self, kind: Kind, text: str) -> None:
-        if self._open == "tool_use":  # a call may go on, so its block cannot be closed yet
-            self._held[kind] += text
-            return
-        if self._open != kind:
-            text = self._held[kind] + text
-            if text.isspace():
-                self._held[kind] = text
-                return
-            self._held[kind] = ""
-            self._close()
-            self._start(kind, _EMPTY[kind])
-        if kind == "text":
-            self._delta({"type": "text_delta", "text": text})
-            return
-        self._thought.append(text)
-        if not self._omit_thinking:
-            self._delta({"type": "thinking_delta", "thinking": text})
-
-    def _call(self, call: ToolCallDelta) -> None:
-        if call.id is not None:
-            self._close()
+    def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
+        """`content_block_start`."""
+        block = _EMPTY.get(kind)
+        if call is not None:
+            assert call.id is not None
             block = {
                 "type": "tool_use",
                 "id": tool_use_id(call.id),
                 "name": call.name or "",
                 "input": {},
             }
-            self._start("tool_use", block)
-        if call.arguments:
-            self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-
-    def _start(self, kind: Kind | Literal["tool_use"], block: Event) -> None:
         self._index += 1
-        self._open = kind
-        self._said = self._said or kind != "thinking"
         self._events.append(
             {"type": "content_block_start", "index": self._index, "content_block": block}
         )
 
+    def said(self, kind: Kind, text: str) -> None:
+        """`content_block_delta`."""
+        if kind == "thinking":
+            self._thought.append(text)
+            if self._omit_thinking:
+                return
+        name, field = _DELTAS[kind]
+        self._delta({"type": name, field: text})
+
+    def closed(self, kind: Kind) -> None:
+        """`content_block_stop`."""
+        if kind == "thinking":
+            vouched = signature("".join(self._thought))
+            self._delta({"type": "signature_delta", "signature": vouched})
+            self._thought = []
+        self._events.append({"type": "content_block_stop", "index": self._index})
+
     def _delta(self, delta: Event) -> None:
         self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
 
-    def _close(self) -> None:
-        """End the open block; then say what was said during a call."""
-        while self._open is not None:
-            was, self._open = self._open, None
-            if was == "thinking":
-                self._delta(
-                    {"type": "signature_delta", "signature": signature("".join(self._thought))}
-                )
-                self._thought = []
-            self._events.append({"type": "content_block_stop", "index": self._index})
-            if was == "tool_use":
-                for kind in _KINDS:
-                    if held := self._held[kind]:
-                        self._held[kind] = ""
-                        self._say(kind, held)
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
 
 PROTOCOL = ApiProtocol(

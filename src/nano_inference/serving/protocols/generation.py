@@ -28,6 +28,7 @@ from nano_inference.serving.errors import (
 from nano_inference.serving.messages import EngineInfo
 from nano_inference.serving.parsing import ChatFormat, OutputParser
 from nano_inference.serving.protocols.answers import DONE, data_event
+from nano_inference.serving.protocols.kept_responses import KeptResponses
 from nano_inference.structured.grammar import REFUSED
 from nano_inference.text.chat import warm_up
 from nano_inference.text.detokenizer import Detokenizer
@@ -88,6 +89,7 @@ class Served:
         version_number: the version of this name, which may still be to come; None: there can be
             none.
         adapters: those that are loaded, by name.
+        responses: those that later requests may go on from.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Served:
         int(name) if name.isdecimal() else None
     )
     adapters: Callable[[], Mapping[str, AdapterInfo]] = dict[str, AdapterInfo]
+    responses: KeptResponses = field(default_factory=lambda: KeptResponses(0))
 
     def __post_init__(self) -> None:
         # What takes a while at its first use has it here, where no request waits for it.

@@ -2,7 +2,7 @@
 template writes these.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nano_inference.serving.choices import Choice, ChoiceDelta, ToolCall
@@ -324,25 +324,22 @@ class ChatBuilder(OpenAIBuilder):
         """What is told of single tokens."""
         told: dict[str, Any] = {}
         if self.request.logprobs:
-            told["logprobs"] = {"content": self._logprobs(piece), "refusal": None}
+            rows = LazyArray(self.token_rows(piece), ROWS_AT_ONCE)
+            told["logprobs"] = {"content": rows, "refusal": None}
         if self.request.return_token_ids:
             told["token_ids"] = piece.token_ids
         if self.request.raw_logprobs:
             told["raw_logprobs"] = [at_least(each) for each in piece.raw_logprobs or ()]
         return told
 
-    def _logprobs(self, piece: ChoiceDelta) -> LazyArray:
+    def token_rows(self, piece: ChoiceDelta) -> Iterator[dict[str, Any]]:
+        """Of each token its logprob, and the most probable tokens."""
         tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
-        told = (
-            self._token(token_id, logprob)
-            | {
-                "top_logprobs": [
-                    self._token(*each) for each in zip(top.token_ids, top.logprobs, strict=True)
-                ]
+        for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True):
+            best = zip(top.token_ids, top.logprobs, strict=True)
+            yield self._token(token_id, logprob) | {
+                "top_logprobs": [self._token(*each) for each in best]
             }
-            for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)
-        )
-        return LazyArray(told, ROWS_AT_ONCE)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if self.texts is None else self.texts.bytes_of(token_id)

@@ -161,12 +161,17 @@ def read_body(body: bytes, model: type[Model], config: ServerConfig) -> Model:
         if (value := given.pop(name, None)) and (name, value) != ("n", 1):
             raise bad_request(f"{name}: not supported here; {remedy}", name)
     _require_bias(given, config.max_logit_bias)
-    try:
-        request = model.model_validate(given)
-    except ValidationError as problem:
-        raise bad_request(*_said(problem)) from None
+    request = validated(model, given)
     log_unknown(request)
     return request
+
+
+def validated(model: type[Model], given: Mapping[str, Any]) -> Model:
+    """The model of these fields. Raises `ApiError` 400, naming the field."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as problem:
+        raise bad_request(*_said(problem)) from None
 
 
 def check_part(part: Strict, name: str) -> None:
@@ -642,7 +647,7 @@ _OF_GRAMMARS = {*GrammarFields.model_fields, *(name.split(".")[0] for name in RO
 # What stands in a body that asks for a grammar; the last may hide a letter of a name.
 _WORDS = (
     *(b"structured_outputs", b"guided_", b"response_format", b"output_format", b"output_config"),
-    *(b"json_schema", b"regex", b"ebnf", b"grammar", b"structural_tag", b"\\u00"),
+    *(b"json_schema", b"json_object", b"regex", b"ebnf", b"grammar", b"structural_tag", b"\\u00"),
     *(b"tool_choice", b"strict"),
 )
 

@@ -1,0 +1,168 @@
+"""`nano-inference models`: the models on this machine, and what was made of them that can be made
+again.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from nano_inference.cache_folder import cache_folder
+from nano_inference.cli import options
+from nano_inference.cli.terminal import errors, output
+from nano_inference.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is on the disk under one name."""
+
+    name: str
+    kind: str
+    paths: tuple[Path, ...]
+    uses: str  # as `model_path`, or what it is good for
+
+    @property
+    def size(self) -> int:
+        """Bytes. A file that several names link to counts once."""
+        files = {
+            found.stat().st_ino: found.stat().st_size
+            for path in self.paths
+            for found in (path.rglob("*") if path.is_dir() else (path,))
+            if found.is_file()
+        }
+        return sum(files.values())
+
+    @property
+    def days(self) -> float:
+        """Since something in it was last read or written, as far as the file system tells."""
+        times = [max(path.stat().st_mtime, path.stat().st_atime) for path in self.paths]
+        return (time.time() - max(times, default=0.0)) / 86400
+
+
+def models(
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", metavar="NAME", help="Remove what has this name; repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """List the models that are on this machine, and converted files and kernels; or remove some.
+
+    Models come from packages, from the cache of huggingface_hub, and from `.gguf` files that were
+    converted. What packages carry is removed with pip. All else is made or loaded again when it is
+    asked for.
+
+    Examples:
+
+      nano-inference models
+
+      nano-inference models --remove kernels
+    """
+    found = {kept.name: kept for listed in SOURCES for kept in listed()}
+    if remove:
+        _remove(found, remove)
+        return
+    if as_json:
+        rows = [
+            {
+                "name": kept.name,
+                "kind": kept.kind,
+                "bytes": kept.size,
+                "days": round(kept.days, 1),
+                "uses": kept.uses,
+                "paths": [str(path) for path in kept.paths],
+            }
+            for kept in found.values()
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    if not found:
+        errors.print("no models are on this machine")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("name", min_width=max(map(len, found)), no_wrap=True)
+    table.add_column("what it is")
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("days ago", justify="right", no_wrap=True)
+    table.add_column("use it as", overflow="fold")
+    for kept in found.values():
+        table.add_row(
+            kept.name, kept.kind, f"{kept.size / 1e6:,.0f}", f"{kept.days:.0f}", kept.uses
+        )
+    output.print(table)
+
+
+def _remove(found: dict[str, Kept], names: list[str]) -> None:
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise ConfigError(
+            f"nothing here is named {unknown[0]!r}; `nano-inference models` lists what is."
+        )
+    from_packages = [name for name in names if found[name].kind == "package"]
+    if from_packages:
+        raise ConfigError(
+            f"{from_packages[0]!r} is part of a Python package: `pip uninstall` removes it."
+        )
+    for kept in (found[name] for name in names):
+        size = kept.size
+        for path in kept.paths:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        errors.print(f"removed {kept.name}, {size / 1e6:,.0f} MB", soft_wrap=True)
+
+
+def _packages() -> Iterator[Kept]:
+    from nano_inference.models.embedded import EMBEDDED_MODELS, embedded_parts
+
+    for name in EMBEDDED_MODELS:
+        parts = embedded_parts(name)
+        if parts:
+            yield Kept(name, "package", tuple(parts), name)
+
+
+def _hub() -> Iterator[Kept]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with suppress(CacheNotFound):
+        for repo in sorted(scan_cache_dir().repos, key=lambda each: each.repo_id):
+            if repo.repo_type == "model":
+                yield Kept(repo.repo_id, "hub", (Path(repo.repo_path),), repo.repo_id)
+
+
+def _converted() -> Iterator[Kept]:
+    for folder in _folders("gguf"):
+        if folder.name != "headers" and (folder / "model.safetensors").is_file():
+            config = json.loads((folder / "config.json").read_text("utf-8"))
+            what = f"{config.get('model_type', 'model')} of a .gguf file"
+            yield Kept(f"gguf/{folder.name}", what, (folder,), str(folder))
+    headers = tuple(_folders("gguf/headers"))
+    if headers:
+        yield Kept("headers", f"what `info` read of .gguf files, {len(headers)}", headers, "")
+    for file in _folders("embedded"):
+        yield Kept(f"embedded/{file.name}", "joined parts of packages", (file,), str(file))
+
+
+def _kernels() -> Iterator[Kept]:
+    folders = tuple(each for each in _folders("kernels") if each.is_dir())
+    if folders:
+        yield Kept("kernels", f"CPU kernels, {len(folders)} builds", folders, "")
+
+
+def _folders(name: str) -> list[Path]:
+    root = cache_folder(name)
+    return sorted(root.iterdir()) if root.is_dir() else []
+
+
+SOURCES: tuple[Callable[[], Iterator[Kept]], ...] = (_packages, _hub, _converted, _kernels)

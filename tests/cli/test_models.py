@@ -1,0 +1,51 @@
+"""`nano-inference models`: what is listed, and what may be removed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import run
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with one converted model and one build of kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    root = tmp_path / "nano-inference"
+    for name, size in (("gguf/abc-v3/model.safetensors", 3000), ("kernels/avx2-1/libnano.so", 500)):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_bytes(b"x" * size)
+    (root / "gguf/abc-v3/config.json").write_text('{"model_type": "llama"}')
+    return root
+
+
+def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(run("models", "--json").stdout)}
+    assert rows["gguf/abc-v3"]["bytes"] == 3000 + 23
+    assert rows["gguf/abc-v3"]["uses"] == str(cache / "gguf/abc-v3")
+    assert rows["kernels"]["bytes"] == 500
+    assert rows["smollm2-135m"]["kind"] == "package"
+    shown = run("models").stdout
+    assert all(name in shown for name in rows)
+
+
+def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
+    result = run("models", "--remove", "gguf/abc-v3")
+    assert result.exit_code == 0
+    assert "removed gguf/abc-v3" in result.stderr
+    assert not (cache / "gguf/abc-v3").exists()
+    assert (cache / "kernels/avx2-1/libnano.so").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("nothing", "nothing here is named"), ("smollm2-135m", "pip uninstall")]
+)
+def test_what_cannot_be_removed_is_refused_before_anything_is(
+    cache: Path, name: str, said: str
+) -> None:
+    result = run("models", "--remove", "kernels", "--remove", name)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert (cache / "kernels/avx2-1/libnano.so").exists()
