@@ -1,5 +1,9 @@
 """`/metrics`, `/stats` and `/flush_cache` over a real engine."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,6 +14,7 @@ from tests.serving.engines import stats_with
 from tests.serving.fleet.fleets import Made
 from tests.serving.scripted import Script
 
+DOCS = Path(__file__).parents[2] / "docs"
 STEMS = {
     "num_requests_running",
     "num_requests_waiting",
@@ -139,6 +144,29 @@ def test_drafts_are_counted_by_source_and_place() -> None:
         assert found == {(key, i): n for key, each in counts.items() for i, n in enumerate(each)}
     costs = families["nano_inference_spec_decode_step_seconds"]
     assert {each.labels["rows"]: each.value for each in costs} == {"1": 0.5, "2": 0.75, "4": 1.5}
+
+
+def test_the_dashboard_draws_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("make_grafana", DOCS / "make_grafana.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_grafana = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_grafana)
+    monkeypatch.setattr(make_grafana, "TARGET", tmp_path / "grafana.json")
+    make_grafana.main()
+    board = (DOCS / "grafana.json").read_text()
+    assert (tmp_path / "grafana.json").read_text() == board, "run python docs/make_grafana.py"
+    made = Made(2, Script())
+    metrics = Metrics(made.client)
+    metrics.serve("m")
+    made.client.stats = stats_with(speculation=None)
+    # those with a label of their own have no sample before something has happened
+    known = set(re.findall(r"^# TYPE (\S+)", metrics.text().decode(), flags=re.M))
+    drawn = set(re.findall(r"nano_inference_\w+", board))
+    assert len(drawn) > 20
+    assert {re.sub(r"(_seconds)_bucket$", r"\1", name) for name in drawn} <= known
 
 
 def test_stats(server: str) -> None:
