@@ -1,14 +1,18 @@
 """What holds for every command: help, errors, exit codes, options of the shell."""
 
+import inspect
 import logging
+import shlex
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer import BadParameter
+from typer.main import get_command
 
 import nano_inference
 from nano_inference import InferenceEngine
@@ -24,6 +28,7 @@ from tests.cli.running import finish, run, spawn
         ["generate", "--help"],
         ["chat", "-h"],
         ["info", "-h"],
+        ["models", "-h"],
         ["replay", "-h"],
         ["draft-heads", "-h"],
         ["train-service", "-h"],
@@ -40,6 +45,20 @@ def test_help_and_version_need_no_torch(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (nano_inference.__version__ if arguments == ["--version"] else "Usage:") in done.stdout
+
+
+COMMANDS: Any = get_command(app)
+
+
+@pytest.mark.parametrize("name", COMMANDS.commands)
+def test_every_help_has_examples_whose_options_exist(name: str) -> None:
+    lines = inspect.cleandoc(COMMANDS.commands[name].help).partition("Examples:")[2].splitlines()
+    calls = [line.partition("nano-inference ")[2] for line in lines if line.strip()]
+    assert any(call.startswith(name) for call in calls)
+    for call in calls:
+        words = shlex.split(call.partition(" > ")[0])
+        known = {flag for param in COMMANDS.commands[words[0]].params for flag in param.opts}
+        assert {word for word in words[1:] if word.startswith("-")} <= known, call
 
 
 def test_the_console_script_is_the_app() -> None:

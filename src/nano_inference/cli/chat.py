@@ -86,6 +86,11 @@ def chat(
 
     Ctrl-C stops an answer, Ctrl-D leaves. /help lists the commands. If standard input is not a
     terminal, each of its lines is a message.
+
+    Examples:
+
+    nano-inference chat smollm2-135m
+    nano-inference chat --url http://127.0.0.1:8000
     """
     params = SamplingParams(**sampling)
     _check_given(ctx, model, url)

@@ -42,6 +42,11 @@ def complete(
 
     The prompt comes from -p, from a file or from standard input; the completion goes to standard
     output as it is made.
+
+    Examples:
+
+    nano-inference complete -p "Once upon a time" --max-tokens 32
+    echo "Once upon a time" | nano-inference complete --url http://127.0.0.1:8000
     """
     text = _prompt(prompt, file)
     params = SamplingParams(**sampling)

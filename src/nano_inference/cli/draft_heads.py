@@ -78,6 +78,11 @@ def draft_heads(
 
     `--draft-model FOLDER` of other commands drafts with them. Agreement with the policy on held-out
     samples goes to standard output.
+
+    Examples:
+
+    nano-inference draft-heads smollm2-135m prompts.txt heads/
+    nano-inference serve smollm2-135m --draft-model heads/
     """
     from nano_inference.rl.draft_training import DraftTrainer, frequent_tokens
 

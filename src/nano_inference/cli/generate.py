@@ -130,6 +130,12 @@ def generate(
     """Sample completions of prompts.
 
     Completions go to standard output, all else to standard error.
+
+    Examples:
+
+    nano-inference generate smollm2-135m -p "The sky is" -n 2 --temperature 0.6
+    nano-inference generate smollm2-135m --file prompts.txt --json > samples.jsonl
+    nano-inference generate smollm2-135m --chat -p "Name a colour." --choice red --choice blue
     """
     prompts = _prompts(prompt or [], file)
     if as_json and logprobs:

@@ -54,6 +54,11 @@ def info(
     """Show a model: architecture, memory, numerics, tokenizer.
 
     It reads the configuration and not the weights, so it is quick also for large models.
+
+    Examples:
+
+    nano-inference info smollm2-135m --max-model-len 4096
+    nano-inference info model.gguf --json
     """
     with errors.status(f"reading {model}"):
         plans = _plans(EngineConfig(model, **engine))

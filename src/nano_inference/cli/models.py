@@ -63,9 +63,8 @@ def models(
 
     Examples:
 
-      nano-inference models
-
-      nano-inference models --remove kernels
+    nano-inference models
+    nano-inference models --remove kernels
     """
     found = {kept.name: kept for listed in SOURCES for kept in listed()}
     if remove:

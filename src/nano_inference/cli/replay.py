@@ -67,6 +67,11 @@ def replay(
     dtype and device are those that the file names. Exit code 0: all samples are equal; 1: some
     sample differs (the first difference is shown, and the layer and operation that depends on the
     schedule, if one does); 2: the file cannot be replayed.
+
+    Examples:
+
+    nano-inference generate smollm2-135m -p "The sky is" --json > samples.jsonl
+    nano-inference replay samples.jsonl
     """
     folders = _folders(weights or [])
     if not file.is_file():

@@ -77,6 +77,11 @@ def serve(
 
     OpenAI's and Anthropic's routes, until Ctrl-C or SIGTERM; docs/server.md has a quick start for
     each client.
+
+    Examples:
+
+    nano-inference serve smollm2-135m --port 8000
+    nano-inference serve smollm2-135m --rl --replicas 2
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -41,6 +41,10 @@ def train_service(
 
     The API of the client `tinker`, until Ctrl-C or SIGTERM; docs/training-service.md has a quick
     start.
+
+    Examples:
+
+    nano-inference train-service smollm2-135m --state-dir state/
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

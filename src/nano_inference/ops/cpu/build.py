@@ -21,12 +21,13 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nano_inference.cache_folder import cache_folder, unfinished
 from nano_inference.errors import ConfigError
+from nano_inference.progress import Progress
 
 logger = logging.getLogger("nano_inference")
 
@@ -167,17 +168,24 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
     clean(folder.parent, tuple(f".{each}-" for each in INSTRUCTION_SETS))
     if folder.exists():
         logger.warning("The CPU kernels in %s are damaged.", folder)
-    logger.warning("Building the CPU kernels (%s) with %s, once; it takes seconds.", name, compiler)
+    logger.warning(
+        "Building the CPU kernels (%s) with %s, once; it takes a minute.", name, compiler
+    )
     with unfinished(folder) as new:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [new / f"{source.stem}.o" for source in sources]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [
-                pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", str(target)])
-                for source, target in zip(sources, objects, strict=True)
-            ]
-            for job in jobs:
+        sizes = [source.stat().st_size for source in sources]
+        with (
+            Progress("building the CPU kernels, sources", sum(sizes)) as progress,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            jobs = {
+                pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", str(target)]): size
+                for source, target, size in zip(sources, objects, sizes, strict=True)
+            }
+            for job in as_completed(jobs):
                 job.result()
+                progress.add(jobs[job])
         linked = [each for each in flags if each.startswith("-static")]
         _run(
             [compiler, "-shared", "-pthread", *linked, *map(str, objects), "-o", str(new / LIBRARY)]
