@@ -94,7 +94,7 @@ class ResponseBuilder(Builder):
 
     def failure(self, problem: ApiError) -> bytes:
         """`response.failed`."""
-        error = {"code": problem.code or "server_error", "message": problem.message}
+        error = {"code": "server_error", "message": problem.message}
         failed = {"status": "failed", "error": error, "output": self._items.items, "usage": None}
         return self._items.told([{"type": "response.failed", "response": self._head | failed}])
 
@@ -131,9 +131,8 @@ class ResponseBuilder(Builder):
         }
         if self._head["store"]:
             said = joined(messages_of(output)) if output else []
-            kept = KeptResponse(
-                response, items_of(self._request.input), [*self._before, *self._own, *said]
-            )
+            given = [_listed(item) for item in items_of(self._request.input)]
+            kept = KeptResponse(response, given, [*self._before, *self._own, *said])
             self._served.responses.put(kept)
         return response
 
@@ -142,7 +141,8 @@ class ResponseBuilder(Builder):
         details = told.get("completion_tokens_details", {"reasoning_tokens": 0})
         return {
             "input_tokens": told["prompt_tokens"],
-            "input_tokens_details": told.get("prompt_tokens_details", {"cached_tokens": 0}),
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}
+            | told.get("prompt_tokens_details", {}),
             "output_tokens": told["completion_tokens"],
             "output_tokens_details": details,
             "total_tokens": told["total_tokens"],
@@ -180,6 +180,17 @@ def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "truncation": "disabled",
         "user": None,
     }
+
+
+def _listed(item: Item) -> Item:
+    """An item of an input as `input_items` lists it: with an id, and its content in parts."""
+    kind = item.get("type", "message")
+    listed = {"id": f"item_{secrets.token_hex(24)}", "status": "completed"} | item | {"type": kind}
+    if isinstance(text := item.get("content"), str):
+        told = item["role"] == "assistant"
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        listed["content"] = [part if told else {"type": "input_text", "text": text}]
+    return listed
 
 
 def _renamed(problem: ApiError) -> ApiError:
@@ -245,7 +256,7 @@ class ItemStream(Blocks):
         whole = choice.finished is not None and choice.finished.finish_reason == "stop"
         self.finish()
         if self._logprobs is not None:
-            rows = self._logprobs.token_rows(choice.whole)
+            rows = [*self._logprobs.token_rows(choice.whole)]
             for item in self.items:
                 if item["type"] == "message":
                     item["content"][0]["logprobs"] = rows
@@ -302,8 +313,8 @@ class ItemStream(Blocks):
         told: dict[str, Any] = {"item_id": self.items[-1]["id"]}
         return told if kind == "call" else told | {"content_index": 0}
 
-    def _event(self, name: str, **told: Any) -> None:
-        self._events.append({"type": name, "output_index": len(self.items) - 1, **told})
+    def _event(self, event: str, **told: Any) -> None:
+        self._events.append({"type": event, "output_index": len(self.items) - 1, **told})
 
     def _taken(self) -> list[Event]:
         events, self._events = self._events, []
