@@ -93,6 +93,7 @@ class ServerConfig:
         log_level: `"debug"`, `"info"`, `"warning"` or `"error"`.
         log_format: `"text"`, or `"json"`: one object a line.
         log_prompts: also log prompts and completions.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of each generation.
         rl: serve the routes by which trainers pause the engine and change its weights
             (`serving/dialects`).
         rl_open: ask for no admin key on those although other machines can reach them.
@@ -250,6 +251,9 @@ class ServerConfig:
     )
     log_format: LogFormat = option("text", LOGS, "json: one object a line.")
     log_prompts: bool = option(False, LOGS, "Also log prompts and completions, which are private.")
+    otlp_traces_endpoint: str | None = option(
+        None, LOGS, "Send a span of each generation to this OpenTelemetry collector.", metavar="URL"
+    )
     rl: bool = option(
         False, TRAINING, "Serve the routes by which trainers pause it and change its weights."
     )

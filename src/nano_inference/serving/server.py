@@ -33,6 +33,7 @@ from nano_inference.serving.edge.replies import (
     record_of,
     reply_in_pieces,
 )
+from nano_inference.serving.edge.tracing import Tracer
 from nano_inference.serving.errors import NO_RETRY, ApiError, api_error_of, retry_after
 from nano_inference.serving.parsing import chat_format
 from nano_inference.serving.protocols.generation import (
@@ -98,6 +99,8 @@ class Server:
             config.rl_max_body_bytes, "rl_max_body_bytes", config.body_timeout
         )
         self.metrics = Metrics(self.client)
+        endpoint = config.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else Tracer(endpoint)
         self.control = Control(self.client, self.config)
         self._readers = ThreadPoolExecutor(GRAMMAR_THREADS, "read a grammar")
         self.admission = Admission(config, self.client, lambda: self.control.newest_version)
@@ -114,6 +117,8 @@ class Server:
         log_access(record)
         if record.status >= 400:
             self.metrics.refused(record.status, record.problem)
+        if self.tracer is not None:
+            self.tracer.ended(record)
 
     def drain(self) -> None:
         """Take nothing new; what runs gets `drain_timeout` seconds. Called on the server's loop."""
@@ -163,6 +168,8 @@ class Server:
             with suppress(asyncio.CancelledError):
                 await life
             await self.client.close()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
 
     async def _live(self) -> None:
         try:

@@ -216,6 +216,7 @@ class Outermost:
             scope["path"],
             session_of(headers.get(b"x-session-id")),
             has_version=b"anthropic-version" in headers,
+            traceparent=headers.get(b"traceparent", b"").decode("latin-1") or None,
         )
         scope.setdefault("state", {})["record"] = record
         ids = record.request_id.encode("ascii")

@@ -39,6 +39,7 @@ class RequestRecord:
         status: of the answer; 0: none has begun.
         session: the client's `x-session-id`: its requests go to one replica.
         has_version: it has an `anthropic-version` header.
+        traceparent: its header of this name, as the client sent it.
         model: that was asked for, where the body could be read.
         num_samples, prompt_tokens, cached_tokens, completion_tokens: of a generation.
         first_token: seconds from its arrival to its first tokens; None: it had none, or did not
@@ -54,6 +55,7 @@ class RequestRecord:
     path: str
     session: str | None = None
     has_version: bool = False
+    traceparent: str | None = None
     status: int = 0
     model: str | None = None
     num_samples: int = 0

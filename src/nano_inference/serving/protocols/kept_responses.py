@@ -22,7 +22,7 @@ class KeptResponse:
 
     response: Mapping[str, Any]
     items: Sequence[Mapping[str, Any]]
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[dict[str, Any]]
 
 
 class KeptResponses:
