@@ -1,7 +1,8 @@
 # A server on a CPU: docker build -t nano-inference . && docker run -p 127.0.0.1:8000:8000 nano-inference
 # Another model: docker run -v FOLDER:/model:ro ... nano-inference serve /model --host 0.0.0.0
 FROM python:3.13-slim-bookworm AS build
-# hadolint ignore=DL3008 -- any g++ of this Debian does
+# any g++ of this Debian does
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
