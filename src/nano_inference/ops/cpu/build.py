@@ -143,14 +143,14 @@ def prebuilt_name(instruction_set: str) -> str:
 
 
 def build_for_wheel(root: Path, instruction_set: str) -> None:
-    """Build a library that any processor with these instructions can load, on any Linux that is not
-    older than this one's C library. Raises `KernelsUnavailable`.
+    """Build a library that any processor with these instructions can load, on any Linux whose C and
+    C++ libraries have what this one's have. Raises `KernelsUnavailable`.
     """
     compiler, _ = _compiler()
     flags = [each for each in compiler_flags(instruction_set, platform.machine()) if each != NATIVE]
     root.mkdir(parents=True, exist_ok=True)
     folder = root / prebuilt_name(instruction_set)
-    _build_into(folder, compiler, (*flags, "-static-libstdc++", "-static-libgcc"), instruction_set)
+    _build_into(folder, compiler, tuple(flags), instruction_set)
 
 
 def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
@@ -186,10 +186,7 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
             for job in as_completed(jobs):
                 job.result()
                 progress.add(jobs[job])
-        linked = [each for each in flags if each.startswith("-static")]
-        _run(
-            [compiler, "-shared", "-pthread", *linked, *map(str, objects), "-o", str(new / LIBRARY)]
-        )
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(new / LIBRARY)])
         for target in objects:
             target.unlink()
         try:
