@@ -179,6 +179,8 @@ CATCHES = {
     "begun_samples_take_the_new_adapter": "tests/engine/test_adapters.py -k leaves_those",
     "adapter_rows_as_the_checkpoint_has_them": "tests/models/test_lora.py -k 'peft and next'",
     "draws_know_no_adapter_of_the_head": "tests/rl/test_lora_policy.py -k 'engines_to and reference'",
+    "text_beside_a_call_is_lost": "tests/serving/test_openai_responses.py -k one_after",
+    "a_response_forgets_those_before": "tests/serving/test_openai_responses.py -k goes_on",
     "hash_knows_no_upper_halves": "tests/rl/test_parameter_states.py",
 }
 SECONDS = 400  # for one fault; a run that does not end is red too
