@@ -2,6 +2,7 @@
 out.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from itertools import zip_longest
@@ -13,6 +14,7 @@ from benchmarks.measure import RESULTS, Row
 from benchmarks.peers.compare import OURS, best
 
 PICTURES = ROOT / "docs"
+DIGEST = "Description"  # the PNG keyword of a picture's digest
 COLORS = {OURS: "#2a6fdb", "vllm": "#e08e0b", "llama.cpp": "#7a7a7a"}
 WARM = "#b5563c"
 # What a workload is about; of a row the first that it has. README's table shows the same.
@@ -53,10 +55,26 @@ def draw(results: Path | None = None, out: Path | None = None) -> list[Path]:
         figure = picture(results or RESULTS)
         if figure is not None:
             path = folder / f"benchmark-{name}.png"
-            figure.savefig(path, metadata={"Software": None})
+            figure.savefig(path, metadata={"Software": None, DIGEST: digest_of(figure)})
             mpl.pyplot.close(figure)
             written.append(path)
     return written
+
+
+def digest_of(figure: Any) -> str:
+    """Of the numbers and words that a figure shows, which its file tells: whether a picture is of
+    today's reports can be seen without drawing it again.
+    """
+    shown = [
+        [
+            [axis.get_title(), axis.get_xlabel(), axis.get_ylabel()],
+            [f"{patch.get_height():.6g}" for patch in axis.patches if hasattr(patch, "get_height")],
+            [[f"{float(value):.6g}" for value in line.get_ydata()] for line in axis.lines],
+            [text.get_text() for text in axis.texts],
+        ]
+        for axis in figure.axes
+    ]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
 
 
 def rows_of(results: Path, name: str) -> list[Row]:

@@ -1,6 +1,4 @@
-"""The figures of README's table are those of the committed report, from which the chart above it is
-drawn.
-"""
+"""The figures of README's table, and of the pictures, are those of the committed reports."""
 
 import json
 import re
@@ -9,7 +7,7 @@ import pytest
 
 from benchmarks.measure import RESULTS
 from benchmarks.peers.compare import OURS, best
-from benchmarks.plots import RATES
+from benchmarks.plots import DIGEST, DRAWN, PICTURES, RATES, digest_of
 from tests.docs.test_docs import ROOT
 
 # The first words of a row in the table -> its workload.
@@ -36,3 +34,20 @@ def test_the_readme_shows_what_was_measured(first: str) -> None:
             else row[next(rate for rate in RATES if rate in row)]
         )
         assert figure == pytest.approx(measured["median"], rel=0.015), (engine, measured)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pictures_show_todays_reports(name: str) -> None:
+    import matplotlib as mpl
+    from PIL import Image
+
+    mpl.use("agg")
+    path = PICTURES / f"benchmark-{name}.png"
+    figure = DRAWN[name](RESULTS)
+    if figure is None:
+        assert not path.exists()
+        return
+    shown = digest_of(figure)
+    mpl.pyplot.close(figure)
+    with Image.open(path) as picture:
+        assert picture.info.get(DIGEST) == shown, "run python -m benchmarks plots"

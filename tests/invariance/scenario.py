@@ -188,7 +188,7 @@ def set_drafts(
 
 def real_drafts(engine: InferenceEngine, kind: Drafts, most: int) -> Drafter | None:
     """The drafts that a user gets; None: none of that kind."""
-    engine.loop.watch = engine.runner.models[POLICY].taps = None
+    engine.loop.watches, engine.runner.models[POLICY].taps = (), None
     engine.runner.models[POLICY].forget_recorded()
     engine.runner.storages.pop(DRAFT, None)
     if kind == "eagle":

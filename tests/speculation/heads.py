@@ -76,7 +76,7 @@ def with_heads(engine: InferenceEngine, weights: HeadWeights, most: int) -> Draf
         source = EagleDrafts(policy, weights, storage, range(count, count + 8))
     else:
         source = MedusaDrafts(policy, weights)
-    engine.loop.watch = source.see
+    engine.loop.watches = (source.see,)
     return Drafter([ForcedDrafts(), SuffixDrafts()], most=most, model=source)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.engine import generation
 from nano_inference.engine.adapters import AdapterInfo, Adapters
-from nano_inference.engine.assembly import Launcher, assemble_all
+from nano_inference.engine.assembly import Launcher, assemble_all, require_one_rank
 from nano_inference.engine.backends import lookahead_of
 from nano_inference.engine.block_exchange import BlockExchange
+from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.lockstep import Lockstep
@@ -407,6 +408,24 @@ class InferenceEngine:
         given = dict(weights) if isinstance(weights, Mapping) else dict(read_tensors(Path(weights)))
         new = heads.checked(given.items())
         self.shared.between_steps(POLICY, lambda: heads.write(new))
+
+    # -- embeddings --------------------------------------------------------------------------------
+
+    def embed(self, prompts: Any, *, adapter: str | None = None) -> list[Tensor]:
+        """The hidden state behind the last token of each prompt, after the last norm: what the
+        logits of the next token are made from. Its bits depend on the weights and on the prompt.
+
+        Args:
+            prompts: one prompt or a list of them, as `generate` takes them; each leaves room for
+                one token in `max_model_len`.
+            adapter: name of a loaded adapter.
+
+        Returns float32 [hidden size] a prompt, on the CPU. Any thread may call this. Raises
+        `InvalidRequest`, `RequestTooLarge`, `RequestAborted` and `EngineDead`.
+        """
+        self.shared.require_alive()
+        require_one_rank(self.runner, "embed")
+        return embed(self.shared, self.intake, prompts, adapter)
 
     # -- adapters ----------------------------------------------------------------------------------
 

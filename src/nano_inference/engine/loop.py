@@ -231,7 +231,7 @@ class EngineLoop:
         self._compiling: set[int] = set()  # sequences of which no `GrammarReady` has come yet
         self.drafter: Drafting | None = None
         # called with every step that was launched, before its draw
-        self.watch: Callable[[Chunks, Listed[ForwardBatch], Any], None] | None = None
+        self.watches: tuple[Callable[[Chunks, Listed[ForwardBatch], Any], None], ...] = ()
         self.groups = SampleGroups(self.sequences)
         # called in this order with each sequence that finishes, not with one that is aborted
         self.on_finish: list[OnFinish] = [
@@ -304,8 +304,8 @@ class EngineLoop:
         batches = self.batches.forward_batches(chunks, self._sampling_now())
         lap("build")
         result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
-        if self.watch is not None:
-            self.watch(chunks, batches, result)
+        for watch in self.watches:
+            watch(chunks, batches, result)
         lap("forward")
         # the last step's tokens are known before this one is drawn
         finished += self._retire(keep=self.lookahead - 1)

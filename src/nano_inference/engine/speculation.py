@@ -49,7 +49,7 @@ def make_drafter(
     model = None
     if heads is not None:
         model = _head_drafts(heads, loop, runner)
-        loop.watch = model.see
+        loop.watches = (model.see,)
     elif config.draft_model is not None:
         model = _model_drafts(config, loop, runner)
     return Drafter(sources, GUESSED, config.max_drafts, model)

@@ -358,6 +358,11 @@ class EngineCore:
             raise InvalidRequest(f"{message.name}: {problem}.") from problem
         return function(**arguments)
 
+    def embed(self, prompts: list[list[int]], adapter: str | None = None) -> list[bytes]:
+        """See `InferenceEngine.embed`. Little-endian float32."""
+        rows = self.engine.embed(prompts, adapter=adapter)
+        return [row.numpy().astype("<f4").tobytes() for row in rows]
+
     def pause(self, mode: PauseMode = "keep", seconds: float = math.inf) -> bool:
         """See `InferenceEngine.pause`. False: requests did not end in so many seconds, or somebody
         has resumed meanwhile, and nothing is paused.

@@ -44,6 +44,7 @@ from nano_inference.serving.protocols import (
 )
 from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.serving.routes import (
+    embedding_routes,
     fleet_routes,
     model_routes,
     response_routes,
@@ -58,7 +59,13 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/messages": anthropic.PROTOCOL,
     "/v1/responses": openai_responses.PROTOCOL,
 }
-ROUTES: Sequence[Routes] = (server_routes, model_routes, response_routes, fleet_routes)
+ROUTES: Sequence[Routes] = (
+    server_routes,
+    model_routes,
+    embedding_routes,
+    response_routes,
+    fleet_routes,
+)
 # With `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {
     "/generate": sglang_generate.PROTOCOL,

@@ -19,12 +19,15 @@ MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has p
 # Who keeps the deadline. caller: it stops waiting, and the engine goes on. engine: it is told the
 # seconds, gives up in time and undoes what it began.
 Deadline = Literal["caller", "engine"]
-# What a fleet does. first: asks all, returns the answer of the first. same: all must give the same
-# answer. any: whether one says yes. joined: one answer is made of all. undone:
-# where one fails, the others undo it (`Operation.undo`). members: by those replicas that take part
-# in the open weight update; what fails on one ends the update on all. own: by a method of
-# `FleetOperations`. replica: never of a fleet, but of one replica by another.
-FleetPolicy = Literal["first", "same", "any", "joined", "undone", "members", "own", "replica"]
+# What a fleet does. one: asks one, by turns, and the next where it dies. first: asks all, returns
+# the answer of the first. same: all must give the same answer. any: whether one says yes. joined:
+# one answer is made of all. undone: where one fails, the others undo it (`Operation.undo`).
+# members: by those replicas that take part in the open weight update; what fails on one ends the
+# update on all. own: by a method of `FleetOperations`. replica: never of a fleet, but of one
+# replica by another.
+FleetPolicy = Literal[
+    "one", "first", "same", "any", "joined", "undone", "members", "own", "replica"
+]
 
 
 class Checks(TypedDict, total=False):
@@ -89,6 +92,8 @@ _ROWS = (
     Operation("get_weight_version", "engine.get_weight_version", "same"),
     Operation("weights_checksum", "engine.weights_checksum", "joined"),
     Operation("weight_rows", "weights.weight_rows", "first", {"tensor": str, "count": int}),
+    # -- embeddings: little-endian float32
+    Operation("embed", "embed", "one", {"prompts": list[list[int]], "adapter": str | None}),
     # -- pauses and memory
     Operation(
         "pause",

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
+from starlette.requests import ClientDisconnect
 
 import nano_inference
 from nano_inference.errors import NanoInferenceError
@@ -20,6 +21,11 @@ from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.protocols import anthropic, anthropic_schema
 from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import chat_prompt
+from nano_inference.serving.protocols.openai_embeddings import (
+    EMBEDDINGS,
+    EmbeddingsRequest,
+    read_embeddings,
+)
 from nano_inference.serving.protocols.openai_schema import (
     MODEL,
     MODELS,
@@ -281,6 +287,38 @@ def model_routes(router: APIRouter, server: Server) -> None:
     )
     async def count(request: Request) -> Response:
         return json_reply(200, await read_request(request, server, anthropic.count_tokens))
+
+
+def embedding_routes(router: APIRouter, server: Server) -> None:
+    """The route."""
+
+    @router.post(
+        "/v1/embeddings",
+        openapi_extra=operation(
+            EmbeddingsRequest, EMBEDDINGS, summary="The hidden state behind the last token"
+        ),
+    )
+    async def embeddings(request: Request) -> Response:
+        server.lifecycle.require_open()
+        server.admission.require_room()
+        asked = await read_request(request, server, read_embeddings)
+        held = 0, len(asked.prompts)
+        server.admission.require_room(len(asked.prompts))
+        server.admission.hold(*held)
+        rows: list[bytes] = []
+        try:
+            for prompts in asked.portions():
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+                rows += await server.client.call(
+                    "embed",
+                    prompts=prompts,
+                    adapter=asked.adapter,
+                    timeout=server.config.request_timeout,
+                )
+        finally:
+            server.admission.let_go(*held)
+        return json_reply(200, asked.answer(rows, server.require_served()))
 
 
 def response_routes(router: APIRouter, server: Server) -> None:

@@ -46,6 +46,7 @@ class FleetOperations:
         # session nor its groups.
         self._session: Engines = {}  # that take part in the open weight update
         self._groups: dict[str, Engines] = {}
+        self._turn = 0  # of `_one`
         self._own: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
             "flush_cache": self._flush_cache,
             "pause": self._pause,
@@ -76,6 +77,8 @@ class FleetOperations:
             return await self._own[name](name, seconds, arguments)
         if policy == "members":
             return await self._receive(name, seconds, arguments)
+        if policy == "one":
+            return await self._one(name, seconds, arguments)
         found = await self._all(name, seconds, arguments)
         if policy == "joined":
             return self._joined[name](found)
@@ -93,6 +96,18 @@ class FleetOperations:
         """All replicas are gone, and what they had with them."""
         self._session = {}
         self._groups.clear()
+
+    async def _one(self, name: str, seconds: float, arguments: Arguments) -> Any:
+        """Ask the replicas by turns, and the next one where one has died."""
+        self._turn += 1
+        clients = list(self._supervisor.living().values())
+        for place in range(len(clients)):
+            client = clients[(self._turn + place) % len(clients)]
+            try:
+                return await client.call(name, timeout=seconds, **arguments)
+            except EngineDead:
+                continue
+        raise EngineDead("no replica is left that could answer.")
 
     # -- all of them -------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.serving.choices import Choice, ChoiceDelta
-from nano_inference.serving.errors import bad_request, shown
+from nano_inference.serving.errors import bad_request
 from nano_inference.serving.protocols.answers import LazyArray, at_least, flat, own_first
 from nano_inference.serving.protocols.generation import Ask, RequestUsage, Served, affordable
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
@@ -21,6 +21,7 @@ from nano_inference.serving.protocols.requests import (
     checked_prompt,
     need_tokenizer,
     num_logprobs,
+    prompt_list,
     require_at_most,
     require_possible_length,
     room,
@@ -90,7 +91,7 @@ class CompletionBuilder(OpenAIBuilder):
     # -- the request -------------------------------------------------------------------------------
 
     def _read_prompts(self, prompt: object) -> list[_TextPrompt]:
-        given = self._prompt_list(prompt)
+        given = prompt_list(prompt, "prompt")
         require_at_most(
             len(given) * self.num_samples,
             self.served.config.max_samples,
@@ -98,26 +99,6 @@ class CompletionBuilder(OpenAIBuilder):
             "n times the number of prompts",
         )
         return [self._read_prompt(each) for each in given]
-
-    @staticmethod
-    def _prompt_list(prompt: object) -> list[str | list[int]]:
-        if isinstance(prompt, str):
-            return [prompt]
-        if not isinstance(prompt, list):
-            raise bad_request(
-                f"prompt must be text, token ids or a list of these, not {shown(prompt)}.", "prompt"
-            )
-        if not prompt:
-            raise bad_request("prompt is empty; give at least one token.", "prompt")
-        if type(prompt[0]) is int:
-            return [prompt]
-        if not all(isinstance(each, str | list) for each in prompt):
-            wrong = next(each for each in prompt if not isinstance(each, str | list))
-            raise bad_request(
-                f"prompt holds {shown(wrong)}; it must be text, token ids or a list of these.",
-                "prompt",
-            )
-        return prompt
 
     def _read_prompt(self, prompt: str | list[int]) -> _TextPrompt:
         if isinstance(prompt, list):

@@ -480,6 +480,28 @@ def checked_prompt(token_ids: list[int], served: Served, name: str = "prompt") -
     return token_ids
 
 
+def prompt_list(given: object, name: str) -> list[str | list[int]]:
+    """Prompts that are given as text, as token ids, or as a list of these. Raises `ApiError`,
+    400.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list):
+        raise bad_request(
+            f"{name} must be text, token ids or a list of these, not {shown(given)}.", name
+        )
+    if not given:
+        raise bad_request(f"{name} is empty; give at least one token.", name)
+    if type(given[0]) is int:
+        return [given]
+    for each in given:
+        if not isinstance(each, str | list):
+            raise bad_request(
+                f"{name} holds {shown(each)}; it must be text, token ids or a list of these.", name
+            )
+    return given
+
+
 def room(
     token_ids: Sequence[int], asked: int | None, served: Served, default: int | None, name: str
 ) -> int:

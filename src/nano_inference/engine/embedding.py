@@ -1,0 +1,60 @@
+"""Embeddings: the policy's hidden state behind the last token of prompts. Each is the row that a
+next token would be drawn from, computed in the loop with all other requests.
+"""
+
+from collections.abc import Generator
+from collections.abc import Sequence as Listed
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.batch import Chunks, ForwardBatch
+from nano_inference.engine import generation
+from nano_inference.engine.drawn_rows import DrawnRows
+from nano_inference.engine.intake import Intake
+from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.errors import RequestAborted
+from nano_inference.scheduling.sequence import Sequence
+from nano_inference.types import SamplingParams
+
+
+def embed(shared: SharedLoop, intake: Intake, prompts: Any, adapter: str | None) -> list[Tensor]:
+    """See `InferenceEngine.embed`."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, adapter=adapter)
+    requests = intake.sequences(prompts, params, 1, False)
+    found: dict[int, Tensor] = {}
+    with _rows_of(shared) as rows:
+
+        def take(seq: Sequence) -> None:
+            row = rows.of(seq, len(seq.token_ids) - 1)
+            if row is not None:
+                found[seq.request.request_id] = row.to("cpu", torch.float32, copy=True)
+
+        for seq in requests:
+            seq.request = replace(seq.request, at_end=take)
+        with closing(generation.run(shared, requests, progress=False)) as deltas:
+            for _ in deltas:
+                pass
+    ids = [seq.request.request_id for seq in requests]
+    if any(each not in found for each in ids):
+        raise RequestAborted("a prompt was aborted before it was computed; ask for it again.")
+    return [found[each] for each in ids]
+
+
+@contextmanager
+def _rows_of(shared: SharedLoop) -> Generator[DrawnRows]:
+    """The rows that steps draw from, while this lasts."""
+    loop, rows = shared.loop, DrawnRows()
+
+    def see(chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
+        if hidden := [each for _, each, _ in result.drawn]:
+            rows.keep(chunks, torch.cat(hidden))
+
+    loop.watches = (*loop.watches, see)
+    try:
+        yield rows
+    finally:
+        loop.watches = tuple(each for each in loop.watches if each is not see)

@@ -1,0 +1,70 @@
+"""`/v1/embeddings` as OpenAI's client speaks it, over an engine of a tiny model in a process of its
+own, and of a fleet of two.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI
+
+from nano_inference import InferenceEngine
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.main import running_server
+from tests.models.tiny import tiny_llama
+from tests.serving.engines import config_of
+
+INPUTS = [[3, 4, 5], [6, 7], *([place, 9] for place in range(10, 20))]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two replicas"])
+def client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[OpenAI, list[np.ndarray]]]:
+    """A client, and what the engine itself gives."""
+    folder = tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+    with InferenceEngine(config_of(folder)) as engine:
+        rows = [row.numpy() for row in engine.embed(INPUTS)]
+        limit = engine.max_model_len
+    config = ServerConfig(port=0, replicas=request.param, max_samples=limit)
+    with (
+        running_server(config_of(folder), config) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made,
+    ):
+        yield made, rows
+
+
+def test_embeddings_are_the_engines(client: tuple[OpenAI, list[np.ndarray]]) -> None:
+    openai_client, rows = client
+    for form in ("base64", "float"):
+        for _ in range(2):
+            reply = openai_client.embeddings.create(
+                model="", input=INPUTS, encoding_format=form, extra_body={"model": None}
+            )
+            assert [each.index for each in reply.data] == list(range(len(INPUTS)))
+            assert reply.usage.prompt_tokens == sum(map(len, INPUTS))
+            for each, row in zip(reply.data, rows, strict=True):
+                told = each.embedding
+                if isinstance(told, str):
+                    told = np.frombuffer(__import__("base64").b64decode(told), "<f4")
+                assert np.array_equal(np.asarray(told, np.float32), row)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "input is empty"),
+        ([[]], "input"),
+        ([3.5], "input holds 3.5"),
+        ([[10**6]], "input"),
+        ([3] * 5000, "maximum context length"),
+    ],
+)
+def test_what_cannot_be_embedded_names_the_input(
+    client: tuple[OpenAI, list[np.ndarray]], given: object, said: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=said) as problem:
+        client[0].post("/embeddings", body={"input": given}, cast_to=object)
+    assert problem.value.param == "input"
