@@ -35,6 +35,7 @@ from nano_inference.serving.dialects import (
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.log_lines import send_to_stderr
+from nano_inference.serving.page.routes import page_routes
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import (
     anthropic,
@@ -58,7 +59,7 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/messages": anthropic.PROTOCOL,
     "/v1/responses": openai_responses.PROTOCOL,
 }
-ROUTES: Sequence[Routes] = (server_routes, model_routes, response_routes, fleet_routes)
+ROUTES: Sequence[Routes] = (page_routes, server_routes, model_routes, response_routes, fleet_routes)
 # With `ServerConfig.rl`.
 RL_PROTOCOLS: dict[str, ApiProtocol] = {
     "/generate": sglang_generate.PROTOCOL,
