@@ -117,7 +117,7 @@ def stop(page: Page) -> dict[str, Any]:
 
 def versions(page: Page) -> dict[str, Any]:
     sample(page, "The sky is blue because")
-    page.click("nav a[href='#dashboard']")
+    page.click("nav a[href='#/dashboard']")
     until(page, "document.getElementById('version').textContent === '0'")
     let("change")
     until(page, "document.getElementById('version').textContent === '1'")
@@ -136,7 +136,7 @@ def versions(page: Page) -> dict[str, Any]:
 
 
 def restart(page: Page) -> dict[str, Any]:
-    page.click("nav a[href='#dashboard']")
+    page.click("nav a[href='#/dashboard']")
     page.locator("#status[data-state=ok]").wait_for()
     until(page, "document.querySelectorAll('#load polyline').length === 2")
     let("kill")
@@ -181,11 +181,11 @@ def phone(page: Page) -> dict[str, Any]:
     page.set_viewport_size({"width": 390, "height": 844})
     sample(page, "The sky is blue because")
     wide = []
-    for view in ("#playground", "#dashboard"):
+    for view in ("#/playground", "#/dashboard"):
         page.click(f"nav a[href='{view}']")
         page.wait_for_timeout(300)
         wide.append(page.evaluate("document.documentElement.scrollWidth"))
-    page.click("nav a[href='#playground']")
+    page.click("nav a[href='#/playground']")
     page.locator(".sample .token").nth(1).click()
     box = page.locator("#tip").bounding_box()
     assert box is not None

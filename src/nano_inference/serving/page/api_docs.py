@@ -61,7 +61,7 @@ FAMILIES = (
     Family(
         "OpenAI: completions and chats",
         "The same seed, prompt and weights give the same tokens, whatever else the server does. "
-        "`model` is a name of /v1/models, an adapter's too; left out, it is the model itself.",
+        "MODEL is a name of /v1/models, an adapter's too; left out, it is the model itself.",
         {
             "/v1/chat/completions": "",
             "/v1/completions": "",
@@ -376,8 +376,8 @@ _PAGE = """<!doctype html>
     <header>
       <h1>nano-inference</h1>
       <nav aria-label="Views">
-        <a href="/#playground">Playground</a>
-        <a href="/#dashboard">Dashboard</a>
+        <a href="/#/playground">Playground</a>
+        <a href="/#/dashboard">Dashboard</a>
         <a href="/docs" aria-current="page">API</a>
       </nav>
     </header>

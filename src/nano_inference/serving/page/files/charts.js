@@ -7,10 +7,10 @@ const LEFT = 44; // px for numbers of the vertical axis
 const BOTTOM = 18; // px for the horizontal one
 const TOP = 14; // px for marks
 
-/** The next number above that people count in. */
+/** The next number above that people count in, as its half is. */
 function round(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
-  return [1, 2, 5, 10].map((each) => each * power).find((each) => each >= value);
+  return [1, 2, 4, 6, 10].map((each) => each * power).find((each) => each >= value);
 }
 
 function begin(chart, label) {
@@ -107,7 +107,7 @@ export function bars(chart, label, entries, colour) {
     const y = height - BOTTOM - tall;
     const size = { x: x + 1, y, width: Math.max(step - 2, 1), height: tall };
     chart.append(svg("rect", { class: colour, ...size }, svg("title", {}, `${name}: ${value}`)));
-    if (place % every === 0) chart.append(word(x + 1, height - 4, name));
+    if (place % every === 0 && x + 48 < width) chart.append(word(x + 1, height - 4, name));
   });
 }
 

@@ -15,7 +15,7 @@ const LATENCIES = {
   between: "inter_token_latency_seconds",
   whole: "e2e_request_latency_seconds",
 };
-const COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6"];
+const COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
 
 export class Dashboard {
   #points = []; // one a look: {time, generated, prompts, running, waiting, engine}
@@ -87,7 +87,7 @@ export class Dashboard {
     const asked = hits + engine.prompt_tokens_computed - old.prompt_tokens_computed;
     const isFresh = hits >= 0 && asked > 0;
     say("hits", `${Math.round(100 * (isFresh ? hits / asked : engine.hit_rate))} %`);
-    say("hits-since", isFresh ? "prefix hits, last minute" : "prefix hits, in all");
+    say("hits-since", isFresh ? "prefix hits, 1 min" : "prefix hits, in all");
     say("preemptions", shown(engine.num_preemptions));
     say("version", String(engine.weight_version));
   }
@@ -145,7 +145,7 @@ export class Dashboard {
     const phases = Object.entries(engine.step_microseconds)
       .filter(([, microseconds]) => microseconds > 0)
       .map(([name, value], place) => [name, value, COLOURS[place % COLOURS.length]]);
-    const said = phases.map(([name, value, colour]) => [name, `${shown(value)} µs`, colour]);
+    const said = phases.map(([name, value, colour]) => [name, shownSeconds(value / 1e6), colour]);
     legend(byId("phases-legend"), said);
     stack(byId("phases"), said.map(([name, value]) => `${name} ${value}`).join(", "), phases);
   }

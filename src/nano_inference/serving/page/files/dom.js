@@ -31,6 +31,7 @@ export function shown(value) {
 
 /** Seconds for people. */
 export function shownSeconds(value) {
+  if (value < 0.001) return `${Number((value * 1e6).toPrecision(3))} µs`;
   if (value < 1) return `${Number((value * 1000).toPrecision(3))} ms`;
   return `${Number(value.toPrecision(3))} s`;
 }

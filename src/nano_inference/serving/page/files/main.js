@@ -11,10 +11,10 @@ const PATIENCE = 5000; // ms that it may take to answer
 const dashboard = new Dashboard();
 
 function showView() {
-  const wanted = location.hash === "#dashboard" ? "dashboard" : "playground";
+  const wanted = location.hash === "#/dashboard" ? "dashboard" : "playground";
   for (const view of document.querySelectorAll("main")) view.hidden = view.id !== wanted;
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.getAttribute("href") === `#${wanted}`) link.setAttribute("aria-current", "page");
+    if (link.getAttribute("href") === `#/${wanted}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   if (wanted === "dashboard") dashboard.draw();

@@ -190,7 +190,8 @@ function showTip(span) {
     const bar = html("span", { class: "bar" });
     bar.style.setProperty("--share", Math.exp(logprob).toFixed(3));
     const word = html("td", {}, html("code", {}, visible(said)));
-    return html("tr", {}, word, html("td", {}, percent(logprob)), html("td", {}, bar));
+    const own = said === readable(token.bytes) ? "own" : undefined;
+    return html("tr", { class: own }, word, html("td", {}, percent(logprob)), html("td", {}, bar));
   });
   tip.replaceChildren(
     html("p", {}, html("code", {}, visible(readable(token.bytes))), ` ${percent(token.logprob)}`),
