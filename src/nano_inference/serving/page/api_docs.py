@@ -59,12 +59,15 @@ _SAMPLING = {"temperature": 0.8, "max_new_tokens": 16, "sampling_seed": 1}
 
 FAMILIES = (
     Family(
-        "OpenAI: completions and chats",
+        "OpenAI: chats, completions and responses",
         "The same seed, prompt and weights give the same tokens, whatever else the server does. "
         "MODEL is a name of /v1/models, an adapter's too; left out, it is the model itself.",
         {
             "/v1/chat/completions": "",
             "/v1/completions": "",
+            "/v1/responses": "",
+            "/v1/responses/{name}": "",
+            "/v1/responses/{name}/input_items": "",
             "/v1/models": "",
             "/v1/models/{name}": "",
         },
@@ -94,6 +97,12 @@ FAMILIES = (
                     "logprobs": 2,
                 },
                 "client.completions.create",
+            ),
+            Example(
+                "/v1/responses",
+                "A response",
+                {"model": "MODEL", "input": "Name three rivers.", "max_output_tokens": 16},
+                "client.responses.create",
             ),
             Example("/v1/models", "The model and its adapters"),
         ),
