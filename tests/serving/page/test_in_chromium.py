@@ -102,7 +102,9 @@ def test_samples_stand_side_by_side_token_by_token(url: str) -> None:
 def test_a_chat(url: str) -> None:
     seen = look(url, "chat")
     body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "seed": 7}
-    told = httpx.post(url + "/v1/chat/completions", json=body | {"max_tokens": 12, "temperature": 0.8, "top_p": 1})
+    told = httpx.post(
+        url + "/v1/chat/completions", json=body | {"max_tokens": 12, "temperature": 0.8, "top_p": 1}
+    )
     assert "".join(seen["columns"][0]) == told.json()["choices"][0]["message"]["content"]
     assert seen["problem"] == ""
 
