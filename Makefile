@@ -17,6 +17,7 @@ VERL := $(VENV)/verl/installed
 RAY := $(VENV)/ray/installed
 QUANTISERS := $(VENV)/quantisers/installed
 TINKER := $(VENV)/tinker/installed
+PAGE := $(VENV)/page/installed
 DEFAULT_TORCH := torch==2.13.0
 
 -include $(CHOICE)
@@ -32,7 +33,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
+.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker test-page lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -64,7 +65,7 @@ test-rest: $(INSTALLED) ## those that this leaves out, and property tests with a
 
 test-all: test test-rest ## both: all tests but the slow ones
 
-test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(QUANTISERS) $(TINKER) ## the slow tests, then parity, simulate and mutants
+test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(QUANTISERS) $(TINKER) $(PAGE) ## the slow tests, then parity, simulate and mutants
 	$(BIN)/python -m pytest -m slow --tier all tests
 	$(MAKE) parity simulate mutants
 
@@ -82,6 +83,9 @@ test-quantisers: $(QUANTISERS) ## those with compressed-tensors, bitsandbytes an
 
 test-tinker: $(TINKER) ## those with tinker and tinker-cookbook
 	$(BIN)/python -m pytest -m slow tests/training_service tests/docs/test_training_service.py
+
+test-page: $(PAGE) ## those with the server's page in /usr/bin/chromium
+	$(BIN)/python -m pytest -m slow tests/serving/page
 
 test-verl: $(VERL) ## those with verl on Ray
 	$(BIN)/python -m pytest -m slow -k verl tests/rl
@@ -119,8 +123,9 @@ sanitize: ## the CPU kernels under address, undefined-behaviour and thread sanit
 gpu-check: ## everything that a machine with a GPU can tell, in ten minutes; results in out/gpu/
 	bash scripts/gpu_check.sh
 
-pictures: $(INSTALLED) ## the pictures of the documents, from today's code and the committed reports; a quiet machine
+pictures: $(INSTALLED) $(PAGE) ## the pictures of the documents, from today's code and the committed reports; a quiet machine
 	$(BIN)/python examples/screenshots.py
+	test ! -x /usr/bin/chromium || $(BIN)/python -m examples.page_pictures
 	$(BIN)/python -m benchmarks plots
 
 peers: $(INSTALLED) ## install other engines to compare with (15 minutes, 6 GB); benchmarks/peers/install.py
@@ -193,6 +198,13 @@ $(TINKER): $(INSTALLED)
 	@$(VENV)/tinker/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
 	@$(VENV)/tinker/bin/python -m pip $(QUIET) install math-verify pylatexenc sympy tinker==0.38.0 tinker-cookbook==0.5.8
 	@touch $(TINKER)
+
+# It drives the browser that is there; it downloads none.
+$(PAGE): $(INSTALLED)
+	@echo "Installing playwright into $(VENV)/page."
+	@$(PYTHON) -m venv $(VENV)/page
+	@$(VENV)/page/bin/python -m pip $(QUIET) install playwright==1.65.2
+	@touch $(PAGE)
 
 # verl pins what only its trainers need: it goes alone, with what its rollouts need.
 $(VERL): $(INSTALLED)

@@ -482,8 +482,11 @@ class EngineStats:
     Attributes:
         num_waiting, num_running: sequences (a group whose prompt is not computed yet counts once).
         num_held: sequences that wait for a weight version, or for the end of a pause.
+        weight_version: that new tokens are computed by.
         num_free_blocks, num_blocks: block ids. Where layers have a window, `kv_use` says how full
             the memory is.
+        num_cached_blocks: of the free ones, those in which a prefix can still be found.
+        num_shared_blocks: of the others, those that more than one sequence holds.
         kv_leaked_blocks: blocks that were in use when the engine was last without a request: 0, or
             there is a bug.
         kv_use: share of the KV memory that sequences hold; the rest may still hold prefixes.
@@ -513,8 +516,11 @@ class EngineStats:
     num_waiting: int
     num_running: int
     num_held: int
+    weight_version: int
     num_free_blocks: int
     num_blocks: int
+    num_cached_blocks: int
+    num_shared_blocks: int
     kv_leaked_blocks: int
     kv_use: float
     num_steps: int

@@ -61,6 +61,8 @@ class BlockPool:
     more).
 
     Attributes:
+        num_cached: free blocks with a name: what they hold can still be found.
+        num_shared: blocks with more than one holder.
         names: of every named block: its name, and its id.
         news: is told of names that come and go; None: nothing follows them.
     """
@@ -68,6 +70,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, emptied: Callable[[Block], None] | None = None) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_free = num_blocks
+        self.num_cached = self.num_shared = 0
         self.names: dict[int, int] = {}
         self.news: BlockNews | None = None
         self._emptied = emptied
@@ -95,8 +98,11 @@ class BlockPool:
         """Count one more holder; a free block leaves the ring."""
         if block.ref_count == 0:
             self._unlink(block.block_id)
+            self.num_cached -= block.hash != NO_PREFIX
             if not block.pins:
                 self._pin(block.above)
+        elif block.ref_count == 1:
+            self.num_shared += 1
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
@@ -106,8 +112,11 @@ class BlockPool:
         if block.ref_count <= 0:
             raise RuntimeError(f"block {block.block_id} was released more often than it was held.")
         block.ref_count -= 1
-        if block.ref_count == 0:
+        if block.ref_count == 1:
+            self.num_shared -= 1
+        elif block.ref_count == 0:
             self._link(block)
+            self.num_cached += block.hash != NO_PREFIX
             if not block.pins:
                 self._unpin(block.above)
 
@@ -116,7 +125,7 @@ class BlockPool:
         blocks, release = self.blocks, self.release
         for block_id in block_ids:
             block = blocks[block_id]
-            if block.ref_count > 1:
+            if block.ref_count > 2:
                 block.ref_count -= 1
             else:
                 release(block)
@@ -127,6 +136,7 @@ class BlockPool:
         """
         if self.news is not None and name not in self.names:
             self.news.published(name)
+        self.num_cached += block.ref_count == 0 and block.hash == NO_PREFIX
         block.hash, block.namespace = name, namespace
         self.names[name] = block.block_id
 
@@ -154,6 +164,7 @@ class BlockPool:
             del self.names[block.hash]
             if self.news is not None:
                 self.news.dropped(block.hash)
+        self.num_cached -= block.ref_count == 0 and block.hash != NO_PREFIX
         block.forget()
         if block.ref_count:
             self._unpin(above)
@@ -176,6 +187,10 @@ class BlockPool:
         for left, right in itertools.pairwise([self._head, *self._ring(), self._head]):
             assert self._next[left] == right, "free list is torn"
             assert self._previous[right] == left, "free list is torn backwards"
+        named = sum(1 for at in ids if self.blocks[at].hash != NO_PREFIX)
+        assert self.num_cached == named, "cached blocks and their count disagree"
+        shared = sum(1 for block in self.blocks if block.ref_count > 1)
+        assert self.num_shared == shared, "shared blocks and their count disagree"
         kinds = [
             2 if block.pins else int(block.hash != NO_PREFIX)
             for block in map(self.blocks.__getitem__, ids)

@@ -116,6 +116,14 @@ class KVCacheManager(ABC):
         """Blocks that no table holds, matchable ones included."""
         return self._pool.num_free
 
+    def num_cached_blocks(self) -> int:
+        """Blocks that no table holds and that a prefix can still be found in."""
+        return self._pool.num_cached
+
+    def num_shared_blocks(self) -> int:
+        """Blocks that more than one table holds."""
+        return self._pool.num_shared
+
     def num_free_units(self) -> int:
         """Units that no table needs, those of matchable blocks included."""
         if self.units is None:

@@ -35,6 +35,7 @@ from nano_inference.serving.dialects import (
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.log_lines import send_to_stderr
+from nano_inference.serving.page.routes import page_routes
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import (
     anthropic,
@@ -60,6 +61,7 @@ PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/responses": openai_responses.PROTOCOL,
 }
 ROUTES: Sequence[Routes] = (
+    page_routes,
     server_routes,
     model_routes,
     embedding_routes,

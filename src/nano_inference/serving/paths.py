@@ -1,5 +1,5 @@
-"""The paths of the dialects: access and error bodies go by them. A test compares them with the
-routes.
+"""The paths of the dialects and of the page: access and error bodies go by them. Tests compare
+them with the routes.
 """
 
 # They change the engine or what it does; for administrators.
@@ -71,5 +71,17 @@ OPEN: frozenset[str] = frozenset(("/liveness",))
 # Their bodies hold a model's tensors.
 WITH_WEIGHTS: frozenset[str] = frozenset(("/update_weights_from_tensor",))
 CONTROL = CHANGING | READING | OPEN
+# The server's page: the same for all, so open to all; it asks for a key where a route wants one.
+PAGE_FILES = (
+    "api.js",
+    "charts.js",
+    "dashboard.js",
+    "dom.js",
+    "icon.svg",
+    "main.js",
+    "playground.js",
+    "style.css",
+)
+PAGE: frozenset[str] = frozenset(("/", "/docs", *(f"/page/{name}" for name in PAGE_FILES)))
 # They generate; for users.
 GENERATION: frozenset[str] = frozenset(("/generate", "/inference/v1/generate"))

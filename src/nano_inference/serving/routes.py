@@ -55,15 +55,6 @@ def server_routes(router: APIRouter, server: Server) -> None:
     """The routes."""
     _add_health(router, server)
 
-    @router.get("/", summary="What there is, and where")
-    async def index() -> Response:
-        about = {
-            "name": "nano-inference",
-            "version": nano_inference.__version__,
-            "status": server.lifecycle.status,
-        }
-        return json_reply(200, {**about, "model": server.metrics.model_name, "routes": _PLACES})
-
     @router.get("/version", summary="Version of the server")
     async def version() -> Response:
         return json_reply(200, {"version": nano_inference.__version__})
@@ -106,17 +97,6 @@ def _add_health(router: APIRouter, server: Server) -> None:
     @router.get("/load", summary="Requests that are being answered")
     async def load() -> Response:
         return json_reply(200, {"server_load": len(server.exchanges)})
-
-
-_PLACES = {
-    "POST /v1/chat/completions": "OpenAI's chat",
-    "POST /v1/completions": "OpenAI's completions",
-    "POST /v1/messages": "Anthropic's messages",
-    "GET /v1/models": "what is served",
-    "GET /health": "whether it serves",
-    "GET /metrics": "numbers for Prometheus",
-    "GET /openapi.json": "all routes and their fields",
-}
 
 
 async def _fresh_stats(server: Server, patience: float) -> EngineStats | None:

@@ -1,8 +1,8 @@
 """The layers around the routes, as plain ASGI: ids and logs outside, then CORS, then the gate of
 keys and limits.
 
-Who may call what: API keys on every route but `/health`, the admin key on routes that change the
-engine.
+Who may call what: API keys on every route but `/health` and the page, the admin key on routes that
+change the engine.
 """
 
 import asyncio
@@ -44,7 +44,8 @@ class Level(Enum):
 # What watches a server asks these, also before it serves and where there is no room for others.
 HEALTH = frozenset(("/health", "/ping"))
 # Every other path, also one that does not exist, is `KEY`.
-LEVELS: dict[str, Level] = dict.fromkeys(HEALTH, Level.OPEN) | {"/flush_cache": Level.ADMIN}
+LEVELS: dict[str, Level] = dict.fromkeys(HEALTH | paths.PAGE, Level.OPEN)
+LEVELS |= {"/flush_cache": Level.ADMIN}
 LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
 # With `ServerConfig.rl`.
 RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(
@@ -316,7 +317,7 @@ class Gate:
         if not path.isprintable():  # the router's patterns let a line feed at the end pass
             raise no_route(path)
         self._keys.require(path, headers)
-        if path not in HEALTH:
+        if path not in HEALTH | paths.PAGE:
             self._ready()
         if scope["method"] in _WITH_BODY:
             _require_json(headers, or_bytes=self._config.rl and path in paths.WITH_WEIGHTS)

@@ -23,7 +23,7 @@ from nano_inference.serving.protocols.answers import json_pieces
 
 access = logging.getLogger("nano_inference.access")
 
-_WATCHED = ("/health", "/ping", "/load", "/metrics")
+_WATCHED = ("/health", "/ping", "/load", "/metrics", "/stats")
 _LONGEST = 256  # characters of what a client sent
 # printable ASCII, no spaces: safe in headers, logs and JSON
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -51,6 +51,7 @@ _COUNTED = (
     "grammar_seconds",
 )
 _NOT_SUMS = (
+    "weight_version",
     "kv_use",
     "hit_rate",
     "step_microseconds",
@@ -264,6 +265,7 @@ class Supervisor:
         drafts = [one.speculation for one in each if one.speculation is not None]
         return EngineStats(
             **total,
+            weight_version=self.version,
             kv_use=sum(one.kv_use * one.num_blocks for one in each) / blocks,
             hit_rate=total["prompt_tokens_cached"] / asked if asked else 0.0,
             step_microseconds={

@@ -1,0 +1,1 @@
+"""The page that the server answers `/` with, and `/docs`. What browsers get lies in `files/`."""

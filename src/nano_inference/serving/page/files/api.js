@@ -1,0 +1,83 @@
+// Talks to the server that this page came from.
+//
+// The key, where the server asks for one, is kept in sessionStorage: for this tab, until it is
+// closed. Nothing is sent anywhere else; the page's Content-Security-Policy holds that.
+
+const ROOT = new URL("..", import.meta.url); // this file is at page/api.js
+const NAME = "nano-inference key";
+
+/** Tells of "needed" (the server answered 401) and of "changed". */
+export const keys = new EventTarget();
+
+export const key = () => sessionStorage.getItem(NAME) ?? "";
+
+export function useKey(value) {
+  if (value) sessionStorage.setItem(NAME, value);
+  else sessionStorage.removeItem(NAME);
+  keys.dispatchEvent(new Event("changed"));
+}
+
+/** An answer that is no 2xx. `message` is the server's. */
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** A reply of this path; a `body` is sent as JSON. Throws Refused, and what fetch throws. */
+export async function ask(path, { body, signal } = {}) {
+  const used = key();
+  const headers = used ? { authorization: `Bearer ${used}` } : {};
+  const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const options = { ...sent, headers, signal, cache: "no-store" };
+  const reply = await fetch(new URL(path, ROOT), options);
+  if (reply.ok) return reply;
+  if (reply.status === 401 && used === key()) keys.dispatchEvent(new Event("needed"));
+  throw new Refused(reply.status, await problemOf(reply));
+}
+
+async function problemOf(reply) {
+  const text = await reply.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return `${reply.status} ${reply.statusText}`;
+  }
+}
+
+/** The data of each server-sent event of a reply, parsed, up to `[DONE]`. */
+export async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) throw new Error("the stream ended before its end: the server has gone.");
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Refused(event.error.code, event.error.message);
+      yield event;
+    }
+  }
+}
+
+/** Prometheus' text: name -> [{labels, value}], without our prefix. */
+export function metricsOf(text) {
+  const found = new Map();
+  for (const line of text.split("\n")) {
+    const match = /^nano_inference_(\w+)(?:\{(.*)\})? (\S+)$/.exec(line);
+    if (!match) continue;
+    const labels = Object.fromEntries(
+      [...(match[2] ?? "").matchAll(/(\w+)="((?:\\.|[^"\\])*)"/g)].map((each) => each.slice(1)),
+    );
+    const rows = found.get(match[1]) ?? [];
+    rows.push({ labels, value: Number(match[3]) });
+    found.set(match[1], rows);
+  }
+  return found;
+}

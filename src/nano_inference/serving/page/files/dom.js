@@ -1,0 +1,37 @@
+// Elements. Texts become text nodes: nothing here, or anywhere on this page, reads HTML from a
+// string, and the browser refuses it (`require-trusted-types-for`).
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const byId = (id) => document.getElementById(id);
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === false) continue;
+    element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** An HTML element; children are elements, or texts. */
+export const html = (tag, attributes = {}, ...children) =>
+  filled(document.createElement(tag), attributes, children);
+
+/** An SVG element. */
+export const svg = (tag, attributes = {}, ...children) =>
+  filled(document.createElementNS(SVG, tag), attributes, children);
+
+/** A number for people: 1,234 or 12.3. */
+export function shown(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const digits = Math.abs(value) >= 100 || Number.isInteger(value) ? 0 : 1;
+  return value.toLocaleString("en", { maximumFractionDigits: digits });
+}
+
+/** Seconds for people. */
+export function shownSeconds(value) {
+  if (value < 0.001) return `${Number((value * 1e6).toPrecision(3))} µs`;
+  if (value < 1) return `${Number((value * 1000).toPrecision(3))} ms`;
+  return `${Number(value.toPrecision(3))} s`;
+}
