@@ -32,6 +32,7 @@ from tests.cli.running import finish, run, spawn
         ["replay", "-h"],
         ["draft-heads", "-h"],
         ["train-service", "-h"],
+        ["bench", "-h"],
         ["--version"],
     ],
 )

@@ -9,6 +9,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import nano_inference
+from nano_inference.cli.bench import bench
 from nano_inference.cli.chat import chat
 from nano_inference.cli.complete import complete
 from nano_inference.cli.draft_heads import draft_heads
@@ -23,7 +24,7 @@ from nano_inference.cli.train_service import train_service
 from nano_inference.errors import NanoInferenceError
 
 # Exit codes for an error of the package: 1, but 2 (as for wrong usage) where 1 is an answer.
-_ERROR_CODES = {"replay": 2}
+_ERROR_CODES = {"replay": 2, "bench": 2}
 
 
 class _Commands(TyperGroup):
@@ -57,6 +58,7 @@ app.command()(complete)
 app.command()(info)
 app.command()(models)
 app.command()(replay)
+app.command()(bench)
 app.command("draft-heads")(draft_heads)
 app.command("train-service")(train_service)
 
