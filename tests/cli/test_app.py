@@ -33,6 +33,7 @@ from tests.cli.running import finish, run, spawn
         ["draft-heads", "-h"],
         ["train-service", "-h"],
         ["bench", "-h"],
+        ["run-batch", "-h"],
         ["--version"],
     ],
 )
