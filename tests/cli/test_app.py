@@ -34,6 +34,7 @@ from tests.cli.running import finish, run, spawn
         ["train-service", "-h"],
         ["bench", "-h"],
         ["run-batch", "-h"],
+        ["report", "-h"],
         ["--version"],
     ],
 )

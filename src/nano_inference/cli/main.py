@@ -18,6 +18,7 @@ from nano_inference.cli.info import info
 from nano_inference.cli.models import models
 from nano_inference.cli.options import DEBUG, Verbose
 from nano_inference.cli.replay import replay
+from nano_inference.cli.report import report
 from nano_inference.cli.run_batch import run_batch
 from nano_inference.cli.serve import serve
 from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
@@ -61,6 +62,7 @@ app.command()(models)
 app.command()(replay)
 app.command()(bench)
 app.command("run-batch")(run_batch)
+app.command()(report)
 app.command("draft-heads")(draft_heads)
 app.command("train-service")(train_service)
 
