@@ -6,6 +6,13 @@ from typing import Any
 
 from nano_inference.bench.load import Load, Outcome
 
+_COLOURS = {
+    "whole answer": "#2a6fdb",
+    "first token": "#e08e0b",
+    "between tokens": "#2e7d4f",
+    "failed": "#b3261e",
+}
+
 
 def draw(done: Load, title: str, file: Path) -> None:
     """A PNG of a load: each request's first token and whole answer over the time at which it set
@@ -23,7 +30,7 @@ def draw(done: Load, title: str, file: Path) -> None:
     _dots(over_time, done, good, [each.ended - each.began for each in good], "whole answer")
     _dots(over_time, done, streamed, done.first_tokens, "first token")
     _dots(over_time, done, bad, [each.ended - each.began for each in bad], "failed", "x")
-    over_time.set(xlabel="seconds at which a request set out", ylabel="seconds", yscale="symlog")
+    over_time.set(xlabel="seconds at which a request set out", ylabel="seconds", yscale="log")
     for values, name in (
         (done.first_tokens, "first token"),
         (done.gaps, "between tokens"),
@@ -31,7 +38,13 @@ def draw(done: Load, title: str, file: Path) -> None:
     ):
         if values:
             share = [(place + 1) / len(values) for place in range(len(values))]
-            waits.step([each * 1e3 for each in sorted(values)], share, where="post", label=name)
+            waits.step(
+                [max(each, 1e-6) * 1e3 for each in sorted(values)],
+                share,
+                where="post",
+                label=name,
+                color=_COLOURS[name],
+            )
     waits.set(xlabel="milliseconds, at most", ylabel="share", xscale="log", ylim=(0, 1))
     for axes in (over_time, waits):
         axes.grid(alpha=0.3)
@@ -45,4 +58,11 @@ def _dots(
 ) -> None:
     if outcomes:
         times = [each.began - done.began for each in outcomes]
-        axes.plot(times, values, form, markersize=4, label=name)
+        axes.plot(
+            times,
+            [max(each, 1e-6) for each in values],
+            form,
+            markersize=4,
+            label=name,
+            color=_COLOURS[name],
+        )

@@ -234,7 +234,8 @@ def bench(
     target = load.Target(url, model or "", options.key_of(api_key, api_key_file))
     done, target = load.run(_measure(target, shape, pace, warm_up, _time(timeout), seed, pid))
     row = done.row() | _within(done, limits)
-    output.print(_table(f"{target.url}, {target.model}", f"{shape}; {pace}", row))
+    output.print(f"{target.url}, {target.model}", f"{shape}; {pace}", sep="\n", markup=False)
+    output.print(_figures(row), _latencies(row), sep="\n")
     for text, count in Counter(done.errors).most_common(SHOWN_ERRORS):
         errors.print(f"{count} x {text}", markup=False, soft_wrap=True)
     if done.gave_up:
@@ -341,28 +342,25 @@ def _within(done: load.Load, limits: dict[str, float]) -> dict[str, Any]:
 
 
 _LATENCIES = {
-    "first token, ms": "first_token_ms",
-    "between tokens, ms": "between_tokens_ms",
-    "each further token, ms": "per_token_ms",
-    "whole, ms": "whole_ms",
+    "first token": "first_token_ms",
+    "between two pieces": "between_tokens_ms",
+    "each further token": "per_token_ms",
+    "whole answer": "whole_ms",
 }
 
 
-def _table(title: str, caption: str, row: dict[str, Any]) -> Table:
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for place, column in enumerate(("", "", "p50", "p90", "p99", "most")):
-        table.add_column(column, justify="right" if place else "left")
+def _figures(row: dict[str, Any]) -> Table:
     kinds = ", ".join(f"{count} {kind}" for kind, count in row["errors_by_kind"].items())
     ways = row["counted_by"]
-    counted = " and ".join(ways) if ways else "nothing"
     figures = {
         "requests": f"{row['requests']:,}",
         "failed": f"{row['errors']:,}" + f" ({kinds})" * bool(kinds),
         "seconds": f"{row['seconds']:,.2f}",
         "requests/s": f"{row['requests_per_s']:,.2f}",
         "output tokens/s": f"{row['output_tokens_per_s']:,.1f}",
-        "output tokens": f"{row['output_tokens']:,}, counted by {counted}",
-        "prompt tokens, cached": f"{row['prompt_tokens']:,}, {row['cached_tokens']:,}",
+        "output tokens": f"{row['output_tokens']:,}"
+        + f", counted by {' and '.join(ways)}" * bool(ways),
+        "prompt tokens": f"{row['prompt_tokens']:,}, of them cached {row['cached_tokens']:,}",
     }
     if row["tokens_per_event"] is not None:
         figures["tokens in a piece"] = f"{row['tokens_per_event']:.2f}"
@@ -371,11 +369,19 @@ def _table(title: str, caption: str, row: dict[str, Any]) -> Table:
         figures["goodput, requests/s"] = f"{row['goodput_per_s']:,.2f}"
     if len(row["cpu_s"]) > 1:
         figures["CPU s"] = ", ".join(f"{name} {spent:.2f}" for name, spent in row["cpu_s"].items())
+    table = Table.grid(padding=(0, 2))
     for name, text in figures.items():
         table.add_row(name, text)
+    return table
+
+
+def _latencies(row: dict[str, Any]) -> Table:
+    table = Table()
+    for place, column in enumerate(("milliseconds", "p50", "p90", "p99", "most")):
+        table.add_column(column, justify="right" if place else "left")
     for name, key in _LATENCIES.items():
         found: dict[str, float] = row[key] or {}
-        table.add_row(name, "", *(f"{found[p]:,.1f}" if p in found else "-" for p in _PERCENTS))
+        table.add_row(name, *(f"{found[p]:,.1f}" if p in found else "-" for p in _PERCENTS))
     return table
 
 
