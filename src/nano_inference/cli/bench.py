@@ -205,7 +205,8 @@ def bench(
     Exit code 0: every request was answered; 1: some failed, and the table says of what; 2: wrong
     use, or there is no server; 130: Ctrl-C, with the figures until then.
 
-    \b
+    Examples:
+
     nano-inference bench http://127.0.0.1:8000 -n 256 -c 32
     nano-inference bench URL --rate 2 --ramp 20 --duration 2m --slo ttft=500ms,itl=100ms
     nano-inference bench URL --prompts chat --output-tokens lognormal:160:1:1024 -o run.json

@@ -46,7 +46,8 @@ def report(
     One HTML file that needs no other. Rows that cannot be read are left out, counted and listed
     with their reasons.
 
-    \b
+    Examples:
+
     nano-inference report samples.jsonl -o report.html --tokenizer models/smollm2
     """
     if out.exists() and out.samefile(file):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SELDOM = 30.0  # seconds between two lines of progress, where there is no terminal
 _OFTEN = 0.2  # and between two states of a terminal's line
-_URLS = frozenset(("/v1/completions", "/v1/chat/completions"))
+_URLS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses"))
 _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "zmq")
 _SERVER = (
     *("served_model_name", "tool_format", "reasoning_format", "generation_config"),
@@ -83,7 +83,8 @@ def run_batch(
     The same command goes on with a run that was cut off. Exit code 0: every row holds an answer; 1:
     some do not; 2: wrong use, or the server is gone (what was answered is kept); 130: Ctrl-C.
 
-    \b
+    Examples:
+
     nano-inference run-batch -i batch.jsonl -o out.jsonl --model smollm2-135m
     nano-inference run-batch -i batch.jsonl -o out.jsonl --server http://127.0.0.1:8000
     """

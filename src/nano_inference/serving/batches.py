@@ -22,6 +22,7 @@ MAX_LINE = 64 << 20  # bytes of a line
 AHEAD = 4  # rows that may wait for an earlier one, for each request under way
 TRIES = 6  # of a request that the server cannot take now
 FIRST_WAIT = 0.5  # seconds between the first two; each later wait is twice as long
+SEEDED = frozenset(("/v1/completions", "/v1/chat/completions"))  # whose bodies know a seed
 _LATER = frozenset((429, 502, 503))  # the server cannot take it now; another time it may
 
 
@@ -159,7 +160,7 @@ class Reader:
             raise Failed("invalid_body", f"line {number}: body must be an object.")
         if body.get("stream"):
             raise Failed("invalid_body", f"line {number}: an answer in a file cannot be streamed.")
-        if self.seed is not None and body.get("seed") is None:
+        if self.seed is not None and url in SEEDED and body.get("seed") is None:
             body = {**body, "seed": _seed(self.seed, custom_id)}
         return Line(number, custom_id, url, json.dumps(body).encode())
 
@@ -320,7 +321,9 @@ def _row(line: bytes) -> Row | None:
 
 def _tokens(row: Row) -> int:
     usage = ((row["response"] or {}).get("body") or {}).get("usage") if row["response"] else None
-    found = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if not isinstance(usage, dict):
+        return 0
+    found = usage.get("completion_tokens", usage.get("output_tokens"))
     return found if isinstance(found, int) else 0
 
 
