@@ -327,6 +327,18 @@ def _tokens(row: Row) -> int:
     return found if isinstance(found, int) else 0
 
 
+async def _row_of(line: Line, ask: Ask, room: asyncio.Semaphore) -> Row:
+    if line.error is not None:
+        return line.error
+    async with room:
+        try:
+            return _answered(line, await patiently(ask, line.url, line.body))
+        except Failed as problem:
+            return _refused(line.number, line.custom_id, problem)
+        except Gone as problem:
+            raise Gone(f"{line.custom_id}: {problem}") from None
+
+
 def _is_done(task: "asyncio.Task[Row]") -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
@@ -345,18 +357,6 @@ async def run_lines(
     size. Raises `Gone` where the server is gone; the rows until then are written.
     """
     room = asyncio.Semaphore(concurrency)
-
-    async def row_of(line: Line) -> Row:
-        if line.error is not None:
-            return line.error
-        async with room:
-            try:
-                return _answered(line, await patiently(ask, line.url, line.body))
-            except Failed as problem:
-                return _refused(line.number, line.custom_id, problem)
-            except Gone as problem:
-                raise Gone(f"{line.custom_id}: {problem}") from None
-
     under_way: deque[asyncio.Task[Row]] = deque()
 
     async def write_first() -> None:
@@ -367,7 +367,7 @@ async def run_lines(
 
     try:
         for number, line in lines:
-            under_way.append(asyncio.create_task(row_of(reader.read(number, line))))
+            under_way.append(asyncio.create_task(_row_of(reader.read(number, line), ask, room)))
             while under_way and (len(under_way) > AHEAD * concurrency or under_way[0].done()):
                 await write_first()
         while under_way:
