@@ -1,8 +1,10 @@
 """`nano-inference run-batch`: on an engine in this process, and against servers that fail."""
 
 import asyncio
+import errno
 import itertools
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.errors import ConfigError
+from nano_inference.errors import ConfigError, NanoInferenceError
 from nano_inference.serving import batches
 from nano_inference.serving.batches import (
     AHEAD,
@@ -224,6 +226,30 @@ def test_seeds_follow_from_the_custom_id() -> None:
     assert seeds(1) == seeds(1) != seeds(2)
     assert seeds(1)[0] != seeds(1)[1]
     assert seeds(1)[2] == 5
+
+
+def test_a_disk_that_is_full_leaves_whole_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, calls = os.write, 0
+
+    def full(file: int, data: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 5:
+            raise OSError(errno.ENOSPC, "no space left")
+        return really(file, data[: len(data) // 2 or 1] if calls == 5 else data)
+
+    async def ask(path: str, body: bytes) -> Answer:
+        return Answer(200, b"[]")
+
+    lines = ((number, line(str(number)).encode()) for number in range(1, 10))
+    with Output(tmp_path / "out.jsonl") as output:
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(NanoInferenceError, match="no space left"):
+            asyncio.run(run_lines(lines, Reader(URLS), ask, output, 2))
+        monkeypatch.undo()
+    assert [row["custom_id"] for row in rows(output.path)] == ["1", "2", "3", "4"]
 
 
 def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:

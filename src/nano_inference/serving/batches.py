@@ -253,6 +253,7 @@ class Output:
         """Raises `ConfigError`: it cannot be written, or another run writes it."""
         self.path = path
         self.counts = Counts()
+        self._whole = 0  # bytes of whole rows
         try:
             self._file = open(path, "a+b")  # noqa: SIM115
         except OSError as problem:
@@ -296,12 +297,22 @@ class Output:
             self.counts.rows += 1
             self.counts.failed += not is_good(given)
         self._file.truncate(whole)
+        self._whole = whole
         self.counts.found = self.counts.rows
 
     def write(self, row: Row) -> None:
-        """A whole row, handed to the system."""
-        self._file.write(json.dumps(row).encode() + b"\n")
-        self._file.flush()
+        """A whole row, handed to the system. Raises `NanoInferenceError`; the file then ends with
+        the row before.
+        """
+        data = json.dumps(row).encode() + b"\n"
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+        except OSError as problem:
+            self._file.truncate(self._whole)
+            raise NanoInferenceError(f"{self.path} cannot be written: {problem}.") from None
+        self._whole += len(data)
         self.counts.rows += 1
         self.counts.failed += not is_good(row)
         self.counts.tokens += _tokens(row)
@@ -320,7 +331,8 @@ def _row(line: bytes) -> Row | None:
 
 
 def _tokens(row: Row) -> int:
-    usage = ((row["response"] or {}).get("body") or {}).get("usage") if row["response"] else None
+    body = (row["response"] or {}).get("body")
+    usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return 0
     found = usage.get("completion_tokens", usage.get("output_tokens"))
@@ -373,9 +385,11 @@ async def run_lines(
         while under_way:
             await write_first()
     finally:
-        while under_way and _is_done(under_way[0]):  # whatever ends the run, these were answered
-            output.write(under_way.popleft().result())
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-        output.end()
+        try:
+            while under_way and _is_done(under_way[0]):  # whatever ends the run, these are answered
+                output.write(under_way.popleft().result())
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            output.end()
