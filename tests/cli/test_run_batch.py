@@ -40,11 +40,11 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(each) for each in path.read_text().splitlines()]
 
 
-MADE_ANEW = {"id", "request_id", "created", "created_at", "completed_at"}
+MADE_ANEW = {"id", "request_id", "created", "created_at", "completed_at", "cached_tokens"}
 
 
 def settled(path: Path) -> bytes:
-    """The output without what a run makes anew: ids and times."""
+    """The output without what a run makes anew: ids, times, and what its cache had."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
