@@ -634,50 +634,6 @@ def speculation(
 
 
 @app.command()
-def load(
-    url: Annotated[str, typer.Argument(help="of the server, such as http://127.0.0.1:8000")],
-    model: Annotated[
-        str, typer.Option(help="its name there; not given: the first of /v1/models")
-    ] = "",
-    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
-    requests: Annotated[int, typer.Option(min=1)] = 256,
-    concurrency: Annotated[int, typer.Option(help="requests under way at once", min=1)] = 32,
-    rate: Annotated[
-        float | None, typer.Option(help="requests a second at random times, instead", min=1e-3)
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="with --chat: words", min=1)] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    chat: Annotated[
-        bool, typer.Option(help="chat completions instead of completions of token ids")
-    ] = False,
-    stream: Annotated[bool, typer.Option()] = True,
-    warm_up: Annotated[
-        int, typer.Option(help="requests that are sent first and not counted", min=0)
-    ] = 32,
-    repeats: Repeats = 1,
-    pid: Annotated[
-        int | None, typer.Option(help="of a server on this machine, for its CPU seconds")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
-    out: Out = None,
-) -> None:
-    """Put load on a server: tokens a second, waiting times, CPU seconds. Ours, or another with
-    OpenAI's routes.
-    """
-    from benchmarks import load_table
-    from benchmarks.load import Target
-
-    shape = load_table.Shape(
-        requests, concurrency, rate, prompt_tokens, output_tokens, chat, stream, warm_up, seed
-    )
-    rows = load_table.measure(Target(url, model, api_key), shape, repeats, pid)
-    if out is not None:
-        write("load", rows, asdict(shape) | {"url": url}, out, None)
-    if any(row["errors"] for row in rows):
-        raise typer.Exit(1)
-
-
-@app.command()
 def plots(
     results: Annotated[Path | None, typer.Option(help="folder of the reports")] = None,
     out: Annotated[

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.latency import percentile
-from benchmarks.load import TIMEOUT, Target, token_requests
-from benchmarks.wire import Broken, Connection, connect
+from nano_inference.bench.load import PATIENCE, Target, percentile
+from nano_inference.bench.shape import token_requests
+from nano_inference.bench.wire import Broken, Connection, connect
 
 STREAMS = 8
 PROMPT = 64  # tokens, of each stream
@@ -39,13 +39,13 @@ async def arrive(target: Target, prompt_tokens: int, seed: int = 0) -> Arrival:
     connections = [await connect(*target.address) for _ in range(STREAMS + 1)]
     streams, last = connections[:-1], connections[-1]
     answers = [
-        asyncio.ensure_future(connection.ask(target.request(ask.path, ask.body), TIMEOUT))
+        asyncio.ensure_future(connection.ask(target.request(ask.path, ask.body), PATIENCE))
         for connection, ask in zip(streams, running, strict=True)
     ]
     try:
         await until_all_have(streams, answers, QUIET)
         sent = time.perf_counter()
-        reply = await last.ask(target.request(long.path, long.body), TIMEOUT)
+        reply = await last.ask(target.request(long.path, long.body), PATIENCE)
         if reply.status != 200 or not reply.events:
             raise Broken(f"the long prompt is answered with {reply.status}: {reply.body[:200]!r}")
         arrived = reply.events[0][0]

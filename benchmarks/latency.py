@@ -14,6 +14,7 @@ from benchmarks.measure import Row, Stopwatch, show, spread
 from benchmarks.ours import Options, arguments, described, opened, run
 from benchmarks.workloads import Workload, warm_up, workload
 from nano_inference import InferenceEngine
+from nano_inference.bench.load import percentile
 
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "what": lambda row: row["name"],
@@ -85,13 +86,6 @@ def arrivals(engine: InferenceEngine, load: Workload) -> tuple[list[float], list
             first.append(now - began)
         last[key] = now
     return first, gaps
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` percent of the values do not exceed."""
-    ordered = sorted(values)
-    place = -(-len(ordered) * share // 100) - 1  # rounded up
-    return ordered[max(int(place), 0)]
 
 
 def cold_start(options: Options) -> list[Row]:

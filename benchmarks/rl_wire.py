@@ -22,7 +22,6 @@ import psutil
 
 from benchmarks import servers, weight_transfer
 from benchmarks.arrival import gaps_ending_in
-from benchmarks.load import Ask, Load, Target, drive, run, token_requests
 from benchmarks.machine import handover_ns, placement
 from benchmarks.measure import Row, console, show, spread
 from benchmarks.ours import Options, opened
@@ -32,8 +31,10 @@ from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.rl import RUNNING, run_many, seconds_of
 from benchmarks.serve import Choice, log_of, under_load
 from benchmarks.servers import Running
-from benchmarks.wire import connect
 from benchmarks.wire_trainer import FLOWS
+from nano_inference.bench.load import Load, Target, drive, run
+from nano_inference.bench.shape import Ask, token_requests
+from nano_inference.bench.wire import connect
 
 PARTS = ("logprobs", "update")
 PLAIN = "/v1/completions, none"

@@ -25,8 +25,6 @@ from typing import Any
 import psutil
 
 from benchmarks import arrival, servers
-from benchmarks.cpu_time import CpuMeter, server_parts
-from benchmarks.load import Load, Target, drive, run, token_requests
 from benchmarks.machine import handover_ns, placement
 from benchmarks.measure import Row, console, show, spread
 from benchmarks.ours import Options
@@ -34,6 +32,9 @@ from benchmarks.peers import install
 from benchmarks.peers.compare import OURS
 from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.servers import Running
+from nano_inference.bench.cpu_time import CpuMeter, server_parts
+from nano_inference.bench.load import Load, Target, drive, run
+from nano_inference.bench.shape import token_requests
 
 ALONE = f"{OURS}, no server"
 PARTS = ("throughput", "first", "arrival", "idle")

@@ -13,6 +13,7 @@ ROOMS = {
     "cli": "the command line",
     "ray": "replicas as Ray actors",
     "training_service": "LoRA training over HTTP",
+    "bench": "load on any server",
     "serving": "HTTP: OpenAI, Anthropic, trainers' routes; engine processes; the fleet",
     "rl": "trainers: PolicyModel, replay, scoring, TRL, verl",
     "engine": "the loop, runners, weights, workers, memory",
@@ -64,7 +65,7 @@ def layers() -> list[list[str]]:
 
 def colour(room: str) -> tuple[str, str]:
     """Outside blue, decisions green, tensors orange, nouns grey."""
-    if room in ("cli", "ray", "training_service", "serving", "rl"):
+    if room in ("cli", "ray", "training_service", "bench", "serving", "rl"):
         return COLOURS[0]
     if room in ("scheduling", "kv_cache", "structured"):
         return COLOURS[1]

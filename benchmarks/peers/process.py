@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import psutil
 
-from benchmarks.cpu_time import cpu_seconds
 from benchmarks.machine import ROOT
 from benchmarks.workloads import Workload
+from nano_inference.bench.cpu_time import cpu_seconds
 
 LOAD_LIMIT = 600.0  # seconds
 STOP_LIMIT = 2.0

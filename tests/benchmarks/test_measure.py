@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.__main__ import names, numbers, settings
-from benchmarks.latency import percentile
 from benchmarks.machine import placement
 from benchmarks.measure import Stopwatch, cell, spread, write
+from nano_inference.bench.load import percentile
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=200), st.integers(1, 100))

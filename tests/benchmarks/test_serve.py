@@ -15,14 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import arrival, load, plots, serve, servers
+from benchmarks import arrival, plots, serve, servers
 from benchmarks.arrival import gaps_ending_in
 from benchmarks.closed_loop import answer
 from benchmarks.ours import Options, opened
 from benchmarks.peers.compare import OURS
 from benchmarks.peers.process import PeerFailed
 from benchmarks.serve import ALONE, Choice, Seen, prompts_of, targets, token_prompts
-from benchmarks.wire import Broken
+from nano_inference.bench import load
+from nano_inference.bench.wire import Broken
 
 
 def test_the_engine_alone_runs_the_same_loop(options: Options) -> None:

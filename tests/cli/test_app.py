@@ -32,6 +32,9 @@ from tests.cli.running import finish, run, spawn
         ["replay", "-h"],
         ["draft-heads", "-h"],
         ["train-service", "-h"],
+        ["bench", "-h"],
+        ["run-batch", "-h"],
+        ["report", "-h"],
         ["--version"],
     ],
 )

@@ -9,6 +9,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import nano_inference
+from nano_inference.cli.bench import bench
 from nano_inference.cli.chat import chat
 from nano_inference.cli.complete import complete
 from nano_inference.cli.draft_heads import draft_heads
@@ -17,13 +18,15 @@ from nano_inference.cli.info import info
 from nano_inference.cli.models import models
 from nano_inference.cli.options import DEBUG, Verbose
 from nano_inference.cli.replay import replay
+from nano_inference.cli.report import report
+from nano_inference.cli.run_batch import run_batch
 from nano_inference.cli.serve import serve
 from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
 from nano_inference.cli.train_service import train_service
 from nano_inference.errors import NanoInferenceError
 
 # Exit codes for an error of the package: 1, but 2 (as for wrong usage) where 1 is an answer.
-_ERROR_CODES = {"replay": 2}
+_ERROR_CODES = {"replay": 2, "bench": 2, "run-batch": 2}
 
 
 class _Commands(TyperGroup):
@@ -57,6 +60,9 @@ app.command()(complete)
 app.command()(info)
 app.command()(models)
 app.command()(replay)
+app.command()(bench)
+app.command("run-batch")(run_batch)
+app.command()(report)
 app.command("draft-heads")(draft_heads)
 app.command("train-service")(train_service)
 

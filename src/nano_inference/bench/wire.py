@@ -3,20 +3,37 @@ possible.
 
 A reply's events are taken apart and given a time as they arrive; what is in them is read when the
 load is over, so that the client costs the machine it shares with the server little. Plain
-`asyncio`, no TLS.
+`asyncio`.
 """
 
 import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from ssl import create_default_context
 from typing import cast
+
+from nano_inference.errors import NanoInferenceError
+
+# Kinds of what goes wrong.
+UNREACHABLE = "unreachable"  # no connection
+CUT_OFF = "cut off"  # the connection ended before the reply did
+TIMEOUT = "timeout"
+NO_HTTP = "no HTTP"
 
 MAX_HEAD = 64 << 10  # bytes
 
 
-class Broken(Exception):
-    """The connection ended, or what came over it is not HTTP."""
+class Broken(NanoInferenceError):
+    """The connection ended, or what came over it is not HTTP.
+
+    Attributes:
+        kind: for counts: `UNREACHABLE`, `CUT_OFF`, `TIMEOUT`, `NO_HTTP`, or what a caller says.
+    """
+
+    def __init__(self, what: str, kind: str = NO_HTTP) -> None:
+        super().__init__(what)
+        self.kind = kind
 
 
 @dataclass(slots=True)
@@ -29,6 +46,7 @@ class Reply:
         status: of the response.
         events: of an event stream: when each ended, and its data.
         body: of any other response.
+        headers: by names in lower case.
         ended: when its last byte came.
     """
 
@@ -37,6 +55,7 @@ class Reply:
     events: list[tuple[float, bytes]] = field(default_factory=list[tuple[float, bytes]])
     body: bytes = b""
     ended: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Chunks:
@@ -82,7 +101,7 @@ class Chunks:
     def at_end(self) -> None:
         """The connection was closed: it must not be in the middle of a body."""
         if not self.done:
-            raise Broken("the connection was closed in the middle of a chunked body")
+            raise Broken("the connection was closed in the middle of a chunked body", CUT_OFF)
 
     def _line(self, line: bytes) -> None:
         if self._expects is self._Expects.SIZE:
@@ -117,7 +136,9 @@ class Plain:
 
     def at_end(self) -> None:
         if self._left:
-            raise Broken(f"the connection was closed with {self._left} bytes of the body to come")
+            raise Broken(
+                f"the connection was closed with {self._left} bytes of the body to come", CUT_OFF
+            )
         self.done = True
 
 
@@ -166,7 +187,7 @@ class Connection(asyncio.Protocol):
         too long.
         """
         if self._transport is None or not self.is_open:
-            raise Broken("the connection is closed")
+            raise Broken("the connection is closed", CUT_OFF)
         self._answer = asyncio.get_running_loop().create_future()
         self._head, self._body, self._events, self._parts = b"", None, None, []
         self._reply = Reply(time.perf_counter())
@@ -175,7 +196,7 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(timeout):
                 return await self._answer
         except TimeoutError:
-            raise Broken(f"there was no whole reply within {timeout:g} s") from None
+            raise Broken(f"there was no whole reply within {timeout:g} s", TIMEOUT) from None
         finally:
             if (
                 self._closes
@@ -217,7 +238,7 @@ class Connection(asyncio.Protocol):
             return
         try:
             if self._body is None:
-                raise Broken("the connection was closed before a reply")
+                raise Broken("the connection was closed before a reply", CUT_OFF)
             self._body.at_end()
             self._finish(time.perf_counter())
         except Broken as problem:
@@ -249,7 +270,7 @@ class Connection(asyncio.Protocol):
         status = int(parts[1])
         if 100 <= status < 200:
             return
-        self._reply.status = status
+        self._reply.status, self._reply.headers = status, fields
         self._closes = fields.get("connection", "").lower() == "close"
         if fields.get("content-type", "").startswith("text/event-stream"):
             self._events = Events()
@@ -275,10 +296,13 @@ class Connection(asyncio.Protocol):
         self._answer.set_result(self._reply)
 
 
-async def connect(host: str, port: int) -> Connection:
-    """A new connection. Raises `Broken`."""
+async def connect(host: str, port: int, secure: bool = False) -> Connection:
+    """A new connection, with `secure` over TLS. Raises `Broken`."""
+    tls = create_default_context() if secure else None
     try:
-        _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection, host, port, ssl=tls
+        )
     except OSError as problem:
-        raise Broken(f"{host}:{port} cannot be reached: {problem}") from None
+        raise Broken(f"{host}:{port} cannot be reached: {problem}", UNREACHABLE) from None
     return connection

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.wire import Broken, Chunks, Connection, Events, Plain, Reply
+from nano_inference.bench.wire import Broken, Chunks, Connection, Events, Plain, Reply
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n%s\r\n\r\n"
 EVENTS = (
