@@ -110,8 +110,9 @@ class Adapters:
         with self._lock:
             self._require_place(name)
             number = self._next_version(name, version)
-            adapter, *told = self._memory.make(name, number, pairs)
-            return self._serve(adapter, AdapterInfo(name, number, *told, folder), kv_policy)
+            adapter, rank, kinds, size = self._memory.make(name, number, pairs)
+            info = AdapterInfo(name, number, rank, kinds, size, folder)
+            return self._serve(adapter, info, kv_policy)
 
     def unload(self, name: str) -> None:
         """See `InferenceEngine.unload_adapter`."""

@@ -121,14 +121,8 @@ class LoraPolicy(ScoringModule):
             b = torch.zeros(out, settings.rank)
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
         # where the parameters stand, whatever stands there by then
-        self._owners = [
-            (
-                place,
-                *(
-                    self.get_submodule(PREFIX + target.module + half)._parameters
-                    for half in _HALVES
-                ),
-            )
+        self._owners: list[tuple[str, Any, Any]] = [
+            (place, *(self._owner(target, half)._parameters for half in _HALVES))
             for place, target in self._by_place()
         ]
         self._memory = AdapterMemory(spec, own.device, own.ops.placed)
@@ -200,6 +194,9 @@ class LoraPolicy(ScoringModule):
         """The parameters by the names of `targets_of`."""
         scale = self.settings.scale(self.settings.rank)
         return {place: Pair(a["weight"], b["weight"], scale) for place, a, b in self._owners}
+
+    def _owner(self, target: Target, half: str) -> nn.Module:
+        return self.get_submodule(PREFIX + target.module + half)
 
     def _by_place(self) -> Iterator[tuple[str, Target]]:
         for target in self._targets:
