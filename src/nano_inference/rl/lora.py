@@ -52,7 +52,6 @@ from nano_inference.types import KvPolicy
 
 _NUMBERS = itertools.count(1)
 _A, _B = "lora_A.weight", "lora_B.weight"
-_HALVES = (".lora_A", ".lora_B")
 
 
 class LoraPolicy(ScoringModule):
@@ -122,7 +121,7 @@ class LoraPolicy(ScoringModule):
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
         # where the parameters stand, whatever stands there by then
         self._owners: list[tuple[str, Any, Any]] = [
-            (place, *(self._owner(target, half)._parameters for half in _HALVES))
+            (place, self._owner(target, "lora_A"), self._owner(target, "lora_B"))
             for place, target in self._by_place()
         ]
         self._memory = AdapterMemory(spec, own.device, own.ops.placed)
@@ -195,8 +194,8 @@ class LoraPolicy(ScoringModule):
         scale = self.settings.scale(self.settings.rank)
         return {place: Pair(a["weight"], b["weight"], scale) for place, a, b in self._owners}
 
-    def _owner(self, target: Target, half: str) -> nn.Module:
-        return self.get_submodule(PREFIX + target.module + half)
+    def _owner(self, target: Target, half: str) -> Any:
+        return self.get_submodule(f"{PREFIX}{target.module}.{half}")._parameters
 
     def _by_place(self) -> Iterator[tuple[str, Target]]:
         for target in self._targets:
