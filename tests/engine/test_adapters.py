@@ -20,6 +20,7 @@ from nano_inference.config import Backend
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.models.loading import load_spec
 from nano_inference.models.lora import targets_of
+from nano_inference.ops.lora import Adapter
 from nano_inference.rl import replay
 from tests.models.tiny import tiny_llama
 
@@ -116,6 +117,45 @@ def test_recompute_goes_on_under_the_new_version_alone(
     assert alone == again.request_id
     assert again.completion_tokens[: second.start] == known
     assert bits(again) == bits(sample)
+
+
+def where(engine: InferenceEngine) -> set[int]:
+    """Where the matrices of the version that serves lie."""
+    adapter = engine.shared.loop.sequences.adapters["own"]
+    assert isinstance(adapter, Adapter)
+    return {part.a.data_ptr() for parts in adapter.parts.values() for part in parts}
+
+
+def test_memory_of_a_version_that_is_gone_holds_the_next(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    old, first = whole(engine), where(engine)
+    begun(engine)
+    for seed in (2, 3, 4):  # none of them is written where the first still runs
+        engine.load_adapter("own", matrices(folder, seed))
+        assert not where(engine) & first
+    assert bits(rest(engine)) == bits(old)
+    new = whole(engine)
+    assert new.logprobs != old.logprobs
+    wrong = matrices(folder, 5)
+    name = sorted(wrong)[-1]
+    wrong[name][-1, -1] = torch.nan
+    with pytest.raises(AdapterError, match=r"lora_B of 'model.layers.1.self_attn.v_proj' is not f"):
+        engine.load_adapter("own", wrong)
+    assert bits(whole(engine)) == bits(new)  # what was refused was written elsewhere
+    found = [where(engine)]
+    for _ in range(4):
+        engine.load_adapter("own", matrices(folder, 1))
+        found.append(where(engine))
+    assert len({min(each) for each in found}) < len(found)
+    assert bits(whole(engine)) == bits(old)
+    halves = {name: tensor[:2] if "_A" in name else tensor[:, :2] for name, tensor in wrong.items()}
+    halves = {name: tensor.nan_to_num(0.1) for name, tensor in halves.items()}
+    assert engine.load_adapter("own", halves).rank == 2  # another form, and not contiguous
+    with make(folder, engine.config.backend) as other:
+        other.load_adapter("own", {name: tensor.clone() for name, tensor in halves.items()})
+        assert bits(whole(other)) == bits(whole(engine))
 
 
 def sample_until(sample: TrainingSample, length: int) -> TrainingSample:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,20 @@ def test_the_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) ->
     assert max(step["max_difference"] for step in rounded["steps"]) > 0.1
     plot(runs, tmp_path / "drawn" / "runs.png")
     assert (tmp_path / "drawn" / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_run_over_http_holds_the_bound_and_learned(tmp_path: Path) -> None:
+    record = json.loads((RESULTS.parent / "trl-lora.json").read_text())
+    assert record["recipe"]["lora"] == 16
+    (run,) = record["runs"].values()
+    assert len(run["steps"]) >= 15
+    assert max(step["max_difference"] for step in run["steps"]) < 1e-3
+    assert max(step["trainer_max_difference"] for step in run["steps"]) < 1e-3
+    versions = [step["weight_version"] for step in run["steps"]]
+    # a new one each step, but where all rewards of a batch were equal and nothing was learned
+    assert all(0 <= after - before <= 1 for before, after in pairwise(versions))
+    assert len(set(versions)) >= 15
+    assert run["tests"][-1]["reward"] > run["tests"][0]["reward"] + 0.1
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ SETTINGS = {
     "biases": ({"bias": "all"}, "bias='all' is not served"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
     "alphas": ({"alpha_pattern": {"(q|v)_proj": 3}}, "alpha_pattern: '(q|v)_proj' must be"),
+    "alphas in a list": ({"alpha_pattern": ["q_proj"]}, "alpha_pattern=['q_proj'] must map"),
     "alpha": ({"lora_alpha": -1}, "alpha=-1 must be"),
     "rank": ({"r": 0}, "rank=0 must be"),
 }

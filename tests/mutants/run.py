@@ -177,6 +177,7 @@ CATCHES = {
     "adapter_of_the_step_for_all_rows": "tests/invariance/test_adapter_invariance.py -k 'shares and reference'",
     "blocks_of_an_older_adapter_match": "tests/engine/test_adapters.py -k leaves_those",
     "begun_samples_take_the_new_adapter": "tests/engine/test_adapters.py -k leaves_those",
+    "memory_of_a_served_adapter_is_written": "tests/engine/test_adapters.py -k memory_of",
     "adapter_rows_as_the_checkpoint_has_them": "tests/models/test_lora.py -k 'peft and next'",
     "draws_know_no_adapter_of_the_head": "tests/rl/test_lora_policy.py -k 'engines_to and reference'",
     "text_beside_a_call_is_lost": "tests/serving/test_openai_responses.py -k one_after",

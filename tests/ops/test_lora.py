@@ -12,7 +12,7 @@ from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
-from nano_inference.ops.lora import Adapter, LoraPart
+from nano_inference.ops.lora import Adapter, LoraPart, Place, placed
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 
@@ -105,3 +105,47 @@ def test_a_row_of_an_adapter_that_the_step_lacks_is_refused(backends: list[CpuOp
     own = adapter(torch.Generator().manual_seed(0), 16, [16], [4])
     with pytest.raises(ValueError, match="a row names an adapter that the step does not have"):
         backends[0].lora(torch.zeros(1, 16), torch.zeros(1, 16), "weight", batch(1, (own,), [1]))
+
+
+@settings(max_examples=at_depth(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**20),
+    shapes=st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    wrong=st.sampled_from([None, torch.nan, torch.inf, -torch.inf]),
+    data=st.data(),
+)
+def test_matrices_are_placed_bit_by_bit(
+    backends: list[CpuOps],
+    seed: int,
+    shapes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    wrong: float | None,
+    data: st.DataObject,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sources = [numbers(generator, *shape).to(dtype) for shape in shapes]
+    for each in sources:
+        each.view(-1)[0] = 1e-40  # a denormal in float32
+    if data.draw(st.booleans()):
+        sources[-1] = sources[-1].T.contiguous().T
+    places = st.lists(st.integers(0, len(sources) - 1), max_size=2)
+    faults = [] if wrong is None else data.draw(places)
+    for place in faults:
+        at = data.draw(st.integers(0, sources[place].numel() - 1))
+        sources[place][at // shapes[place][1], at % shapes[place][1]] = wrong
+    turned = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
+    offset = data.draw(st.integers(0, 1))  # what is aligned is written past the caches
+    for own in (placed, *(each.placed for each in backends)):
+        outs = [
+            torch.zeros(2 + rows * columns)[offset : offset + rows * columns].view(
+                (columns, rows) if turn else (rows, columns)
+            )
+            for (rows, columns), turn in zip(shapes, turned, strict=True)
+        ]
+        write = own([Place(out, turn) for out, turn in zip(outs, turned, strict=True)])
+        assert write(sources) == min(faults, default=-1)
+        for out, turn, source in zip(outs, turned, sources, strict=True):
+            expected = (source.T if turn else source).float().contiguous()
+            assert torch.equal(out.view(torch.int32), expected.view(torch.int32))
+            assert out.untyped_storage()[4 * (offset + out.numel())] == 0

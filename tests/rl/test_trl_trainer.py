@@ -60,7 +60,7 @@ def check(seen: dict[str, Any]) -> None:
     assert all(0 < each < 1e-4 for each in seen["logged"])
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "adapter"])
 def test_every_rollout_is_of_the_trainers_own_weights(kind: str, tmp_path: Path) -> None:
     (seen,) = trained(kind, tmp_path)
     check(seen)

@@ -1,14 +1,17 @@
 """TRL's real `GRPOTrainer` on a tiny model, in an environment that has TRL. It writes what it saw
 into a folder.
 
-`python -m tests.rl.with_trl full|lora MODEL FOLDER` from the repository's root; `torchrun` for more
-than one process.
+`python -m tests.rl.with_trl full|lora|adapter MODEL FOLDER` from the repository's root; `torchrun` for
+more than one process. lora: the engine gets merged weights; adapter: a server gets the adapter alone.
 """
 
 import copy
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
+from examples.adapter_rollout import AdapterRollout
 from nano_inference import EngineConfig
 from nano_inference.rl.trl import RolloutFunction
+from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.main import running_server
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTIONS = [
@@ -33,15 +39,16 @@ class Checked:
     weights.
     """
 
-    def __init__(self, rollout: RolloutFunction, folder: Path) -> None:
+    def __init__(self, rollout: Any, folder: Path) -> None:
         self.rollout = rollout
+        self.engine = rollout.engine if isinstance(rollout, RolloutFunction) else None
         self.reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.seen: list[dict[str, Any]] = []
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        before = self.rollout.engine.stats().prompt_tokens_computed
+        before = self._computed()
         output = self.rollout(prompts, trainer)
-        computed = self.rollout.engine.stats().prompt_tokens_computed - before
+        computed = self._computed() - before
         self.reference.load_state_dict(plain_weights(trainer.model))
         columns = (output["prompt_ids"], output["completion_ids"], output["logprobs"])
         rows = [self._difference(*row) for row in zip(*columns, strict=True)]
@@ -52,13 +59,16 @@ class Checked:
                 "step": trainer.state.global_step,
                 "entries": len(prompts),
                 "distinct": len(distinct),
-                "computed_once": computed == sum(map(len, distinct)),
+                "computed_once": self.engine is None or computed == sum(map(len, distinct)),
                 "versions": sorted(set(output["weight_version"])),
                 "completions": output["completion_ids"],
                 "difference": max(rows),
             }
         )
         return output
+
+    def _computed(self) -> int:
+        return 0 if self.engine is None else self.engine.stats().prompt_tokens_computed
 
     @torch.no_grad()
     def _difference(self, prompt: list[int], completion: list[int], logprobs: list[float]) -> float:
@@ -101,7 +111,7 @@ def low_ids(
 
 def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if kind == "lora":
+    if kind != "full":
         from peft import LoraConfig  # pyright: ignore[reportMissingImports]
 
         options["peft_config"] = LoraConfig(
@@ -131,7 +141,7 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     data = Dataset.from_list([{"prompt": question} for question in QUESTIONS])
     config = EngineConfig(str(model), dtype="float32", kv_cache_memory=2**24, num_threads=1)
-    with RolloutFunction(config, log_mismatch=True) as rollout:
+    with rollout_of(kind, config) as rollout:
         checked = Checked(rollout, model)
         trainer = GRPOTrainer(
             policy, low_ids, args, data, data, tokenizer(), rollout_func=checked, **options
@@ -148,6 +158,17 @@ def run(kind: str, model: Path, folder: Path) -> dict[str, Any]:
         "logged": [each["sampling/sampling_logp_difference/max"] for each in logged],
         "rewards": [each["reward"] for each in logged],
     }
+
+
+@contextmanager
+def rollout_of(kind: str, config: EngineConfig) -> Iterator[Any]:
+    if kind == "adapter":
+        config = replace(config, max_loras=1, max_lora_rank=4)
+        with running_server(config, ServerConfig(port=0, in_process=True, rl=True)) as url:
+            yield AdapterRollout(url)
+        return
+    with RolloutFunction(config, log_mismatch=True) as rollout:
+        yield rollout
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ with a new one, by `kv_policy`), and the memory of a version goes when the last 
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
@@ -17,16 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.engine.shared_loop import SharedLoop
-from nano_inference.errors import AdapterError, AdapterNotFound
+from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
 from nano_inference.models.decoder import Decoder
+from nano_inference.models.loading import read_tensors
 from nano_inference.models.lora import (
+    AdapterMemory,
     LoraSettings,
     Pair,
-    adapter_of,
     pairs_of,
     read_folder,
     settings_of,
-    targets_of,
 )
 from nano_inference.ops.lora import Adapter, LoraPart
 from nano_inference.options import is_whole
@@ -49,6 +49,7 @@ class Adapters:
     def __init__(self, model: Decoder, shared: SharedLoop, most: int, most_rank: int) -> None:
         self._model, self._shared = model, shared
         self._most, self._most_rank = most, most_rank
+        self._memory = AdapterMemory(model.part.whole, model.device, model.ops.placed)
         self._loaded = shared.loop.sequences.adapters
         self._newest: dict[str, int] = {}  # also of those that were unloaded
         self._infos: dict[str, AdapterInfo] = {}
@@ -75,6 +76,27 @@ class Adapters:
         pairs = pairs_of(tensors, settings, spec, self._most_rank)
         return self.take(name, pairs, version, kv_policy, folder)
 
+    def load_file(
+        self,
+        name: str,
+        path: str,
+        config: Mapping[str, Any],
+        version: int | None = None,
+        kv_policy: KvPolicy = "finish_old",
+    ) -> AdapterInfo:
+        """As `load`, of a safetensors file of this machine, which is read once, and of what PEFT's
+        `adapter_config.json` says. Raises `AdapterError`.
+        """
+        self._shared.require_alive()
+        self._require(name, kv_policy)
+        settings = settings_of(config)
+        try:
+            tensors = dict(read_tensors(Path(path)))
+        except ModelLoadError as problem:
+            raise AdapterError(str(problem).replace(path, "the adapter's file")) from problem
+        pairs = pairs_of(tensors, settings, self._model.part.whole, self._most_rank)
+        return self.take(name, pairs, version, kv_policy)
+
     def take(
         self,
         name: str,
@@ -88,9 +110,8 @@ class Adapters:
         with self._lock:
             self._require_place(name)
             number = self._next_version(name, version)
-            spec = self._model.part.whole
-            adapter = adapter_of(name, number, pairs, spec, self._model.device)
-            info = replace(self._info(adapter, pairs), folder=folder)
+            adapter, rank, kinds, size = self._memory.make(name, number, pairs)
+            info = AdapterInfo(name, number, rank, kinds, size, folder)
             return self._serve(adapter, info, kv_policy)
 
     def unload(self, name: str) -> None:
@@ -184,9 +205,3 @@ class Adapters:
                 f"version={version!r} of adapter {name!r} must be a whole number above {newest}."
             )
         return version
-
-    def _info(self, adapter: Adapter, pairs: Mapping[str, Pair]) -> AdapterInfo:
-        targets: dict[str, Any] = targets_of(self._model.part.whole)
-        kinds = sorted({targets[place].kind for place in pairs})
-        rank = max(len(pair.a) for pair in pairs.values())
-        return AdapterInfo(adapter.name, adapter.version, rank, tuple(kinds), adapter.num_bytes)

@@ -3,9 +3,12 @@ decoder's parameters.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,7 @@ from nano_inference.models.folders import read_json
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import ParamSpec, Slot, param_table, slots
-from nano_inference.ops.lora import HEAD, Adapter, LoraPart
+from nano_inference.ops.lora import HEAD, Adapter, LoraPart, Place
 from nano_inference.options import is_number, is_whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -101,7 +104,8 @@ class Pair(NamedTuple):
     scale: float
 
 
-def targets_of(spec: ModelSpec) -> dict[str, Target]:
+@lru_cache(maxsize=8)
+def targets_of(spec: ModelSpec) -> Mapping[str, Target]:
     """The modules of a model that take adapters, by what follows their model's own prefix:
     `layers.0.self_attn.q_proj`.
     """
@@ -115,7 +119,7 @@ def targets_of(spec: ModelSpec) -> dict[str, Target]:
         and name.endswith(".weight")
     }
     head = _head_slot(spec, table)
-    return found | {"lm_head": Target("lm_head", HEAD, head)}
+    return MappingProxyType(found | {"lm_head": Target("lm_head", HEAD, head)})
 
 
 def _head_slot(spec: ModelSpec, table: Iterable[ParamSpec]) -> Slot:
@@ -178,14 +182,14 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
             raise AdapterError(f"{name}={config[name]!r} is not served; leave it out.")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"bias={config['bias']!r} is not served; train with bias='none'.")
+    alphas = config.get("alpha_pattern") or {}
+    if not isinstance(alphas, Mapping) or not all(isinstance(each, str) for each in alphas):
+        raise AdapterError(f"alpha_pattern={alphas!r:.100} must map modules' names to numbers.")
     return LoraSettings(
         rank=config.get("r", 8),
         alpha=config.get("lora_alpha", 8),
         rslora=bool(config.get("use_rslora", False)),
-        alphas=tuple(
-            (_ending(pattern), alpha)
-            for pattern, alpha in (config.get("alpha_pattern") or {}).items()
-        ),
+        alphas=tuple((_ending(pattern), alpha) for pattern, alpha in alphas.items()),
     )
 
 
@@ -207,18 +211,16 @@ def pairs_of(
     `AdapterError`, which names the tensor.
     """
     targets, found = targets_of(spec), dict[str, Pair]()
-    for place, own in _by_module(tensors, targets, spec).items():
+    for place, names in _by_place(tuple(tensors), spec).items():
+        a, b = (tensors[name] for name in names)
         module, (out, width) = targets[place].module, targets[place].slot.shape
-        for half in "AB":
-            if half not in own:
-                raise AdapterError(f"lora_{half} of {module!r} is missing.")
-            if not own[half].is_floating_point():
+        for half, tensor in zip("AB", (a, b), strict=True):
+            if not tensor.is_floating_point():
                 raise AdapterError(
-                    f"lora_{half} of {module!r} is {own[half].dtype}, not a floating point dtype."
+                    f"lora_{half} of {module!r} is {tensor.dtype}, not a floating point dtype."
                 )
-        a, b = own["A"], own["B"]
         rank = a.shape[0] if a.dim() == 2 else 0
-        if tuple(a.shape) != (rank, width) or tuple(b.shape) != (out, rank) or not rank:
+        if a.shape != (rank, width) or b.shape != (out, rank) or not rank:
             raise AdapterError(
                 f"lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} of {module!r} do not fit its "
                 f"weight ({out}, {width}); the adapter is of another base model."
@@ -226,17 +228,14 @@ def pairs_of(
         if rank > most_rank:
             raise AdapterError(f"{module!r} has rank {rank}, above max_lora_rank={most_rank}.")
         found[place] = Pair(a, b, settings.scale(rank, module))
-    if not found:
-        raise AdapterError("the adapter is empty; give at least one pair of lora_A and lora_B.")
-    return {place: found[place] for place in targets if place in found}
+    return found
 
 
-def _by_module(
-    tensors: Mapping[str, Tensor], targets: Mapping[str, Target], spec: ModelSpec
-) -> dict[str, dict[str, Tensor]]:
-    """Matrices A and B of each module."""
-    halves: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
+@lru_cache(maxsize=8)
+def _by_place(names: tuple[str, ...], spec: ModelSpec) -> Mapping[str, tuple[str, str]]:
+    """The names of A and B of each module, in the model's order."""
+    targets, halves = targets_of(spec), dict[str, dict[str, str]]()
+    for name in names:
         module, half = _half(name)
         if (place := within(module)) is None or place not in targets:
             raise AdapterError(
@@ -245,8 +244,14 @@ def _by_module(
             )
         if half in halves.setdefault(place, {}):
             raise AdapterError(f"{name!r} is there twice.")
-        halves[place][half] = tensor
-    return halves
+        halves[place][half] = name
+    for place, own in halves.items():
+        for half in "AB":
+            if half not in own:
+                raise AdapterError(f"lora_{half} of {targets[place].module!r} is missing.")
+    if not halves:
+        raise AdapterError("the adapter is empty; give at least one pair of lora_A and lora_B.")
+    return {place: (halves[place]["A"], halves[place]["B"]) for place in targets if place in halves}
 
 
 def _half(name: str) -> tuple[str, str]:
@@ -261,32 +266,112 @@ def _half(name: str) -> tuple[str, str]:
     )
 
 
-def adapter_of(
-    name: str, version: int, pairs: Mapping[str, Pair], spec: ModelSpec, device: torch.device
-) -> Adapter:
-    """Copies of an adapter's matrices, in float32, as the operations read them. Raises
-    `AdapterError` for numbers that are not finite.
+class Made(NamedTuple):
+    """An adapter, its largest rank, the kinds of modules that it adapts, and its numbers' bytes."""
+
+    adapter: Adapter
+    rank: int
+    kinds: tuple[str, ...]
+    num_bytes: int
+
+
+class AdapterMemory:
+    """Makes the adapters of one model. The memory of one that is gone is kept for the next: where
+    modules, shapes and scales are the same, an update writes its numbers and no more.
+
+    Args:
+        placed: `Ops.placed` of what computes them.
     """
-    targets = targets_of(spec)
-    parts: dict[str, list[LoraPart]] = {}
-    for place, (a, b, scale) in pairs.items():
-        target = targets[place]
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]],
+    ) -> None:
+        self._spec, self._device, self._placed = spec, device, placed
+        self._spare: _Piece | None = None  # of the adapter that went last
+
+    def make(self, name: str, version: int, pairs: Mapping[str, Pair]) -> Made:
+        """Copies of an adapter's matrices, in float32, as the operations read them. Raises
+        `AdapterError` for numbers that are not finite.
+        """
+        form = _form_of(pairs)
+        piece, self._spare = self._spare, None
+        if piece is None or piece.form != form:
+            piece = _Piece(form, targets_of(self._spec), self._device, self._placed)
+        try:
+            piece.write(pairs)
+        except BaseException:
+            self._spare = piece
+            raise
+        adapter = Adapter(name, version, piece.parts, piece.packed)
+        # not before nothing reads it any more
+        weakref.finalize(adapter, self._keep, piece).atexit = False
+        return Made(adapter, piece.rank, piece.kinds, piece.num_bytes)
+
+    def _keep(self, piece: "_Piece") -> None:
+        self._spare = piece
+
+
+# of each module its place, the shapes of A and B, and the scale
+_Form = tuple[tuple[str, torch.Size, torch.Size, float], ...]
+
+
+def _form_of(pairs: Mapping[str, Pair]) -> _Form:
+    return tuple((place, a.shape, b.shape, scale) for place, (a, b, scale) in pairs.items())
+
+
+class _Piece:
+    """Memory for an adapter of one form."""
+
+    def __init__(
+        self,
+        form: _Form,
+        targets: Mapping[str, Target],
+        device: torch.device,
+        placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]],
+    ) -> None:
+        self.form, self.packed = form, dict[Any, Any]()
+        self._targets = [targets[place] for place, *_ in form]
+        self.kinds = tuple(sorted({target.kind for target in self._targets}))
+        self.rank = max(a[0] for _, a, _, _ in form)
+        shapes = [
+            (_taken(target.slot, 1, a), _taken(target.slot, 0, b)[::-1])
+            for target, (_, a, b, _) in zip(self._targets, form, strict=True)
+        ]
+        self.num_bytes = 4 * sum(rows * columns for pair in shapes for rows, columns in pair)
+        # each begins at a multiple of 64 bytes
+        sizes = [-(-rows * columns // 16) * 16 for pair in shapes for rows, columns in pair]
+        pieces = iter(torch.empty(sum(sizes), device=device).split(sizes))
+        parts, places = dict[str, list[LoraPart]](), list[Place]()
+        for target, (_, _, _, scale), pair in zip(self._targets, form, shapes, strict=True):
+            a, b = (next(pieces)[: rows * size].view(rows, size) for rows, size in pair)
+            parts.setdefault(target.param, []).append(LoraPart(target.slot.start, a, b, scale))
+            places += [Place(a, turned=False), Place(b, turned=True)]
+        self.parts = {
+            param: tuple(sorted(own, key=lambda part: part.first)) for param, own in parts.items()
+        }
+        self._write = placed(places)
+
+    def write(self, pairs: Mapping[str, Pair]) -> None:
+        """Raises `AdapterError` for numbers that are not finite, which are written by then."""
+        sources: list[Tensor] = []
         with torch.no_grad():
-            a, b = (each.detach().to(device, torch.float32) for each in (a, b))
-            if target.slot.axis == 0:
-                b = target.slot.take(b)
-            else:
-                a = target.slot.take(a)
-            own = LoraPart(target.slot.start, _own(a), _own(b.T), scale)
-        for half, tensor in (("A", own.a), ("B", own.b)):
-            # a sum is finite where its terms are, or they are too large to be an adapter
-            if not bool(tensor.sum().isfinite()):
-                raise AdapterError(f"lora_{half} of {target.module!r} is not finite.")
-        parts.setdefault(target.param, []).append(own)
-    ordered = {param: tuple(sorted(own, key=lambda p: p.first)) for param, own in parts.items()}
-    return Adapter(name, version, ordered)
+            for target, (a, b, _) in zip(self._targets, pairs.values(), strict=True):
+                if target.slot.parts is not None:
+                    axis, take = target.slot.axis, target.slot.take
+                    a, b = (a, take(b)) if axis == 0 else (take(a), b)
+                sources += (a, b)
+            wrong = self._write(sources)
+        if wrong >= 0:
+            module = self._targets[wrong // 2].module
+            raise AdapterError(f"lora_{'AB'[wrong % 2]} of {module!r} is not finite.")
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """A copy whose memory is its own."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _taken(slot: Slot, axis: int, shape: torch.Size) -> tuple[int, ...]:
+    """Shape of what the rank takes of a matrix that is cut along this axis of the weight."""
+    if slot.parts is None or slot.axis != axis:
+        return tuple(shape)
+    size = sum(stop - start for start, stop in slot.parts)
+    return (shape[0], size) if axis == 1 else (size, shape[1])

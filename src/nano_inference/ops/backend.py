@@ -10,6 +10,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.latent import LatentOps
+from nano_inference.ops.lora import Place, placed
 from nano_inference.ops.moe import Moe
 from nano_inference.parallel.context import SegmentRows
 from nano_inference.sampling.logit_scale import LogitScale
@@ -184,6 +185,9 @@ class Ops:
         lora: (y [N, out], x [N, in], name of the weight, batch) -> the products y of x with what
             the adapter of each row adds (`ops.lora`), in the dtype of y, which may be written.
             None: the backend has no adapters.
+        placed: (places, each `ops.lora.Place`) -> a function of as many matrices, which copies each
+            to its place, and returns the first that has a number that is not finite, -1 if none
+            has.
     """
 
     name: str
@@ -221,6 +225,7 @@ class Ops:
     head_parts: "HeadParts | None" = None
     latent: LatentOps | None = None
     lora: Callable[[Any, Any, str, Any], Any] | None = None
+    placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]] = placed
 
 
 class HeadParts(NamedTuple):

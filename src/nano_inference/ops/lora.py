@@ -47,6 +47,29 @@ class Adapter:
         return sum(part.a.nbytes + part.b.nbytes for part in every)
 
 
+class Place(NamedTuple):
+    """Where a matrix [rows, columns] goes.
+
+    Attributes:
+        out: float32, contiguous: [rows, columns], or if `turned` [columns, rows].
+    """
+
+    out: Tensor
+    turned: bool
+
+
+def placed(places: Sequence[Place]) -> Callable[[Sequence[Tensor]], int]:
+    """`Ops.placed` in torch."""
+
+    def write(sources: Sequence[Tensor]) -> int:
+        for place, (out, turned) in enumerate(places):
+            (out.T if turned else out).copy_(sources[place])
+        finite = (bool(out.isfinite().all()) for out, _ in places)
+        return next((place for place, own in enumerate(finite) if not own), -1)
+
+    return write
+
+
 class Adapted(Protocol):
     """The rows of a step, and whose they are."""
 

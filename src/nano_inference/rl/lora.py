@@ -25,10 +25,10 @@ from nano_inference.models.lora import (
     CONFIG,
     PREFIX,
     WEIGHTS,
+    AdapterMemory,
     LoraSettings,
     Pair,
     Target,
-    adapter_of,
     chosen,
     pairs_of,
     read_folder,
@@ -119,6 +119,12 @@ class LoraPolicy(ScoringModule):
             place_param(self, f"{PREFIX}{target.module}.{_A}", nn.Parameter(a))
             b = torch.zeros(out, settings.rank)
             place_param(self, f"{PREFIX}{target.module}.{_B}", nn.Parameter(b))
+        # where the parameters stand, whatever stands there by then
+        self._owners: list[tuple[str, Any, Any]] = [
+            (place, self._owner(target, "lora_A"), self._owner(target, "lora_B"))
+            for place, target in self._by_place()
+        ]
+        self._memory = AdapterMemory(spec, own.device, own.ops.placed)
         products = dtype_of_products(self.engine, gradient_dtype)
         kept = self.engine.runner.storage.format
         self._decoder = TorchDecoder(own.spec, own.ropes, own.embed_scale, products, kept)
@@ -185,15 +191,11 @@ class LoraPolicy(ScoringModule):
 
     def _pairs(self) -> dict[str, Pair]:
         """The parameters by the names of `targets_of`."""
-        scale, params = self.settings.scale(self.settings.rank), dict(self.named_parameters())
-        return {
-            place: Pair(
-                params[f"{PREFIX}{target.module}.{_A}"],
-                params[f"{PREFIX}{target.module}.{_B}"],
-                scale,
-            )
-            for place, target in self._by_place()
-        }
+        scale = self.settings.scale(self.settings.rank)
+        return {place: Pair(a["weight"], b["weight"], scale) for place, a, b in self._owners}
+
+    def _owner(self, target: Target, half: str) -> Any:
+        return self.get_submodule(f"{PREFIX}{target.module}.{half}")._parameters
 
     def _by_place(self) -> Iterator[tuple[str, Target]]:
         for target in self._targets:
@@ -206,9 +208,7 @@ class LoraPolicy(ScoringModule):
             if self._scoring is None or self._scoring[0] != now:
                 # a name that none is served under, and a number that no other policy has had
                 name, number = f"{self.name}\n", next(_NUMBERS)
-                pairs, device = self._pairs(), self.engine.model.device
-                spec = self.engine.spec
-                self._scoring = now, adapter_of(name, number, pairs, spec, device)
+                self._scoring = now, self._memory.make(name, number, self._pairs()).adapter
             return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
 
     def _gradients(

@@ -142,7 +142,7 @@ class RolloutFunction:
             "rollout/generate_seconds": ended - synced,
         }
         if self.log_mismatch:
-            figures |= _mismatch(trainer, token_ids, completion_ids, logprobs)
+            figures |= mismatch(trainer, token_ids, completion_ids, logprobs)
         for name, value in figures.items():
             trainer._metrics[_mode(trainer)][name].append(value)
         extras = {name: [getattr(sample, name) for sample in samples] for name in self.extras}
@@ -338,7 +338,7 @@ def _full_logprobs(sample: TrainingSample) -> Iterable[float]:
     return (own + kept for own, kept in zip(sample.logprobs, sample.log_kept_mass, strict=True))
 
 
-def _mismatch(
+def mismatch(
     trainer: Any,
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],

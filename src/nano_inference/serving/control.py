@@ -5,10 +5,13 @@ and keeps order.
 import asyncio
 import itertools
 import logging
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Unpack, get_args
 
 import msgspec
@@ -698,12 +701,31 @@ class Control:
                     "adapter in place, set 'load_inplace' to True.",
                     "lora_name",
                 )
-            policy = self.pause_policy or "finish_old"
-            arguments = {"name": name, "source": folder, "kv_policy": policy}
-            info: AdapterInfo = await self.call(
-                "load_adapter", self._config.rl_timeout, **arguments
-            )
-            self._engine.adapters = {**self.adapters, name: info}
+            return await self._load_adapter("load_adapter", name=name, source=folder)
+
+    async def load_adapter_file(
+        self, name: str, content: bytes, config: Mapping[str, Any], version: int | None = None
+    ) -> AdapterInfo:
+        """As `load_adapter`, of the bytes of a safetensors file and what PEFT's
+        `adapter_config.json` says. `version`: a number above those of this name; None counts up.
+        """
+        checked_name(name, "lora_name")
+        require_safetensors(content)
+        told = {"name": name, "config": dict(config), "version": version}
+        async with self._adapter_turn:
+            folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="nano-inference-lora-"))
+            try:
+                path = folder / "adapter.safetensors"
+                await asyncio.to_thread(path.write_bytes, content)
+                return await self._load_adapter("load_adapter_file", path=str(path), **told)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, folder, True)
+
+    async def _load_adapter(self, operation: str, *, name: str, **told: Any) -> AdapterInfo:
+        """Ask for it in the turn of adapters."""
+        told |= {"name": name, "kv_policy": self.pause_policy or "finish_old"}
+        info: AdapterInfo = await self.call(operation, self._config.rl_timeout, **told)
+        self._engine.adapters = {**self.adapters, name: info}
         log.info("version %d of adapter %r serves.", info.version, name)
         return info
 

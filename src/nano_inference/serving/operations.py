@@ -198,6 +198,20 @@ _ROWS = (
         {"name": str, "source": str, "version": int | None, "kv_policy": KvPolicy},
         returns=AdapterInfo,
     ),
+    # `path`: of a safetensors file, which the API process has written and removes
+    Operation(
+        "load_adapter_file",
+        "engine.adapter_table.load_file",
+        "own",
+        {
+            "name": str,
+            "path": str,
+            "config": dict[str, Any],
+            "version": int | None,
+            "kv_policy": KvPolicy,
+        },
+        returns=AdapterInfo,
+    ),
     Operation("unload_adapter", "engine.unload_adapter", "own", {"name": str}),
     Operation(
         "save_adapter", "engine.adapter_table.copy_to", "replica", {"name": str, "path": str}

@@ -34,6 +34,7 @@ CHANGING: frozenset[str] = frozenset(
         "/end_weight_update",
         "/get_weights_by_name",  # it changes nothing, and tells what the model is worth
         "/init_weights_update_group",
+        "/load_lora_adapter_from_tensors",
         "/pause_generation",
         "/post_process_weights",
         "/pull_weights",
@@ -69,7 +70,9 @@ READING: frozenset[str] = frozenset(
 # It says that the engine lives, and nothing else; for whatever looks after processes.
 OPEN: frozenset[str] = frozenset(("/liveness",))
 # Their bodies hold a model's tensors.
-WITH_WEIGHTS: frozenset[str] = frozenset(("/update_weights_from_tensor",))
+WITH_WEIGHTS: frozenset[str] = frozenset(
+    ("/load_lora_adapter_from_tensors", "/update_weights_from_tensor")
+)
 CONTROL = CHANGING | READING | OPEN
 # The server's page: the same for all, so open to all; it asks for a key where a route wants one.
 PAGE_FILES = (

@@ -2,6 +2,8 @@
 of a model, of one engine and of two.
 """
 
+import base64
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save
 
 from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.models.lora import WEIGHTS
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
 from tests.serving.adapters import adapter_folder
@@ -19,6 +24,7 @@ from tests.serving.rl.asking import GENERATE, PATIENCE, ask, body, look, running
 from tests.serving.rl.conftest import RL, engine_config
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+TENSORS = "/load_lora_adapter_from_tensors"
 PROMPT = list(range(3, 40))
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "ab"}],
@@ -218,12 +224,83 @@ def test_sglangs_and_prime_rls_routes(url: str, folders: dict[str, str]) -> None
     assert "not loaded" in str(ask(url, "/unload_lora_adapter", {"lora_name": "own"}, 404))
 
 
+def send(url: str, name: str, content: bytes, status: int = 200, **more: Any) -> Any:
+    """An adapter's tensors as the body, and what else is said in the query."""
+    told = {"lora_name": name, "config_dict": json.dumps({"r": 4, "lora_alpha": 8}), **more}
+    headers = {"content-type": "application/octet-stream"}
+    reply = httpx.post(url + TENSORS, params=told, content=content, headers=headers, timeout=60)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def test_tensors_come_over_the_wire(
+    url: str, folders: dict[str, str], engine: InferenceEngine
+) -> None:
+    a, b = ((Path(folders[name]) / WEIGHTS).read_bytes() for name in "ab")
+    told = send(url, "wired", a)
+    assert (told["success"], told["version"]) == (True, 1)
+    assert told["loaded_adapters"] == {"first": folders["a"], "wired": "wired"}
+    assert [drawn(url, "wired") for _ in range(4)] == [expected(engine, "a")] * 4
+    assert send(url, "wired", b, version=7)["version"] == 7
+    assert [drawn(url, "wired") for _ in range(4)] == [expected(engine, "b")] * 4
+    with running(url, body(PROMPT, 60) | {"model": "wired"}) as it:
+        body_of = {"lora_name": "wired", "config_dict": {"r": 4, "lora_alpha": 8}}
+        encoded = base64.b64encode(a).decode()
+        for field in ({"serialized_tensors": encoded}, {"serialized_named_tensors": [encoded]}):
+            assert ask(url, TENSORS, body_of | field)["success"]
+        assert it.end()["finish_reason"] == "length"
+    assert (it.token_ids, it.logprobs) == expected(engine, "b", 60)  # it keeps what it began with
+    assert drawn(url, "wired") == expected(engine, "a")
+    unload(url, "wired")
+
+
+def test_tensors_that_cannot_serve_change_nothing(
+    url: str, folders: dict[str, str], engine: InferenceEngine
+) -> None:
+    a, wide = ((Path(folders[name]) / WEIGHTS).read_bytes() for name in ("a", "wide"))
+    tensors = load_tensors(a)
+    send(url, "kept", a, version=3)
+    before = models(url)
+    broken = dict(tensors)
+    broken[sorted(tensors)[-1]] = torch.full_like(tensors[sorted(tensors)[-1]], torch.nan)
+    half = {name: tensor for name, tensor in tensors.items() if "lora_A" in name}
+    refused = {
+        "which is never read here": (b"\x80\x04" + a, {}),
+        "as torch.save makes it": (b"PK" + a, {}),
+        "this is not a safetensors file": (b"", {}),
+        "the adapter's file": (a[:-5], {}),
+        "of another base model": (wide, {}),
+        "is not finite": (save(broken), {}),
+        "lora_B of 'lm_head' is missing": (save(half), {}),
+        "version=3 of adapter 'kept' must be": (a, {"version": 3}),
+        "version must be an integer": (a, {"version": "x"}),
+        "config_dict must be an object": (a, {"config_dict": "[]"}),
+        "use_dora=True is not served": (a, {"config_dict": '{"use_dora": true}'}),
+        "alpha=[] must be": (a, {"config_dict": '{"lora_alpha": []}'}),
+        "conflicts with a served base model": (a, {"lora_name": "tiny"}),
+        "lora_name must be a printable string": (a, {"lora_name": "x" * 300}),
+        "flattened_bucket": (a, {"load_format": "flattened_bucket"}),
+        "added_tokens_config is not supported": (a, {"added_tokens_config": "{}"}),
+    }
+    for text, (content, more) in refused.items():
+        told = str(send(url, "kept", content, 400, **more))
+        assert text in told
+        assert "/tmp" not in told
+    missing = ask(url, TENSORS, {"lora_name": "kept", "config_dict": {}}, 400)
+    assert "serialized_tensors must hold one string" in str(missing)
+    assert "is not base64" in str(ask(url, TENSORS, {"serialized_tensors": "*"}, 400))
+    assert models(url) == before
+    assert drawn(url, "kept") == expected(engine, "a")
+    assert send(url, "kept", a)["version"] == 4
+    unload(url, "kept")
+
+
 def test_only_an_administrator_names_folders(tiny_folder: Path, folders: dict[str, str]) -> None:
     config = replace(RL, api_keys=("user",), admin_key="admin")
     named = {"lora_name": "a", "lora_path": folders["a"]}
     engine = replace(engine_config(tiny_folder), max_loras=1)
     with running_server(engine, config) as own:
-        for path in (LOAD, UNLOAD, "/load_lora_adapter", "/unload_lora_adapter"):
+        for path in (LOAD, UNLOAD, "/load_lora_adapter", "/unload_lora_adapter", TENSORS):
             post(own, path, named, 401)
             post(own, path, named, 403, authorization="Bearer user")
         post(own, LOAD, named, authorization="Bearer admin")

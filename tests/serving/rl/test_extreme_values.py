@@ -71,6 +71,10 @@ BODIES: dict[str, dict[str, Any]] = {
         "names": [NORM], "dtypes": ["float32"], "shapes": [[64]], "group_name": "a", "weight_version": "a",
         "load_format": "auto", "timeout": 1.0,
     },
+    "/load_lora_adapter_from_tensors": {
+        "lora_name": "a", "serialized_tensors": "QQ==", "config_dict": {"r": 4}, "version": 1, "pinned": True,
+        "added_tokens_config": {}, "load_format": "auto",
+    },
     "/update_weights_from_tensor": {"serialized_named_tensors": ["QQ=="], "load_format": "auto", "weight_version": "a"},
     "/wake_up": {"tags": ["weights"]},
     "/weight_checker": {"action": "compare", "baseline": {NORM: "a"}},

@@ -27,7 +27,7 @@ POST /init_weights_update_group 400  POST /destroy_weights_update_group 404  POS
 POST /update_weights_from_tensor 400  POST /update_weights_from_disk 400  POST /update_weight_version 400
 POST /begin_weight_update 200,409,409  POST /end_weight_update 400,409,409  POST /weights_checker 200
 POST /release_memory_occupation 200  POST /resume_memory_occupation 200  POST /pull_weights 501
-POST /post_process_weights 501  POST /unload_lora_adapter 400
+POST /post_process_weights 501  POST /unload_lora_adapter 400  POST /load_lora_adapter_from_tensors 400
 """
 OTHERS = """
 POST /init_broadcaster 400  GET /liveness 200  POST /update_weights 409  POST /load_lora_adapter 400

@@ -2,7 +2,8 @@
 replayed.
 """
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,9 +25,11 @@ from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.formats import Format
 from nano_inference.ops.latent import LatentOps
+from nano_inference.ops.lora import Place
 from nano_inference.ops.settings import Latent
 
 VERSION = 3  # counted up whenever any bit may change
+_MatrixPlace: Any = library.struct("MatrixPlace")
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -79,6 +82,25 @@ class CpuOps:
         added = y.clone()
         self._run(lambda r, y, x: r.lora(y, x, name, batch), added, x, dtype=x.dtype, batch=batch)
         return added
+
+    def placed(self, places: Sequence[Place]) -> Callable[[Sequence[Tensor]], int]:
+        """See `Ops.placed`; what is float32 and contiguous is read once."""
+        table = (_MatrixPlace * len(places))()
+        for row, (out, turned) in zip(table, places, strict=True):
+            rows, columns = reversed(out.shape) if turned else out.shape
+            row.out, row.rows, row.columns, row.turned = out.data_ptr(), rows, columns, turned
+
+        def write(sources: Sequence[Tensor]) -> int:
+            own = [
+                each
+                if each.dtype == torch.float32 and each.is_contiguous() and each.is_cpu
+                else each.to("cpu", torch.float32).contiguous()
+                for each in sources
+            ]
+            pointers = (ctypes.c_void_p * len(table))(*(each.data_ptr() for each in own))
+            return self.kernels.nano_place(table, pointers, len(table))
+
+        return write
 
     def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
         """See `Ops.columns`; a copy, since kernels read whole rows."""

@@ -16,8 +16,10 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -33,7 +35,7 @@ from nano_inference.serving.dialects.reading import (
     fields_of,
     tensors_of,
 )
-from nano_inference.serving.dialects.shared import adapters_told, server_info
+from nano_inference.serving.dialects.shared import adapters_told, require_own_name, server_info
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
@@ -153,17 +155,7 @@ class Weights:
 
     async def update_from_tensor(self, request: Request, server: Server) -> str:
         """`/update_weights_from_tensor`."""
-        media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if media_type == "application/octet-stream":
-            server.lifecycle.require_open()
-            content = await read_request(request, server, lambda body, _: body)
-            fields = Fields(
-                {}, {name: request.query_params.getlist(name) for name in request.query_params}
-            )
-            _load_format(fields, ("safetensors",))
-        else:
-            fields = await fields_of(request, server)
-            content = _content(fields)
+        fields, content = await _tensors_and_fields(request, server, "serialized_named_tensors")
         return await self._take(fields, lambda: self._control.receive_file(content))
 
     async def update_from_disk(self, fields: Fields) -> str:
@@ -323,23 +315,34 @@ def _load_format(fields: Fields, known: Sequence[str]) -> str | None:
     raise bad_request(f"load_format={shown(given)} is not supported: {what}{hint}.", "load_format")
 
 
-def _content(fields: Fields) -> bytes:
-    """The bytes of a safetensors file, out of base64."""
+async def _tensors_and_fields(
+    request: Request, server: Server, *names: str
+) -> tuple[Fields, bytes]:
+    """What a request says, and the safetensors file that it brings: as the body, beside what the
+    query says, or as base64 in the first of these fields that is there.
+    """
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type == "application/octet-stream":
+        server.lifecycle.require_open()
+        content = await read_request(request, server, lambda body, _: body)
+        query = {name: request.query_params.getlist(name) for name in request.query_params}
+        fields = Fields({}, query)
+        _load_format(fields, ("safetensors",))
+        return fields, content
+    fields = await fields_of(request, server)
     _load_format(fields, ("safetensors",))
-    given = fields.texts("serialized_named_tensors")
+    name = next((each for each in names if fields.value(each) is not None), names[0])
+    given = fields.texts(name)
     if given is None or len(given) != 1:
         raise bad_request(
-            "serialized_named_tensors must hold one string, a safetensors file as base64; or send "
-            "the file itself as "
-            "the body, as application/octet-stream.",
-            "serialized_named_tensors",
+            f"{name} must hold one string, a safetensors file as base64; or send the file itself "
+            "as the body, as application/octet-stream.",
+            name,
         )
     try:
-        return base64.b64decode(given[0], validate=True)
+        return fields, base64.b64decode(given[0], validate=True)
     except (binascii.Error, ValueError):
-        raise bad_request(
-            "serialized_named_tensors is not base64.", "serialized_named_tensors"
-        ) from None
+        raise bad_request(f"{name} is not base64.", name) from None
 
 
 def routes(router: APIRouter, server: Server) -> None:
@@ -382,6 +385,10 @@ def routes(router: APIRouter, server: Server) -> None:
     add_routes(router, server, "GET", gets)
     add_routes(router, server, "POST", posts)
     add_routes(router, server, "POST", updates, weights.fail)
+
+    @router.post("/load_lora_adapter_from_tensors", summary="An adapter of safetensors")
+    async def load_lora_adapter_from_tensors(request: Request) -> Response:
+        return json_reply(200, await _load_tensors(request, server))
 
     @router.post("/update_weights_from_tensor", summary="An update of safetensors, in the body")
     async def update_weights_from_tensor(request: Request) -> Response:
@@ -503,6 +510,39 @@ async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
 
 
 # -- adapters --------------------------------------------------------------------------------------
+
+
+async def _load_tensors(request: Request, server: Server) -> dict[str, Any]:
+    """`/load_lora_adapter_from_tensors`; a name that is loaded gets a new version."""
+    fields, content = await _tensors_and_fields(
+        request, server, "serialized_tensors", "serialized_named_tensors"
+    )
+    name = fields.required_text("lora_name")
+    require_own_name(name, server)
+    fields.flag("pinned", default=False)  # all stay until they are unloaded
+    if fields.value("added_tokens_config"):
+        raise bad_request(
+            "added_tokens_config is not supported: adapters add no tokens; leave it out.",
+            "added_tokens_config",
+        )
+    version = fields.number("version", least=0)
+    info = await server.control.load_adapter_file(name, content, _config(fields), version)
+    return adapters_told(server) | {"version": info.version}
+
+
+def _config(fields: Fields) -> Mapping[str, Any]:
+    """PEFT's configuration: an object of the JSON, or JSON in the query."""
+    given = fields.value("config_dict")
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            given = json.loads(given)
+    if not isinstance(given, dict):
+        raise bad_request(
+            "config_dict must be an object, what PEFT's adapter_config.json says (r, lora_alpha), "
+            f"not {shown(given)}.",
+            "config_dict",
+        )
+    return given
 
 
 async def _unload_adapter(server: Server, fields: Fields) -> dict[str, Any]:

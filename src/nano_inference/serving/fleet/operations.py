@@ -60,6 +60,7 @@ class FleetOperations:
             "finish_update": self._finish_update,
             "cancel_update": self._cancel_update,
             "load_adapter": self._load_adapter,
+            "load_adapter_file": self._load_adapter,
             "unload_adapter": self._unload_adapter,
         }
         self._joined: dict[str, Callable[[Answers], Any]] = {
@@ -366,8 +367,9 @@ class FleetOperations:
     # -- adapters ----------------------------------------------------------------------------------
 
     async def _load_adapter(self, name: str, seconds: float, arguments: Arguments) -> AdapterInfo:
-        """One replica reads the folder, which may refuse it; the others get what that one serves,
-        whatever the folder holds by then. One that cannot have it comes back as the others are.
+        """One replica reads the folder or file, which it may refuse; the others get what that one
+        serves, whatever the folder holds by then. One that cannot have it comes back as the others
+        are.
         """
         supervisor, adapter = self._supervisor, arguments["name"]
         async with self._lock:
