@@ -3,7 +3,6 @@ own, and of a fleet of two.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import openai
