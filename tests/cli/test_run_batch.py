@@ -67,20 +67,21 @@ def test_rows_of_an_engine_and_a_run_that_goes_on(folders: dict[str, str], tmp_p
         line("a"),
         line("c", max_tokens=-1),
         line("d", seed=7, n=2),
-        line("e", url="/v1/embeddings"),
+        line("e", url="/v1/rerank"),
         line("f", stream=True),
         line(None),
         "[]",
         line("g", method="GET"),
         line("h", model="another"),
         json.dumps({"custom_id": "i", "url": "/v1/responses", "body": {"input": "hi"} | greedy}),
+        json.dumps({"custom_id": "j", "url": "/v1/embeddings", "body": {"input": ["hi", "you"]}}),
         *(line(f"more {number}") for number in range(6)),
     ]
     source.write_text("\n".join(lines))
     words = ("--model", folders["chat"], *FAST, "-c", "2")
     result = run("run-batch", "-i", str(source), "-o", str(whole), *words)
     assert result.exit_code == 1, result.output
-    assert "19 rows, 9 failed" in result.stderr
+    assert "20 rows, 9 failed" in result.stderr
     found = rows(whole)
     assert [row["custom_id"] for row in found[:8]] == ["a", "b", None, "a", "c", "d", "e", "f"]
     codes = [
@@ -95,6 +96,7 @@ def test_rows_of_an_engine_and_a_run_that_goes_on(folders: dict[str, str], tmp_p
     assert found[0]["response"]["body"]["usage"]["completion_tokens"] == 5
     assert found[1]["response"]["body"]["object"] == "chat.completion"
     assert len(found[5]["response"]["body"]["choices"]) == 2
+    assert len(found[13]["response"]["body"]["data"]) == 2
 
     kept = whole.read_bytes().splitlines(keepends=True)
     again.write_bytes(b"".join(kept[:7]) + kept[7][:20])

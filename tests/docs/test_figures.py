@@ -39,6 +39,7 @@ def test_the_readme_shows_what_was_measured(first: str) -> None:
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_show_todays_reports(name: str) -> None:
     import matplotlib as mpl
+    from matplotlib import pyplot
     from PIL import Image
 
     mpl.use("agg")
@@ -48,6 +49,6 @@ def test_pictures_show_todays_reports(name: str) -> None:
         assert not path.exists()
         return
     shown = digest_of(figure)
-    mpl.pyplot.close(figure)
+    pyplot.close(figure)
     with Image.open(path) as picture:
         assert picture.info.get(DIGEST) == shown, "run python -m benchmarks plots"

@@ -67,7 +67,7 @@ def test_a_generation_is_a_span_of_its_clients_trace(
     assert good.name == "chat scripted"
     assert told["gen_ai.usage.output_tokens"] == len(client.tokenizer.encode("Hello there.")) + 1
     assert told["http.response.status_code"] == 200
-    first = told["gen_ai.latency.time_to_first_token"]
+    first = float(told["gen_ai.latency.time_to_first_token"])
     assert 0 < first * 1e9 <= good.end_time_unix_nano - good.start_time_unix_nano
     assert bad.status.code == 2
     assert bad.trace_id.hex() != trace

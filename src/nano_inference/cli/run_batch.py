@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SELDOM = 30.0  # seconds between two lines of progress, where there is no terminal
 _OFTEN = 0.2  # and between two states of a terminal's line
-_URLS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses"))
+_URLS = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"))
 _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "zmq")
 _SERVER = (
     *("served_model_name", "tool_format", "reasoning_format", "generation_config"),
@@ -110,7 +110,7 @@ def run_batch(
     else:
         target = Target(server or "", key=options.key_of(api_key, api_key_file))
         asked = _of_server(target, timeout)
-        reader = Reader(_URLS | {"/v1/embeddings"}, seed)
+        reader = Reader(_URLS, seed)
 
     async def answer_all(output: Output) -> None:
         with source.open("rb") as file:

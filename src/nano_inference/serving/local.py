@@ -13,6 +13,7 @@ from nano_inference.serving.app import build_app
 from nano_inference.serving.batches import Answer
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import PROTOCOLS, engine_client, raise_if_lost
+from nano_inference.serving.routes import embedding_routes
 from nano_inference.serving.server import Server
 
 _GLANCE = 0.02  # seconds between two looks at whether the engine is built
@@ -71,7 +72,7 @@ async def local_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator
     `NanoInferenceError` where it cannot be built.
     """
     server = Server(config, engine_client(engine, config))
-    app = build_app(server, PROTOCOLS)
+    app = build_app(server, PROTOCOLS, (embedding_routes,))
     async with server.running():
         while not server.lifecycle.is_ready:
             raise_if_lost(server)
