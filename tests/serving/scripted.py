@@ -108,7 +108,11 @@ class ScriptedClient(EngineClient):
         self.requests: list[Generate] = []
         self.aborted: list[int] = []
         self.calls: list[Call] = []
-        self.returns: dict[str, object] = {"get_weight_version": 0, "take_in": None}
+        self.returns: dict[str, object] = {
+            "get_weight_version": 0,
+            "take_in": None,
+            "embed": [bytes(8)],
+        }
         self.failure: Exception | None = None  # what calls raise
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, list[asyncio.Task[None]]] = {}

@@ -83,7 +83,8 @@ def test_what_others_could_say_without_end_is_counted(monkeypatch: pytest.Monkey
         ("/metrics", 200, "DEBUG"),
         ("/health", 503, "INFO"),
         ("/metrics", 401, "INFO"),
-        ("/stats", 200, "INFO"),
+        ("/stats", 200, "DEBUG"),
+        ("/v1/models", 200, "INFO"),
     ],
 )
 def test_what_machines_ask_all_the_time_is_for_debug(

@@ -139,6 +139,15 @@ VALID: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "Hi"}],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
     },
+    "/v1/responses": {
+        "model": "scripted",
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+        "max_output_tokens": 2,
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "text": {"format": {"type": "text"}},
+        "stream": True,
+    },
+    "/v1/embeddings": {"input": ["Hi", "you"], "encoding_format": "float"},
     "/v1/messages/count_tokens": {
         "model": "scripted",
         "messages": [{"role": "user", "content": "Hi"}],

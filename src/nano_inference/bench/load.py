@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,15 +24,25 @@ from nano_inference.bench.wire import UNREACHABLE, Broken, Connection, Reply, co
 from nano_inference.errors import ConfigError
 
 try:
-    from msgspec.json import decode
-except ImportError:
-    decode = json.loads
-try:
     from uvloop import new_event_loop
 except ImportError:
     from asyncio import new_event_loop
 
 Result = TypeVar("Result")
+
+
+@cache
+def decoder() -> Callable[[bytes], Any]:
+    """What reads JSON: msgspec, which is faster, where it is installed. It is not
+    imported before there is something to read.
+    """
+    try:
+        from msgspec.json import decode
+    except ImportError:
+        return json.loads
+    return decode
+
+
 PATIENCE = 600.0  # seconds for one request
 # seconds; servers close a connection that rests for 5 s, perhaps just when it is used again
 IDLE_LIMIT = 2.0
@@ -453,7 +464,7 @@ def outcome(record: _Record) -> Outcome:
 
 
 def _of_body(began: float, reply: Reply) -> Outcome:
-    content = decode(reply.body)
+    content = decoder()(reply.body)
     if "meta_info" in content:  # SGLang's shape
         meta = content["meta_info"]
         return Outcome(
@@ -481,7 +492,7 @@ def _of_stream(began: float, reply: Reply) -> Outcome:
             STREAM_ERROR,
         )
     for when, data in reply.events[:-1]:
-        event = decode(data)
+        event = decoder()(data)
         if "error" in event:
             raise Broken(f"the stream holds an error: {data[:300]!r}", STREAM_ERROR)
         usage = event.get("usage") or usage

@@ -217,6 +217,7 @@ FAMILIES = (
             "/v1/load_lora_adapter": "",
             "/v1/unload_lora_adapter": "",
             "/load_lora_adapter": "Serve an adapter, or a new version of it",
+            "/load_lora_adapter_from_tensors": "",
             "/unload_lora_adapter": "End that",
         },
         (
