@@ -79,6 +79,29 @@ def test_a_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
     assert row["cpu_s"]["client"] > 0
 
 
+def test_a_connection_that_the_server_had_closed_costs_no_request() -> None:
+    def closing(seconds: float) -> Script:
+        """A server that closes each connection, so long after its second request."""
+        used = set[asyncio.StreamWriter]()
+
+        async def script(server: Server, body: dict[str, Any], writer: Any) -> None:
+            if writer in used:
+                await asyncio.sleep(seconds)
+                writer.close()
+            else:
+                used.add(writer)
+                await whole(server, body, writer)
+
+        return script
+
+    asks = token_requests(12, 5, 3, stream=False)
+    done, server = run(closing(0.0), asks, concurrency=3)
+    assert done.errors == []
+    assert (done.tokens, server.connections) == (36, 12)
+    done, _ = run(closing(0.2), asks, concurrency=3)  # it may have worked at these
+    assert done.row()["errors_by_kind"] == {"cut off": 6}
+
+
 @pytest.mark.parametrize("make", [token_requests, chat_requests])
 def test_a_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> None:
     done, server = run(streamed, make(2, 5, 3, stream=True), concurrency=1)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from nano_inference.bench.cpu_time import CpuMeter
 from nano_inference.bench.shape import Ask
-from nano_inference.bench.wire import UNREACHABLE, Broken, Connection, Reply, connect
+from nano_inference.bench.wire import CUT_OFF, UNREACHABLE, Broken, Connection, Reply, connect
 from nano_inference.errors import ConfigError
 
 try:
@@ -46,6 +46,7 @@ def decoder() -> Callable[[bytes], Any]:
 PATIENCE = 600.0  # seconds for one request
 # seconds; servers close a connection that rests for 5 s, perhaps just when it is used again
 IDLE_LIMIT = 2.0
+AT_ONCE = 0.05  # seconds in which a server says that it had closed a connection before
 LATE = 4096  # replies that are kept until the load is over; later ones are read as they end
 PAUSE = 0.1  # seconds before a loop that found no server tries again
 GIVE_UP = 3.0  # seconds without any connection, then no more requests set out
@@ -268,8 +269,23 @@ class Connections:
         self._free: list[tuple[float, Connection]] = []
 
     async def ask(self, request: bytes, timeout: float) -> Reply:
-        """Send a request. Raises `Broken`."""
-        connection = self._rested() or await connect(*self._address)
+        """Send a request. Raises `Broken`.
+
+        A server may close a connection that rests just when it is used again. What it closes at
+        once, without a byte of a reply, it has not read: that is sent again over a new connection.
+        """
+        rested = self._rested()
+        if rested is not None:
+            began = time.perf_counter()
+            try:
+                return await self._ask(rested, request, timeout)
+            except Broken as problem:
+                late = time.perf_counter() - began > AT_ONCE
+                if problem.kind != CUT_OFF or rested.has_answered or late:
+                    raise
+        return await self._ask(await connect(*self._address), request, timeout)
+
+    async def _ask(self, connection: Connection, request: bytes, timeout: float) -> Reply:
         try:
             return await connection.ask(request, timeout)
         finally:

@@ -182,6 +182,11 @@ class Connection(asyncio.Protocol):
         """When the events of the reply that is under way, or of the last one, came so far."""
         return [when for when, _ in self._reply.events] if self._reply is not None else []
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether something has come of the reply that is under way, or of the last one."""
+        return bool(self._head) or self._body is not None
+
     async def ask(self, request: bytes, timeout: float) -> Reply:
         """Send a whole request and wait for the whole reply. Raises `Broken`, also when it takes
         too long.
