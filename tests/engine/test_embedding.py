@@ -1,6 +1,7 @@
 """`embed` beside transformers, and its bits in company."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -75,4 +76,13 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             engine.embed([list(range(3, 67))])
         with pytest.raises(InvalidRequest):
             engine.embed([[]])
+        assert engine.loop.watches == ()
+
+
+def test_many_threads_may_ask(tmp_path: Path) -> None:
+    with InferenceEngine(config(tiny_model(tmp_path, "llama"), "cpu")) as engine:
+        (expected,) = engine.embed([[3, 4, 5]])
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: engine.embed([[3, 4, 5]])[0], range(40)))
+        assert all(torch.equal(row, expected) for row in found)
         assert engine.loop.watches == ()

@@ -53,8 +53,10 @@ def _rows_of(shared: SharedLoop) -> Generator[DrawnRows]:
         if hidden := [each for _, each, _ in result.drawn]:
             rows.keep(chunks, torch.cat(hidden))
 
-    loop.watches = (*loop.watches, see)
+    with shared.lock:  # other threads may come and go
+        loop.watches = (*loop.watches, see)
     try:
         yield rows
     finally:
-        loop.watches = tuple(each for each in loop.watches if each is not see)
+        with shared.lock:
+            loop.watches = tuple(each for each in loop.watches if each is not see)
