@@ -47,8 +47,7 @@ class QuantisedWeight:
         wide = num_groups * form.group if form.group else -(-columns // 4) * 4
         panels = -(-rows // LANES)
         scales, mins = (panels * LANES * num_groups * each for each in (4 if form.wide else 2, 4))
-        self._code_bytes = panels * LANES * wide * form.bits // 8
-        codes = _aligned(self._code_bytes)
+        codes = _aligned(panels * LANES * wide * form.bits // 8)
         whole = codes + _aligned(scales)
         self._starts = codes, whole  # of scales and of minima
         size = (whole + mins if form.mins else codes + scales,)
@@ -107,29 +106,31 @@ class QuantisedWeight:
         given = widened(given, self.form, self.bounds)
         rows = torch.arange(start, start + len(given.codes))
         at = rows.div(LANES, rounding_mode="floor"), rows % LANES
-        codes, scales, mins = self._views()
-        quads = torch.nn.functional.pad(given.codes, (0, -self.columns % (self.form.group or 4)))
-        if self.form.bits == 8:
-            codes.view(torch.int8).permute(0, 2, 1, 3)[at] = quads.view(len(rows), -1, 4)
-        else:
-            moved = (quads + (0 if self.form.mins else 8)).to(torch.uint8)
-            pairs = moved.view(len(rows), -1, 2, 4)
-            codes.permute(0, 2, 1, 3)[at] = pairs[:, :, 0] | pairs[:, :, 1] << 4
+        scales, mins = self._scales()
+        source = given.codes if given.codes.stride(1) == 1 else given.codes.contiguous()
+        load().nano_store_codes(
+            source.data_ptr(),
+            source.stride(0),
+            self.codes_ptr(),
+            start,
+            len(source),
+            self.columns,
+            self.num_threads,
+        )
         scales.permute(0, 2, 1)[at] = given.scales.to(scales.dtype)
         if mins is not None and given.mins is not None:
             mins.permute(0, 2, 1)[at] = given.mins
 
-    def _views(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes uint8 [panels, lines, 16, 4], scales and minima [panels, groups, 16]."""
+    def _scales(self) -> tuple[Tensor, Tensor | None]:
+        """Scales and minima [panels, groups, 16]."""
         panels, groups = -(-self.rows // LANES), len(groups_of(self.bounds, self.form))
-        kind = torch.float32 if self.form.wide else torch.float16
         numbers = panels * groups * LANES
-        codes, rest = self.data[: self._starts[0]], self.data[self._starts[0] :]
-        scales = rest[: numbers * kind.itemsize].view(kind).view(panels, groups, LANES)
+        kind = torch.float32 if self.form.wide else torch.float16
+        scales = self.data[self._starts[0] :][: numbers * kind.itemsize].view(kind)
         mins = None
         if self.form.mins:
             mins = self.data[self._starts[1] :].view(torch.float32).view(panels, groups, LANES)
-        return codes[: self._code_bytes].view(panels, -1, LANES, 4), scales, mins
+        return scales.view(panels, groups, LANES), mins
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;

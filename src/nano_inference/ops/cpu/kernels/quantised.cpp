@@ -224,6 +224,21 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);
 template void quantised_linear(const Linear<float>&, int64_t, int64_t, int64_t, int64_t);
 
+// Row n in the panel that holds it; `codes` are whole quads, and those of 4 bits are stored with `base` added.
+static void store_codes(const Quantised& weight, int64_t n, const int8_t* codes, int base) {
+  const int64_t quads = weight.num_quads(), panel = n / LANES, lane = n % LANES;
+  auto* out = static_cast<uint8_t*>(const_cast<void*>(weight.codes));
+  if (weight.bits == 8) {
+    for (int64_t q = 0; q < quads; q++) memcpy(out + ((panel * quads + q) * LANES + lane) * QUAD, codes + q * QUAD, QUAD);
+    return;
+  }
+  for (int64_t q = 0; q < quads; q += 2)
+    for (int64_t c = 0; c < QUAD; c++) {
+      const int low = codes[q * QUAD + c] + base, high = codes[(q + 1) * QUAD + c] + base;
+      out[((panel * quads / 2 + q / 2) * LANES + lane) * QUAD + c] = uint8_t(low | high << 4);
+    }
+}
+
 template <class S>
 void quantise(const S* source, const Quantised& weight, int64_t start, int64_t count, int64_t columns) {
   const Groups groups(weight);
@@ -257,16 +272,7 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
       }
       if (range.known == 0.f) round_codes(part, size, scale == 0.f ? 0.f : 1.f / scale, low, high, codes.data() + first);
     }
-    auto* out = static_cast<uint8_t*>(const_cast<void*>(weight.codes));
-    if (weight.bits == 8) {
-      for (int64_t q = 0; q < quads; q++) memcpy(out + ((panel * quads + q) * LANES + lane) * QUAD, codes.data() + q * QUAD, QUAD);
-    } else {
-      for (int64_t q = 0; q < quads; q += 2)
-        for (int64_t c = 0; c < QUAD; c++) {
-          const int low = codes[size_t(q * QUAD + c)] + 8, high = codes[size_t((q + 1) * QUAD + c)] + 8;
-          out[((panel * quads / 2 + q / 2) * LANES + lane) * QUAD + c] = uint8_t(low | high << 4);
-        }
-    }
+    store_codes(weight, n, codes.data(), 8);
   }
 }
 template void quantise(const bf16*, const Quantised&, int64_t, int64_t, int64_t);
@@ -308,6 +314,20 @@ void nano_quantise(const void* source, int64_t source_is_bf16, const Quantised* 
     const int64_t from = team.begin(count), end = team.end(count);
     if (source_is_bf16) quantise(static_cast<const bf16*>(source) + from * columns, *weight, start + from, end - from, columns);
     else quantise(static_cast<const float*>(source) + from * columns, *weight, start + from, end - from, columns);
+  };
+  run_team(int(num_threads), work);
+}
+
+// Codes [count, columns] as they are, rows `stride` apart; scales and minima are written elsewhere.
+void nano_store_codes(const int8_t* source, int64_t stride, const Quantised* weight, int64_t start, int64_t count,
+                      int64_t columns, int64_t num_threads) {
+  auto work = [&](Team& team) {
+    const int base = weight->mins ? 0 : 8;
+    std::vector<int8_t> row(size_t(weight->num_quads() * QUAD), 0);
+    for (int64_t i = team.begin(count); i < team.end(count); i++) {
+      memcpy(row.data(), source + i * stride, size_t(columns));
+      store_codes(*weight, start + i, row.data(), base);
+    }
   };
   run_team(int(num_threads), work);
 }
