@@ -6,24 +6,29 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from nano_inference import EngineConfig
 from nano_inference.models.loading import resolve_model
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
+from tests.cli.running import ENTRY
 from tests.serving.engines import stats_with
+from tests.serving.rl.weight_runs import free_port
 from tests.serving.scripted import Script, ScriptedClient
 
 PYTHON = Path(sys.prefix) / "page" / "bin" / "python"
 CHROMIUM = Path("/usr/bin/chromium")
 SCRIPT = Path(__file__).with_name("with_chromium.py")
+PATIENCE = 90  # seconds that a server may take to start
 HOSTILE = "<script>alert(3)</script><img src=x onerror=alert(4)>"
 
 pytestmark = [
@@ -168,6 +173,70 @@ def test_a_server_may_die_and_come_again() -> None:
 
         seen = look(address, "restart", {"kill": first.close, "start": start})
     assert seen["gone"] == ["3", 2]  # it keeps what it has
+
+
+@contextmanager
+def process(port: int, log: Path, *options: str) -> Iterator[psutil.Process]:
+    """`nano-inference serve`, killed at the end."""
+    small = ("--threads", "1", "--max-model-len", "1024", "--kv-cache-memory", "128MiB")
+    command = [*ENTRY, "serve", "smollm2-135m", "--port", str(port), *small, *options]
+    with log.open("a") as said, subprocess.Popen(command, stdout=said, stderr=said) as child:
+        try:
+            ends = time.monotonic() + PATIENCE
+            while not is_healthy(port):
+                assert child.poll() is None, log.read_text()
+                assert time.monotonic() < ends, log.read_text()
+                time.sleep(0.1)
+            yield psutil.Process(child.pid)
+        finally:
+            child.kill()
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def require_continued(seen: Any) -> None:
+    """What was streamed is there still, and is what the samples begin with that came later."""
+    assert all(len(column) > 10 for column in seen["columns"])
+    assert all("cut off" in foot for foot in seen["feet"])
+    for before, after in zip(seen["columns"], seen["again"], strict=True):
+        assert after[: len(before)] == before
+        assert len(after) > len(before)
+    assert "tokens are equal" in seen["said"]
+    assert seen["healed"]
+
+
+def test_a_server_is_killed_amid_a_stream(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    with ExitStack() as first, ExitStack() as second:
+        server = first.enter_context(process(port, log))
+
+        def start() -> None:
+            second.enter_context(process(port, log))
+
+        seen = look(f"http://127.0.0.1:{port}", "killed", {"kill": server.kill, "start": start})
+    assert seen["problem"] == "the stream ended before its end: the server has gone."
+    assert seen["status"] == "reconnecting…"
+    assert seen["kept"] == seen["columns"]  # although more was asked for meanwhile
+    require_continued(seen)
+
+
+def test_an_engine_is_killed_amid_a_stream(tmp_path: Path) -> None:
+    port = free_port()
+    with process(port, tmp_path / "log", "--restart-engine") as server:
+
+        def kill() -> None:
+            (engine,) = server.children()
+            engine.kill()
+
+        seen = look(f"http://127.0.0.1:{port}", "engine_killed", {"kill": kill})
+    assert seen["problem"] == "the engine has died, and is being started again."
+    assert seen["status"] == "dead"
+    require_continued(seen)
 
 
 def test_text_stays_text() -> None:

@@ -149,6 +149,63 @@ def restart(page: Page) -> dict[str, Any]:
     return {"gone": while_gone}
 
 
+def begun(page: Page) -> None:
+    """Two long samples, ten tokens of each."""
+    page.select_option("#mode", "raw")
+    page.fill("#prompt", "Once upon a time there was a")
+    page.fill("#n", "2")
+    page.fill("#max-tokens", "160")
+    page.fill("#seed", "7")
+    page.press("#prompt", "Control+Enter")
+    until(page, "document.querySelectorAll('.sample').length === 2")
+    for place in (0, 1):
+        until(page, f"document.querySelectorAll('.text')[{place}].childElementCount > 10")
+
+
+def cut(page: Page) -> dict[str, Any]:
+    """What is seen when the stream has ended too early, with the server's state from then on."""
+    page.locator("#problem").wait_for()
+    until(page, "document.getElementById('status').dataset.state !== 'ok'")
+    return {
+        "columns": texts(page),
+        "problem": page.locator("#problem").inner_text(),
+        "status": page.locator("#status").inner_text(),
+        "feet": page.locator(".sample .note").all_text_contents(),
+    }
+
+
+def replayed(page: Page) -> dict[str, Any]:
+    """The server is there again."""
+    page.locator("#status[data-state=ok]").wait_for()
+    page.click("#replay")
+    ended(page, 2)
+    until(page, "document.getElementById('said').textContent.includes('replayed')")
+    return {
+        "said": page.locator("#said").inner_text(),
+        "again": texts(page),
+        "healed": page.locator("#problem").is_hidden(),
+    }
+
+
+def killed(page: Page) -> dict[str, Any]:
+    begun(page)
+    let("kill")
+    seen = cut(page)
+    page.fill("#prompt", "Is there anybody?")
+    page.press("#prompt", "Control+Enter")
+    until(page, "document.getElementById('problem').textContent.includes('cannot be reached')")
+    until(page, "document.getElementById('stop').disabled")
+    kept = texts(page)
+    let("start")
+    return seen | {"kept": kept} | replayed(page)
+
+
+def engine_killed(page: Page) -> dict[str, Any]:
+    begun(page)
+    let("kill")
+    return cut(page) | replayed(page)
+
+
 def hostile(page: Page) -> dict[str, Any]:
     seen = {}
     for mode in ("raw", "chat"):
@@ -194,7 +251,10 @@ def phone(page: Page) -> dict[str, Any]:
 
 LOOKS: dict[str, Callable[[Page], dict[str, Any]]] = {
     look.__name__: look
-    for look in (tokens, chat, replay, stop, versions, restart, hostile, keys, phone)
+    for look in (
+        *(tokens, chat, replay, stop, versions, restart, killed, engine_killed),
+        *(hostile, keys, phone),
+    )
 }
 
 

@@ -25,14 +25,22 @@ export class Refused extends Error {
   }
 }
 
-/** A reply of this path; a `body` is sent as JSON. Throws Refused, and what fetch throws. */
+/** A browser's own words ("Failed to fetch", "network error") do not say that the server is gone. */
+const inWords = (message) => (problem) => {
+  throw problem instanceof TypeError ? new Error(message) : problem;
+};
+
+/** A reply of this path; a `body` is sent as JSON. Throws Refused, an Error where no server is, and
+ * what `signal` throws. */
 export async function ask(path, { body, signal } = {}) {
   const used = key();
   const headers = used ? { authorization: `Bearer ${used}` } : {};
   const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   if (body !== undefined) headers["content-type"] = "application/json";
   const options = { ...sent, headers, signal, cache: "no-store" };
-  const reply = await fetch(new URL(path, ROOT), options);
+  const reply = await fetch(new URL(path, ROOT), options).catch(
+    inWords("the server cannot be reached; ask again when it is back."),
+  );
   if (reply.ok) return reply;
   if (reply.status === 401 && used === key()) keys.dispatchEvent(new Event("needed"));
   throw new Refused(reply.status, await problemOf(reply));
@@ -47,13 +55,15 @@ async function problemOf(reply) {
   }
 }
 
+const CUT = "the stream ended before its end: the server has gone.";
+
 /** The data of each server-sent event of a reply, parsed, up to `[DONE]`. */
 export async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new Error("the stream ended before its end: the server has gone.");
+    const { done, value } = await reader.read().catch(inWords(CUT));
+    if (done) throw new Error(CUT);
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {

@@ -117,6 +117,11 @@ class Column {
     }
     this.foot.textContent = parts.join(" · ");
   }
+
+  /** No more will come, though it has not ended. */
+  cut(word) {
+    if (this.version === null) this.foot.textContent += ` · ${word}`;
+  }
 }
 
 // -- a run ----------------------------------------------------------------------------------------
@@ -126,16 +131,21 @@ function problem(message = "") {
   byId("problem").hidden = !message;
 }
 
+function show(these) {
+  columns = these;
+  byId("columns").replaceChildren(...these.map((column) => column.root));
+}
+
 async function run(request, before = null) {
   abort?.abort();
   const own = (abort = new AbortController());
   const { mode, path, body } = request;
+  const said = byId("said");
+  const former = { columns, last, said: said.textContent };
   last = request;
   hideTip();
   problem();
-  columns = Array.from({ length: body.n }, (_, index) => new Column(index));
-  byId("columns").replaceChildren(...columns.map((column) => column.root));
-  const said = byId("said");
+  show(Array.from({ length: body.n }, (_, index) => new Column(index)));
   said.textContent = `seed ${body.seed}`;
   byId("stop").disabled = false;
   byId("replay").disabled = true;
@@ -151,8 +161,18 @@ async function run(request, before = null) {
     }
     if (before) said.textContent = `seed ${body.seed} · ${compared(before, mine)}`;
   } catch (failure) {
-    if (own.signal.aborted) said.textContent = `seed ${body.seed} · stopped`;
-    else problem(failure.message);
+    for (const column of mine) column.cut(own.signal.aborted ? "stopped" : "cut off");
+    if (abort !== own) return; // another run has taken its place
+    if (own.signal.aborted) {
+      said.textContent = `seed ${body.seed} · stopped`;
+      return;
+    }
+    problem(failure.message);
+    if (former.last && !mine.some((column) => column.ids.length)) {
+      last = former.last; // nothing has come in the place of what was there: it stays
+      said.textContent = former.said;
+      show(former.columns);
+    }
   } finally {
     if (abort === own) {
       byId("stop").disabled = true;
