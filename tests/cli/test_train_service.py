@@ -29,6 +29,7 @@ def test_every_field_is_an_option_that_arrives(started: list[Any], tmp_path: Pat
         if isinstance(each.default, int | float)
     }
     wanted |= {"host": "127.0.0.2", "state_dir": str(tmp_path), "served_model_name": "name"}
+    wanted |= {"max_checkpoint_bytes": 5 << 30}
     wanted |= {"api_keys": ("tml-a", "tml-b", "tml-c")}
     keys = tmp_path / "keys"
     keys.write_text("tml-b\n\ntml-c\n")
@@ -56,6 +57,7 @@ def test_every_field_is_an_option_that_arrives(started: list[Any], tmp_path: Pat
         ({"session_timeout": 0}, "session_timeout=0"),
         ({"state_dir": ""}, "state_dir is empty"),
         ({"state_dir": __file__}, "not a folder"),
+        ({"max_checkpoint_bytes": 0}, "max_checkpoint_bytes=0"),
         ({"max_model": 1}, "max_models"),
     ],
 )

@@ -14,7 +14,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
+from nano_inference.training_service.base import Adapter
+from nano_inference.training_service.messages import AdamParams
+from nano_inference.training_service.trainer import Bounds, Trainer
 from tests.training_service.asking import Asker, batch
 from tests.training_service.bigrams import VOCAB, Bigrams
 from tests.training_service.conftest import Services
@@ -536,6 +540,58 @@ def test_checkpoints_are_on_record(service: Services) -> None:
         for gone in (path, other):
             with pytest.raises(httpx.HTTPStatusError):
                 later.post("/weights_info", tinker_path=gone)
+
+
+def test_what_checkpoints_take_is_bounded(service: Services) -> None:
+    with service() as url:
+        asker = Asker(url)
+        asker.create(rank=64)
+        asker.result(asker.send_batch(sequences(1)))
+        asker.step()
+        asker.save("old")
+    size = sum(file.stat().st_size for file in service.folder.glob("runs/*/weights/old/*"))
+    bound = 10_000 + 2 * size  # that of an earlier service, one more, and what a save may need
+    with service(max_checkpoint_bytes=bound) as url:
+        asker = Asker(url)
+        run = asker.create(rank=64)["model_id"]
+        asker.result(asker.send_batch(sequences(1)))
+        asker.step()
+        assert "path" in asker.save("a")
+        before = sorted(service.folder.rglob("*"))
+        for ask in ("/save_weights", "/save_weights_for_sampler", "/save_weights_external"):
+            refused = asker.result(asker.send(ask, path="b"))
+            for words in ("max_checkpoint_bytes", f"{bound:,}", "Delete", "ttl_seconds"):
+                assert words in refused["error"], ask
+            assert refused["category"] == "user"
+        assert sorted(service.folder.rglob("*")) == before
+        assert "path" in asker.save("a", overwrite=True)  # in its own place there is room
+        asker.sampler()  # a nameless one does not count
+        asker.result(asker.send_batch(sequences(1)))
+        assert "metrics" in asker.step()  # training goes on
+        asker.http.delete(f"/training_runs/{run}/checkpoints/weights/a").raise_for_status()
+        assert "path" in asker.save("b", ttl_seconds=1)
+        assert "max_checkpoint_bytes" in asker.save("c")["error"]
+        time.sleep(1.1)
+        assert "path" in asker.save("c")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_checkpoint_takes_no_more_than_was_asked_for(service: Services, steps: int) -> None:
+    adapter = Adapter(rank=4, seed=1)
+    adam = AdamParams(
+        learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0, grad_clip_norm=0
+    )
+    trainer = Trainer(Bigrams().new_policy("x", adapter), Bounds(64, 32, 1000))
+    for _ in range(steps):
+        for _, param in trainer.policy.named_parameters():
+            param.grad = torch.ones_like(param)
+        trainer.optim_step(adam)
+    for optimizer, save in ((True, trainer.save), (False, trainer.save_adapter)):
+        folder = service.folder / str(optimizer)
+        folder.mkdir(parents=True)
+        save(folder)
+        written = sum(file.stat().st_size for file in folder.iterdir())
+        assert written <= trainer.size(optimizer=optimizer) < written + 16_384
 
 
 def test_adapters_are_downloaded_by_links_that_are_signed(service: Services) -> None:

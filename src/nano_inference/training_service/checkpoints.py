@@ -12,9 +12,11 @@ Each folder also has a `checkpoint.json`. A checkpoint appears under its name on
 import hashlib
 import json
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +36,7 @@ _SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,127}")
 _ABOUT = "checkpoint.json"
 _UNFINISHED = ".unfinished-"
+_ABOUT_BYTES = 512  # of checkpoint.json without its user_metadata, at most
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,16 @@ def moment(seconds: float) -> str:
 
 
 class Checkpoints:
-    """All checkpoints of a state folder, of earlier services too. Safe to call from any thread, one
-    writer for each run.
+    """All checkpoints of a state folder, of earlier services too. Safe to call from any thread, but
+    one thread writes.
+
+    Args:
+        folder: of the state.
+        most: bytes of all checkpoints together, but for snapshots; None: as the disk has.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._runs = folder / "runs"
+    def __init__(self, folder: Path, most: int | None = None) -> None:
+        self._runs, self._most = folder / "runs", most
         self._runs.mkdir(parents=True, exist_ok=True)
         for left in (*self._runs.glob("*/snapshots"), *self._runs.glob(f"*/*/{_UNFINISHED}*")):
             shutil.rmtree(left, ignore_errors=True)  # of a service that has ended
@@ -123,13 +130,15 @@ class Checkpoints:
         kind: Kind,
         name: str,
         fill: Callable[[Path], None],
+        size: int,
         *,
         overwrite: bool = False,
         ttl: float | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> Checkpoint:
-        """A new checkpoint, whose files `fill` writes into a folder. Raises `Refused` for a name
-        that is none, or that is taken.
+        """A new checkpoint, whose files `fill` writes into a folder, `size` bytes at most. Raises
+        `Refused`, before anything is written: for a name that is none, or that is taken, and where
+        there is no room.
         """
         if not _NAME.fullmatch(name):
             raise Refused(
@@ -144,6 +153,7 @@ class Checkpoints:
             "expires": None if ttl is None else now + ttl,
             "user_metadata": user_metadata,
         }
+        self._require_room(size + _ABOUT_BYTES + len(json.dumps(user_metadata)), target)
         with _Filled(target, fill) as folder:
             about["sha256"] = hashlib.sha256((folder / ADAPTER).read_bytes()).hexdigest()
             _write_json(folder / _ABOUT, about)
@@ -188,17 +198,17 @@ class Checkpoints:
     def of(self, run_id: str | None = None) -> list[Checkpoint]:
         """Those of a run, or all, the newest first."""
         folder = run_id if run_id is not None else "*"
-        found = [
-            self._read(about.parent)
-            for kind in TYPES
-            for about in self._runs.glob(f"{folder}/{kind}/*/{_ABOUT}")
-            if not about.parent.name.startswith(_UNFINISHED)
-        ]
+        found: list[Checkpoint] = []
+        for kind in TYPES:
+            for about in self._runs.glob(f"{folder}/{kind}/*/{_ABOUT}"):
+                if not about.parent.name.startswith(_UNFINISHED):
+                    with suppress(FileNotFoundError):  # another thread deletes it
+                        found.append(self._read(about.parent))
         return sorted(found, key=lambda each: (-each.created, each.path))
 
     def remove(self, path: str) -> None:
         """Delete a checkpoint. Raises as `find`."""
-        shutil.rmtree(self.find(path).folder)
+        self._drop(self.find(path).folder)
 
     def set_ttl(self, path: str, ttl: float | None) -> None:
         """Let it expire so many seconds from now; None: never. Raises as `find`."""
@@ -211,7 +221,27 @@ class Checkpoints:
         """Delete what has expired."""
         for each in self.of():
             if each.expires is not None and each.expires <= time.time():
-                shutil.rmtree(each.folder, ignore_errors=True)
+                self._drop(each.folder)
+
+    def _drop(self, folder: Path) -> None:
+        """It is gone at once for all others, whole."""
+        gone = folder.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
+        with suppress(FileNotFoundError):  # another thread was first
+            folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _require_room(self, size: int, target: Path) -> None:
+        """Raises `Refused` where so many bytes, in the place of what `target` has, are too many."""
+        if self._most is None:
+            return
+        self.sweep()
+        taken = sum(each.size for each in self.of() if each.folder != target)
+        if taken + size > self._most:
+            raise Refused(
+                f"this checkpoint may take {size:,} bytes, and the others take {taken:,}; all may "
+                f"take {self._most:,} (max_checkpoint_bytes). Delete some, or save with "
+                "ttl_seconds, after which they go."
+            )
 
     def _read(self, folder: Path) -> Checkpoint:
         about = read_json(folder / _ABOUT)

@@ -34,6 +34,10 @@ class TrainServiceConfig:
             together.
         max_pending: requests that have no result yet, of all sessions together.
         max_body_bytes: size of a request's body.
+        max_checkpoint_bytes: of all checkpoints in `state_dir`, those of earlier services too. A
+            save that could come to more is refused; deleting some makes room, and so do lifetimes.
+            Nameless sampler weights do not count: `max_snapshots` bounds them. None: as much as the
+            disk has.
         request_timeout: seconds after which a request that has not been begun, or a sample that has
             not ended, fails.
         result_timeout: seconds that a result waits to be fetched.
@@ -63,6 +67,9 @@ class TrainServiceConfig:
     max_request_tokens: int = option(262_144, LIMITS, "Tokens of one request.", least=1)
     max_pending: int = option(4096, LIMITS, "Requests without a result.", least=1)
     max_body_bytes: int = option(64 * MIB, LIMITS, "Size of a body.", least=1, size=True)
+    max_checkpoint_bytes: int | None = option(
+        None, LIMITS, "Of all checkpoints. Default: as the disk has.", least=1, size=True
+    )
     request_timeout: float = option(3600.0, LIMITS, "Seconds until a request fails.")
     result_timeout: float = option(600.0, LIMITS, "Seconds that a result is kept.")
     session_timeout: float = option(300.0, LIMITS, "Seconds without a heartbeat.")

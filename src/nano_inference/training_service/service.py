@@ -145,7 +145,7 @@ class Service:
     def __init__(self, config: TrainServiceConfig, base: Base) -> None:
         self.config, self.base = config, base
         self.name = config.served_model_name or base.folder
-        self.checkpoints = Checkpoints(Path(config.state_dir))
+        self.checkpoints = Checkpoints(Path(config.state_dir), config.max_checkpoint_bytes)
         self.futures = Futures(config.max_pending, config.result_timeout)
         self.sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
@@ -304,11 +304,13 @@ class Service:
         model = self.model(request.model_id)
 
         def work() -> Result:
+            trainer = model.require_trainer()
             made = self.checkpoints.write(
                 model.run.run_id,
                 "weights",
                 request.path or f"checkpoint-{request.seq_id:06d}",
-                model.require_trainer().save,
+                trainer.save,
+                trainer.size(optimizer=True),
                 overwrite=request.overwrite,
                 ttl=request.ttl_seconds,
                 user_metadata=request.user_metadata,
@@ -374,9 +376,11 @@ class Service:
         user_metadata: dict[str, str] | None,
     ) -> str:
         """On the training thread. The checkpoint's path."""
-        fill = model.require_trainer().save_adapter
+        trainer = model.require_trainer()
+        size = trainer.size(optimizer=False)
+        about: dict[str, Any] = {"ttl": ttl, "user_metadata": user_metadata}
         made = self.checkpoints.write(
-            model.run.run_id, kind, name, fill, ttl=ttl, user_metadata=user_metadata
+            model.run.run_id, kind, name, trainer.save_adapter, size, **about
         )
         self._touch(model)
         return made.path

@@ -23,6 +23,8 @@ from nano_inference.training_service.protobuf import Datum, ForwardBackward
 
 _OPTIMIZER, _STEPS = "optimizer.safetensors", "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# bytes, at most: what a file says of a tensor, without its name; a PEFT folder's configuration
+_HEADER, _CONFIG = 256, 8192
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,18 @@ class Trainer:
         self._optimizer.step()
         self._clear()
         return {"grad_norm": float(norm)}
+
+    def size(self, *, optimizer: bool) -> int:
+        """Bytes that `save` writes at most; without the optimizer, `save_adapter`."""
+        moments = [
+            each[moment]
+            for each in self._optimizer.state.values()
+            for moment in _MOMENTS
+            if optimizer
+        ]
+        tensors = [*self._params.values(), *moments]
+        names = sum(len(name) for name in self._params) * 4  # adapter, moments, steps
+        return sum(each.nbytes + _HEADER for each in tensors) + names + _CONFIG
 
     def save(self, folder: Path) -> None:
         """Write the adapter and the optimizer's state."""
