@@ -1,10 +1,12 @@
 """`make pictures`: the terminal pictures of the documents. Runs each command in a terminal, saves
-what it shows as SVG.
+what it shows as SVG. Each names a digest of the code whose output it shows; a test holds it current.
 
 Needs the embedded model `smollm2-135m`, and a system with pseudo-terminals (Linux, macOS).
 """
 
+import ast
 import fcntl
+import hashlib
 import json
 import os
 import pty
@@ -14,13 +16,19 @@ import subprocess
 import sys
 import termios
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PACKAGE = "src/nano_inference/"
 MODEL = "smollm2-135m"
+# what decides which tokens are sampled; all pictures show some
+BITS = (f"{PACKAGE}ops/cpu/backend.py:VERSION", f"{PACKAGE}models/gguf.py:CONVERTER_VERSION")
 WIDTH, HEIGHT = 96, 50
 QUESTION = "What is the capital of France?"
 PORT = 8000  # of the server in its picture; it must be free
@@ -31,48 +39,134 @@ COMMAND = [
     "from nano_inference.cli import app; app(prog_name='nano-inference')",
 ]
 
-# name -> the command's arguments, and the lines that are typed
-PICTURES: dict[str, tuple[list[str], list[str]]] = {
-    "generate": (
-        [
+BODY = json.dumps(
+    {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0}
+)
+ADDRESS = f"http://127.0.0.1:{PORT}/v1/chat/completions"
+
+
+class Picture(NamedTuple):
+    """One of a terminal.
+
+    Attributes:
+        command: as it is shown.
+        arguments: of `nano-inference`; of Python, where there are none.
+        lines: that are typed when it asks for them.
+        sources: what writes that which is seen: a file, or names in it ("FILE:NAME,NAME").
+    """
+
+    command: str
+    arguments: tuple[str, ...]
+    lines: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+def cli(arguments: tuple[str, ...], lines: tuple[str, ...], *sources: str) -> Picture:
+    """One of `nano-inference`."""
+    command = f"nano-inference {' '.join(map(quoted, arguments))}"
+    return Picture(command, arguments, lines, (*(PACKAGE + each for each in sources), *BITS))
+
+
+def quoted(word: str) -> str:
+    return f'"{word}"' if " " in word else word
+
+
+PICTURES = {
+    "cli-generate": cli(
+        (
             *("generate", MODEL, "-p", QUESTION, "-p", "Why is the sky blue?"),
             *("-n", "2", "--max-tokens", "48", "--temperature", "0.6", "--seed", "1", "--logprobs"),
-        ],
-        [],
+        ),
+        (),
+        "cli/generate.py:_show,_prompt_heading,_heading,_figures,_text,title",
+        "cli/terminal.py:legend,colored,_pieces",
     ),
-    "chat": (
-        ["chat", MODEL, "--max-tokens", "64", "--temperature", "0"],
-        [QUESTION, "And what is it known for?", "/reset", "/exit"],
+    "cli-chat": cli(
+        ("chat", MODEL, "--max-tokens", "64", "--temperature", "0"),
+        (QUESTION, "And what is it known for?", "/reset", "/exit"),
+        "cli/chat.py:_Session,_figures",
     ),
-    "info": (["info", MODEL], []),
+    "cli-info": cli(("info", MODEL), (), "cli/info.py"),
+    "cli-serve": cli(
+        ("serve", MODEL, "--port", str(PORT), "&"),
+        (f"curl {ADDRESS} -d '{BODY}'",),
+        "engine/backends.py:start_up_line",
+        "engine/memory.py:MemoryBudget",
+        "serving/log_lines.py:TextLines",
+        "serving/protocols/openai_chat.py:response,_finished,_choice",
+        "serving/runner.py:log_start",
+        "serving/server.py:log_ready",
+    ),
+    "demo": Picture(
+        "make demo",
+        (),
+        (),
+        ("examples/demo.py", f"{PACKAGE}engine/memory.py:MemoryBudget", *BITS),
+    ),
 }
 
 
+def digest_of(picture: Picture) -> str:
+    """Of all that a picture is made of, without comments and docstrings: whether it shows today's
+    output can be seen without making it again.
+    """
+    parts = [repr(picture), str(WIDTH)]
+    for source in picture.sources:
+        file, _, names = source.partition(":")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        nodes = [named(tree, name) for name in names.split(",")] if names else [tree]
+        parts += [word for node in nodes for word in words(node)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def named(tree: ast.Module, name: str) -> ast.AST:
+    """The first function, class or assignment of this name. Raises `LookupError`."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        for target in targets:
+            if name in (getattr(target, "name", None), getattr(target, "id", None)):
+                return node
+    raise LookupError(name)
+
+
+def words(node: ast.AST) -> Iterator[str]:
+    """A tree as words, the same for every Python."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return  # a docstring
+    yield type(node).__name__
+    for _, value in ast.iter_fields(node):
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, ast.AST):
+                yield from words(each)
+            elif each is not None:
+                yield repr(each)
+
+
+def shown_digest(name: str) -> str:
+    """What a picture on disk says that it was made of. Empty: nothing."""
+    found = re.search(r"<metadata>(\w+)</metadata>", (DOCS / f"{name}.svg").read_text("utf-8"))
+    return found.group(1) if found else ""
+
+
 def main() -> None:
-    for name, (arguments, lines) in PICTURES.items():
-        save(
-            f"cli-{name}",
-            f"nano-inference {' '.join(map(quoted, arguments))}",
-            run([*COMMAND, *arguments], lines),
-        )
-    save("cli-serve", f"nano-inference serve {MODEL} --port {PORT} &", served())
-    save("demo", "make demo", run([sys.executable, str(DOCS.parent / "examples" / "demo.py")], []))
-
-
-def save(name: str, command: str, written: str) -> None:
-    shown = screen(written)
-    (DOCS / f"{name}.svg").write_text(svg(f"$ {command}", shown), encoding="utf-8")
-    print(f"{name}.svg: {len(shown.splitlines())} lines")
+    for name, picture in PICTURES.items():
+        if name == "cli-serve":
+            written = served()
+        else:
+            demo = [sys.executable, str(ROOT / "examples" / "demo.py")]
+            command = [*COMMAND, *picture.arguments] if picture.arguments else demo
+            written = run(command, picture.lines)
+        shown = screen(written)
+        text = svg(f"$ {picture.command}", shown, digest_of(picture))
+        (DOCS / f"{name}.svg").write_text(text, encoding="utf-8")
+        print(f"{name}.svg: {len(shown.splitlines())} lines")
 
 
 def served() -> str:
     """What a server writes until it has answered one request, and that request with its answer."""
-    body = json.dumps(
-        {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 24, "temperature": 0}
-    )
-    address = f"http://127.0.0.1:{PORT}/v1/chat/completions"
+    (asked,) = PICTURES["cli-serve"].lines
     ours, theirs = terminal()
-    command = [*COMMAND, "serve", MODEL, "--port", str(PORT)]
+    command = [*COMMAND, *PICTURES["cli-serve"].arguments[:-1]]
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     ) as process:
@@ -83,7 +177,7 @@ def served() -> str:
             if not piece:
                 raise SystemExit(f"the server ended: {seen.decode(errors='replace')}")
             seen += piece
-        with urllib.request.urlopen(address, body.encode(), timeout=60) as reply:
+        with urllib.request.urlopen(ADDRESS, BODY.encode(), timeout=60) as reply:
             answer = reply.read().decode()
         process.terminate()
         while read(ours):
@@ -91,7 +185,7 @@ def served() -> str:
     os.close(ours)
     # without the day
     lines = [line.partition(" ")[2] for line in plain(seen.decode()).splitlines()]
-    return "\r\n".join([*lines, "", f"$ curl {address} -d '{body}'", "", answer])
+    return "\r\n".join([*lines, "", f"$ {asked}", "", answer])
 
 
 def terminal() -> tuple[int, int]:
@@ -101,7 +195,7 @@ def terminal() -> tuple[int, int]:
     return ours, theirs
 
 
-def run(command: list[str], lines: list[str]) -> str:
+def run(command: list[str], lines: tuple[str, ...]) -> str:
     """All that a command writes to a terminal of WIDTH columns. Lines are typed when it asks for
     them.
     """
@@ -161,7 +255,7 @@ def screen(text: str) -> str:
     return "\n".join(rows).rstrip()
 
 
-def svg(command: str, shown: str) -> str:
+def svg(command: str, shown: str, digest: str) -> str:
     with open(os.devnull, "w") as nowhere:
         console = Console(
             record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor"
@@ -173,12 +267,9 @@ def svg(command: str, shown: str) -> str:
     picture = console.export_svg(title="nano-inference", unique_id="cli")
     # a picture shall fetch nothing from the network
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)
+    picture = picture.replace("</svg>", f"<metadata>{digest}</metadata>\n</svg>")
     # some viewers drop spaces otherwise
     return picture.replace("<svg ", '<svg xml:space="preserve" ', 1)
-
-
-def quoted(word: str) -> str:
-    return f'"{word}"' if " " in word else word
 
 
 if __name__ == "__main__":

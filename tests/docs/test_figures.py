@@ -1,13 +1,17 @@
-"""The figures of README's table, and of the pictures, are those of the committed reports."""
+"""The figures of README's table, and of the pictures, are those of the committed reports; pictures
+of terminals are of today's code.
+"""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks.measure import RESULTS
 from benchmarks.peers.compare import OURS, best
 from benchmarks.plots import DIGEST, DRAWN, PICTURES, RATES, digest_of
+from examples import screenshots
 from tests.docs.test_docs import ROOT
 
 # The first words of a row in the table -> its workload.
@@ -52,3 +56,29 @@ def test_pictures_show_todays_reports(name: str) -> None:
     pyplot.close(figure)
     with Image.open(path) as picture:
         assert picture.info.get(DIGEST) == shown, "run python -m benchmarks plots"
+
+
+@pytest.mark.parametrize("name", screenshots.PICTURES)
+def test_pictures_of_terminals_show_todays_output(name: str) -> None:
+    made_of = screenshots.digest_of(screenshots.PICTURES[name])
+    assert screenshots.shown_digest(name) == made_of, "run python examples/screenshots.py"
+
+
+def test_a_picture_is_stale_when_what_it_shows_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screenshots, "ROOT", tmp_path)
+    picture = screenshots.Picture("x", (), (), ("code.py:shown,LIMIT",))
+
+    def digest(code: str) -> str:
+        (tmp_path / "code.py").write_text(code)
+        return screenshots.digest_of(picture)
+
+    code = 'LIMIT = 3\n\nclass Any:\n    def shown(self):\n        return f"{self} tokens"\n'
+    before = digest(code)
+    assert digest(code.replace("        return", '        "Why."\n        return')) == before
+    assert digest(f"# why\n{code}\ndef other():\n    pass\n") == before
+    assert digest(code.replace("tokens", "Tokens")) != before
+    assert digest(code.replace("3", "4")) != before
+    with pytest.raises(LookupError):
+        digest("LIMIT = 3\n")
