@@ -30,6 +30,7 @@ POLICIES = "tests/engine/test_kv_policies.py"
 ON_CUDA = "tests/invariance/test_triton_invariance.py -k"
 WINDOW_CACHES = "tests/kv_cache/test_window_cache.py"
 PAGED = "tests/ops/test_triton_attention.py"
+TRAINING = "tests/training_service/test_service.py"
 CATCHES = {
     "linear_splits_k_by_rows": ON_REFERENCE,
     "attention_tiles_from_chunk_start": ON_REFERENCE,
@@ -180,6 +181,13 @@ CATCHES = {
     "memory_of_a_served_adapter_is_written": "tests/engine/test_adapters.py -k memory_of",
     "adapter_rows_as_the_checkpoint_has_them": "tests/models/test_lora.py -k 'peft and next'",
     "draws_know_no_adapter_of_the_head": "tests/rl/test_lora_policy.py -k 'engines_to and reference'",
+    "repeated_requests_are_done_again": f"{TRAINING} -k come_twice",
+    "gradients_outlive_their_step": f"{TRAINING} -k add_up",
+    "gradients_of_a_failed_step_are_applied": f"{TRAINING} -k half_applied",
+    "moments_stay_behind_at_a_restore": f"{TRAINING} -k to_the_bit",
+    "clients_share_samplers_of_a_number": f"{TRAINING} -k each_from_its_own",
+    "samplers_leave_under_their_users": f"{TRAINING} -k few_slots",
+    "checkpoints_of_other_runs_take_nothing": f"{TRAINING} -k checkpoints_take",
     "text_beside_a_call_is_lost": "tests/serving/test_openai_responses.py -k one_after",
     "a_response_forgets_those_before": "tests/serving/test_openai_responses.py -k goes_on",
     "hash_knows_no_upper_halves": "tests/rl/test_parameter_states.py",

@@ -87,9 +87,9 @@ def test_requests_wait_for_their_turn_and_come_twice_in_vain(service: Services) 
             for seq in order:
                 if seq == 3:
                     asked = {"model_id": asker.model, "seq_id": 3}
-                    ids[3] = asker.post("/optim_step", **asked, adam_params={"learning_rate": 0.1})[
-                        "request_id"
-                    ]
+                    asked |= {"adam_params": {"learning_rate": 0.1}}
+                    ids[3] = asker.post("/optim_step", **asked)["request_id"]
+                    assert asker.post("/optim_step", **asked)["request_id"] == ids[3]
                 else:
                     ids[seq] = asker.send_bytes(bodies[seq])
                     assert asker.send_bytes(bodies[seq]) == ids[seq]
@@ -111,6 +111,7 @@ def test_gradients_add_up_over_batches(service: Services) -> None:
                 asker.send_batch(left[:size])
                 left = left[size:]
             norms.append(asker.step()["metrics"]["grad_norm"])
+            assert "no gradients" in asker.step()["error"]  # they are used up
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -176,6 +177,7 @@ def test_a_batch_that_fails_leaves_nothing_half_applied(service: Services) -> No
         assert "weights must be 7 finite numbers" in asker.result(bad)["error"]
         assert "weights must be 7" in refused["error"]
         assert adapter(service.folder, asker.save("after")["path"]) == before
+        assert "no gradients" in asker.step()["error"]  # those of the good one are gone
         asker.send_batch(sequences(1))
         assert asker.step()["metrics"]["grad_norm"] > 0
         # one without gradients fails alone
@@ -401,6 +403,19 @@ def test_samplers_share_few_slots_and_see_their_own_weights(service: Services) -
         for each in threads:
             each.join()
         assert [found[number] for number in range(12)] == expected * 3
+
+
+def test_two_clients_sample_each_from_its_own(service: Services) -> None:
+    with service() as url:
+        found = []
+        for number in (1, 2):
+            asker = Asker(url)
+            asker.create()
+            asker.send_batch(sequences(number))
+            asker.step(1.0)
+            found.append((asker, asker.sampler(0)))
+        drawn = [asker.sample(sampler, TOKENS, 0) for asker, sampler in found]
+        assert drawn[0] != drawn[1]
 
 
 def test_snapshots_are_bounded_and_inflight_ones_follow(service: Services) -> None:
