@@ -188,8 +188,8 @@ CATCHES = {
     "clients_share_samplers_of_a_number": f"{TRAINING} -k each_from_its_own",
     "samplers_leave_under_their_users": f"{TRAINING} -k few_slots",
     "checkpoints_of_other_runs_take_nothing": f"{TRAINING} -k checkpoints_take",
-    "text_beside_a_call_is_lost": "tests/serving/test_openai_responses.py -k one_after",
-    "a_response_forgets_those_before": "tests/serving/test_openai_responses.py -k goes_on",
+    "text_beside_a_call_is_lost": "tests/serving/openai/test_openai_responses.py -k one_after",
+    "a_response_forgets_those_before": "tests/serving/openai/test_openai_responses.py -k goes_on",
     "hash_knows_no_upper_halves": "tests/rl/test_parameter_states.py",
 }
 SECONDS = 400  # for one fault; a run that does not end is red too

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from nano_inference.models.loading import resolve_model
 from nano_inference.serving.client import STOPPING, EngineClient
@@ -34,6 +35,33 @@ from nano_inference.types import (
     TrainingSample,
     VersionSpan,
 )
+
+# Qwen's way, in short: tools in the system message, calls as tagged JSON, reasoning in tags.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "Answer with <tool_call></tool_call> and <think></think>.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% "
+    "endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS_AND_CALLS = (
+    "<think>\nWhat is asked? The weather.\n</think>\n\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
+)
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+]
 
 
 @dataclass(frozen=True)

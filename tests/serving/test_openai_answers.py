@@ -28,9 +28,16 @@ from nano_inference.serving.protocols.openai_schema import CHAT, COMPLETION, MOD
 from nano_inference.types import Delta, TrainingSample
 from tests.depth import at_depth
 from tests.serving.engines import until
-from tests.serving.scripted import Script, ScriptedClient, logprob, with_template
+from tests.serving.scripted import (
+    TEMPLATE,
+    THINKS_AND_CALLS,
+    TOOLS,
+    Script,
+    ScriptedClient,
+    logprob,
+    with_template,
+)
 from tests.serving.streams import events, post
-from tests.serving.test_openai_sdk import TEMPLATE, THINKS_AND_CALLS, TOOLS
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hello", "max_tokens": 20}

@@ -12,9 +12,15 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
-from tests.serving.scripted import Script, ScriptedClient, with_template
+from tests.serving.scripted import (
+    TEMPLATE,
+    THINKS_AND_CALLS,
+    TOOLS,
+    Script,
+    ScriptedClient,
+    with_template,
+)
 from tests.serving.streams import events, post
-from tests.serving.test_openai_sdk import TEMPLATE, THINKS_AND_CALLS, TOOLS
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 20}

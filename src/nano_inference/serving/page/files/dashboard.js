@@ -4,16 +4,17 @@
 
 import { metricsOf } from "./api.js";
 import { bars, grid, legend, overTime, stack } from "./charts.js";
-import { byId, html, shown, shownSeconds } from "./dom.js";
+import { byId, html, shown, shownSeconds, svg } from "./dom.js";
 
 const SPAN = 300; // seconds that are shown, at most
 const LEAST = 60; // at least
 const RECENT = 60; // seconds of a rate "of the last minute"
 
+// id -> its title, the histogram
 const LATENCIES = {
-  first: "time_to_first_token_seconds",
-  between: "inter_token_latency_seconds",
-  whole: "e2e_request_latency_seconds",
+  first: ["Time to first token", "time_to_first_token_seconds"],
+  between: ["Between tokens", "inter_token_latency_seconds"],
+  whole: ["End to end", "e2e_request_latency_seconds"],
 };
 const COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
 
@@ -21,6 +22,16 @@ export class Dashboard {
   #points = []; // one a look: {time, generated, prompts, running, waiting, engine}
   #marks = []; // of new weight versions
   #metrics = new Map();
+
+  constructor() {
+    for (const [id, [title]] of Object.entries(LATENCIES)) {
+      const heading = html("h2", { id: `${id}-title` }, title);
+      const note = html("p", { class: "note", id: `${id}-note` });
+      const parts = [heading, svg("svg", { id, class: "chart" }), note];
+      const about = { class: "card", "aria-labelledby": heading.id };
+      byId("drafts-card").before(html("section", about, ...parts));
+    }
+  }
 
   /** What the server has said now: the JSON of `/stats`, and the text of `/metrics`. */
   take(stats, metrics) {
@@ -72,7 +83,7 @@ export class Dashboard {
     this.#drawTime(newest);
     this.#drawBlocks(newest.engine);
     this.#drawPhases(newest.engine);
-    for (const [id, name] of Object.entries(LATENCIES)) this.#drawLatency(id, name);
+    for (const [id, [, name]] of Object.entries(LATENCIES)) this.#drawLatency(id, name);
     this.#drawDrafts(newest.engine.speculation);
   }
 

@@ -3,7 +3,6 @@ engine.
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -19,8 +18,7 @@ from nano_inference.serving.main import running_server
 from nano_inference.serving.parsing import ToolCallDelta
 from nano_inference.serving.protocols.kept_responses import KeptResponse, KeptResponses
 from nano_inference.serving.protocols.openai_responses import ItemStream
-from tests.serving.scripted import Script, ScriptedClient, with_template
-from tests.serving.test_openai_sdk import TEMPLATE, THINKS_AND_CALLS
+from tests.serving.scripted import THINKS_AND_CALLS, Script, ScriptedClient
 
 LOGPROBS: Any = ["message.output_text.logprobs"]
 TOOLS: Any = [
@@ -35,33 +33,6 @@ TOOLS: Any = [
         },
     }
 ]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedClient:
-    folder = with_template(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
-    return ScriptedClient(tokenizer_folder=folder, max_model_len=512)
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedClient) -> Iterator[str]:
-    with running_server(engine) as url:
-        yield url
-
-
-@pytest.fixture
-def script(engine: ScriptedClient) -> ScriptedClient:
-    engine.script = Script("Hello there, 🙂!", cached_tokens=3)
-    engine.requests.clear()
-    return engine
-
-
-@pytest.fixture
-def client(url: str, script: ScriptedClient) -> Iterator[OpenAI]:
-    with OpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
-    ) as client:
-        yield client
 
 
 def prompt(script: ScriptedClient) -> str:

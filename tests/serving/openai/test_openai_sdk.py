@@ -12,63 +12,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from nano_inference.errors import RequestTooLarge
-from nano_inference.serving.main import running_server
-from tests.serving.scripted import Script, ScriptedClient, with_template
+from tests.serving.scripted import THINKS_AND_CALLS, TOOLS, Script, ScriptedClient, with_template
 
-# Qwen's way, in short: tools in the system message, calls as tagged JSON, reasoning in tags.
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    "Answer with <tool_call></tool_call> and <think></think>.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% "
-    "endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-THINKS_AND_CALLS = (
-    "<think>\nWhat is asked? The weather.\n</think>\n\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
-)
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            },
-        },
-    }
-]
 HELLO: Any = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> ScriptedClient:
-    folder = with_template(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
-    return ScriptedClient(tokenizer_folder=folder, max_model_len=512)
-
-
-@pytest.fixture(scope="module")
-def url(engine: ScriptedClient) -> Iterator[str]:
-    with running_server(engine) as url:
-        yield url
-
-
-@pytest.fixture
-def script(engine: ScriptedClient) -> ScriptedClient:
-    engine.script = Script("Hello there, 🙂!", cached_tokens=3)
-    engine.requests.clear()
-    return engine
-
-
-@pytest.fixture
-def client(url: str, script: ScriptedClient) -> Iterator[OpenAI]:
-    with OpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
-    ) as client:
-        yield client
 
 
 @pytest.fixture
