@@ -29,6 +29,8 @@ Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "m
 Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
 Samples = Mapping[tuple[int, int], TrainingSample]  # likewise
 MOST_STEPS = 5000  # a scenario takes a few hundred
+PLENTY = 6000  # tokens that a cache holds where memory is not short
+CHECKED_AT_ONCE = 512  # blocks; where there are more, `check` is called in fewer steps
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Schedule:
         """The engine configuration that makes this schedule."""
         # tiny models, and filling memory takes time
         interpreted = self.backend == "cuda" and self.device == "cpu"
-        plenty = 2**20 if interpreted else 64 * 2**20
+        plenty = 2**20 if interpreted else min(4 * 2**20, PLENTY * bytes_per_token)
         memory = (
             plenty
             if self.num_blocks is None
@@ -234,9 +236,11 @@ def run(
                     samples += engine.abort([i for i, p in ids.items() if p == place])
             poison(engine)
             samples += engine.step()
-            engine.loop.check()
+            if step % (1 + len(engine.cache.blocks) // CHECKED_AT_ONCE) == 0:
+                engine.loop.check()
         else:
             raise AssertionError("livelock: requests are left after many steps")
+        engine.loop.check()
         return {
             (ids[s.request_id], s.sample_index): s for s in samples
         }, engine.stats().num_preemptions

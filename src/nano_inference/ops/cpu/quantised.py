@@ -49,7 +49,6 @@ class QuantisedWeight:
         scales, mins = (panels * LANES * num_groups * each for each in (4 if form.wide else 2, 4))
         codes = _aligned(panels * LANES * wide * form.bits // 8)
         whole = codes + _aligned(scales)
-        self._starts = codes, whole  # of scales and of minima
         size = (whole + mins if form.mins else codes + scales,)
         self.data = (
             torch.zeros(size, dtype=torch.uint8) if arena is None else arena.take(size, torch.uint8)
@@ -104,33 +103,20 @@ class QuantisedWeight:
         """
         require_rows(self.shape, start, given.codes)
         given = widened(given, self.form, self.bounds)
-        rows = torch.arange(start, start + len(given.codes))
-        at = rows.div(LANES, rounding_mode="floor"), rows % LANES
-        scales, mins = self._scales()
-        source = given.codes if given.codes.stride(1) == 1 else given.codes.contiguous()
+        codes = given.codes if given.codes.stride(1) == 1 else given.codes.contiguous()
+        scales = given.scales.contiguous()
+        mins = None if given.mins is None else given.mins.contiguous()
         load().nano_store_codes(
-            source.data_ptr(),
-            source.stride(0),
+            codes.data_ptr(),
+            codes.stride(0),
+            scales.data_ptr(),
+            None if mins is None else mins.data_ptr(),
             self.codes_ptr(),
             start,
-            len(source),
+            len(codes),
             self.columns,
             self.num_threads,
         )
-        scales.permute(0, 2, 1)[at] = given.scales.to(scales.dtype)
-        if mins is not None and given.mins is not None:
-            mins.permute(0, 2, 1)[at] = given.mins
-
-    def _scales(self) -> tuple[Tensor, Tensor | None]:
-        """Scales and minima [panels, groups, 16]."""
-        panels, groups = -(-self.rows // LANES), len(groups_of(self.bounds, self.form))
-        numbers = panels * groups * LANES
-        kind = torch.float32 if self.form.wide else torch.float16
-        scales = self.data[self._starts[0] :][: numbers * kind.itemsize].view(kind)
-        mins = None
-        if self.form.mins:
-            mins = self.data[self._starts[1] :].view(torch.float32).view(panels, groups, LANES)
-        return scales.view(panels, groups, LANES), mins
 
     def read(self, start: int = 0, count: int | None = None) -> Tensor:
         """What the codes of rows [start, start + count) stand for, [count, columns] in `dtype`;

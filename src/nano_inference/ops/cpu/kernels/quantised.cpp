@@ -224,6 +224,14 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);
 template void quantised_linear(const Linear<float>&, int64_t, int64_t, int64_t, int64_t);
 
+// Returns the scale as it is stored, which may be of 16 bits.
+static float store_scale(const Quantised& weight, int64_t place, float scale) {
+  if (weight.wide) return static_cast<float*>(const_cast<void*>(weight.scales))[place] = scale;
+  const uint16_t half = to_half(scale);
+  static_cast<uint16_t*>(const_cast<void*>(weight.scales))[place] = half;
+  return of_half(half);
+}
+
 // Row n in the panel that holds it; `codes` are whole quads, and those of 4 bits are stored with `base` added.
 static void store_codes(const Quantised& weight, int64_t n, const int8_t* codes, int base) {
   const int64_t quads = weight.num_quads(), panel = n / LANES, lane = n % LANES;
@@ -263,13 +271,7 @@ void quantise(const S* source, const Quantised& weight, int64_t start, int64_t c
       scale += range.known;
       const int64_t place = (panel * num_groups + g) * LANES + lane;
       if (weight.mins) const_cast<float*>(weight.mins)[place] = weight.bits == 4 ? scale * 8.f : 0.f;
-      if (!weight.wide) {
-        const uint16_t half = to_half(scale);
-        static_cast<uint16_t*>(const_cast<void*>(weight.scales))[place] = half;
-        scale = of_half(half);
-      } else {
-        static_cast<float*>(const_cast<void*>(weight.scales))[place] = scale;
-      }
+      scale = store_scale(weight, place, scale);
       if (range.known == 0.f) round_codes(part, size, scale == 0.f ? 0.f : 1.f / scale, low, high, codes.data() + first);
     }
     store_codes(weight, n, codes.data(), 8);
@@ -318,15 +320,20 @@ void nano_quantise(const void* source, int64_t source_is_bf16, const Quantised* 
   run_team(int(num_threads), work);
 }
 
-// Codes [count, columns] as they are, rows `stride` apart; scales and minima are written elsewhere.
-void nano_store_codes(const int8_t* source, int64_t stride, const Quantised* weight, int64_t start, int64_t count,
-                      int64_t columns, int64_t num_threads) {
+// Codes [count, columns] as they are, with scales and minima [count, groups]; rows of codes `stride` apart.
+void nano_store_codes(const int8_t* source, int64_t stride, const float* scales, const float* mins, const Quantised* weight,
+                      int64_t start, int64_t count, int64_t columns, int64_t num_threads) {
   auto work = [&](Team& team) {
-    const int base = weight->mins ? 0 : 8;
+    const int64_t num_groups = weight->num_groups();
     std::vector<int8_t> row(size_t(weight->num_quads() * QUAD), 0);
     for (int64_t i = team.begin(count); i < team.end(count); i++) {
       memcpy(row.data(), source + i * stride, size_t(columns));
-      store_codes(*weight, start + i, row.data(), base);
+      store_codes(*weight, start + i, row.data(), weight->mins ? 0 : 8);
+      for (int64_t g = 0; g < num_groups; g++) {
+        const int64_t place = ((start + i) / LANES * num_groups + g) * LANES + (start + i) % LANES;
+        store_scale(*weight, place, scales[i * num_groups + g]);
+        if (weight->mins) const_cast<float*>(weight->mins)[place] = mins[i * num_groups + g];
+      }
     }
   };
   run_team(int(num_threads), work);
