@@ -104,8 +104,8 @@ class QuantisedWeight:
         require_rows(self.shape, start, given.codes)
         given = widened(given, self.form, self.bounds)
         codes = given.codes if given.codes.stride(1) == 1 else given.codes.contiguous()
-        scales = given.scales.contiguous()
-        mins = None if given.mins is None else given.mins.contiguous()
+        scales = given.scales.float().contiguous()
+        mins = None if given.mins is None else given.mins.float().contiguous()
         load().nano_store_codes(
             codes.data_ptr(),
             codes.stride(0),
