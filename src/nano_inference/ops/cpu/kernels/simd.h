@@ -40,7 +40,7 @@ inline Mask first_lanes(int n) { return n >= LANES ? 0xffffu : n <= 0 ? 0u : (1u
 //         0 and its memory is not touched; pointers need no alignment
 //   Vec   vadd vsub vmul vdiv  vfma(a, b, c) = a * b + c  vmax(a, b) = a > b ? a : b  vmin likewise
 //   Vec   vround(a) to the nearest integer  vscale(a, n) = a * 2^n  vsqrt
-//   float vsum(a)  halves added to halves: lane i + lane i + 8, then + 4, + 2, + 1    vhighest(a) the largest lane
+//   float vsum(a)  halves added to halves: lane i + lane i + 8, then + 4, + 2, + 1    vhighest(a) likewise, by vmax
 //   Mask  vgt(a, b)  vge(a, b)  veq(a, b)  vnan(a)      Vec vselect(mask, a, b): a where the mask is set
 //   IVec  iset iload istore iadd isub imul ixor iand ior  ishl<n> ishr<n> (logical)  igt(a, b) signed, a Mask
 //   Vec   vfrom_int(i)  vbits(i)      IVec ito_int(v)  ibits(v)      IVec ilanes() = 0 .. 15

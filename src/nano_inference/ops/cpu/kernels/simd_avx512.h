@@ -27,7 +27,8 @@ inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec vsqrt(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec vround(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec vscale(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+// n within [-250, 250], of which any number is zero or infinite: of NaN and an infinite n vscalefps makes 0 or infinity.
+inline Vec vscale(Vec a, Vec n) { return _mm512_scalef_ps(a, _mm512_range_ps(n, vset(250), 2)); }
 
 inline __m128 sum_to4(Vec a) {
   __m256 t = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
@@ -38,7 +39,13 @@ inline float vsum(Vec a) {
   t = _mm_add_ps(t, _mm_movehl_ps(t, t));
   return _mm_cvtss_f32(_mm_add_ss(t, _mm_shuffle_ps(t, t, 1)));
 }
-inline float vhighest(Vec a) { return _mm512_reduce_max_ps(a); }
+// Not _mm512_reduce_max_ps, which takes halves in another order: of a number and a NaN a maximum is the second.
+inline float vhighest(Vec a) {
+  __m256 t = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  __m128 u = _mm_max_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+  u = _mm_max_ps(u, _mm_movehl_ps(u, u));
+  return _mm_cvtss_f32(_mm_max_ss(u, _mm_shuffle_ps(u, u, 1)));
+}
 
 inline Mask vgt(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Mask vge(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
