@@ -12,7 +12,7 @@ from nano_inference.types import SamplingParams
 
 # of one request: 128 samples of 32,768 tokens, say, or 16 of 8,192 with the 20 best tokens
 DEFAULT_ENTRIES = 5_000_000
-IDS_OF_AN_ENTRY = 4  # of routed experts
+IDS_OF_AN_ENTRY = 16  # of routed experts: a byte or two each, where other numbers are text
 RL_ENTRIES = 40_000_000  # the default of a server for trainers
 
 

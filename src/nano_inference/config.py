@@ -365,10 +365,7 @@ def _check_adapters(config: EngineConfig) -> None:
 
 
 def _check_routed_experts(config: EngineConfig) -> None:
-    on: object = config.enable_return_routed_experts
-    if not isinstance(on, bool):
-        raise ConfigError(f"enable_return_routed_experts={on!r} must be True or False.")
-    if not on:
+    if not config.enable_return_routed_experts:
         return
     ranks = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
     for name in ranks:

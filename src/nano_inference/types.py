@@ -315,13 +315,12 @@ class RoutedExperts:
         typestr = "|u1" if self.dtype == "uint8" else "<u2"
         return {"version": 3, "shape": self.shape, "typestr": typestr, "data": self.data}
 
-    def rows_from(self, start: int) -> "RoutedExperts":
-        """The rows from `start` on."""
-        rows, layers, per_token = self.shape
-        left, width = max(rows - start, 0), layers * per_token * (1 + (self.dtype == "uint16"))
-        return RoutedExperts(
-            (left, layers, per_token), self.dtype, self.data[len(self.data) - left * width :]
-        )
+    def rows(self, start: int, end: int | None = None) -> "RoutedExperts":
+        """The rows from `start` on, before `end`."""
+        kept = range(self.shape[0])[start:end]
+        width = self.shape[1] * self.shape[2] * (1 if self.dtype == "uint8" else 2)
+        data = self.data[kept.start * width : kept.stop * width]
+        return RoutedExperts((len(kept), *self.shape[1:]), self.dtype, data)
 
 
 class ContextVersions(NamedTuple):
