@@ -493,8 +493,8 @@ class SglangBuilder(Builder):
         self, sampling: SglangSampling, place: int, count: int, num_tokens: int
     ) -> int | None:
         request, name = self.request, "routed_experts_start_len"
-        start = max(0, one_of(request.routed_experts_start_len, place, count, name) or 0)
-        if start >= num_tokens:
+        start = one_of(request.routed_experts_start_len, place, count, name) or 0
+        if not 0 <= start <= num_tokens:
             raise bad_request(f"{name} is {start}, and the prompt has {num_tokens} tokens.", name)
         name = "return_routed_experts"
         if not (
