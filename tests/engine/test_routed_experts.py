@@ -241,7 +241,9 @@ def test_an_update_in_the_middle(
         engine.add_request(prompt_of(9), drawn(12))
         samples = drain(engine)
         samples += engine.generate([prompt_of(9)], drawn(12))
-    assert {each.weight_version for each in samples} == ({0, 1} if kv_policy == "finish_old" else {1})
+    assert {each.weight_version for each in samples} == (
+        {0, 1} if kv_policy == "finish_old" else {1}
+    )
     for sample in samples:
         check(sample, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
 

@@ -13,6 +13,7 @@ from nano_inference.types import (
     ContextVersions,
     Delta,
     EngineStats,
+    RoutedExperts,
     SamplingMask,
     SamplingParams,
     SpeculationStats,
@@ -66,6 +67,14 @@ SAMPLES = st.builds(
     kv_versions=tuples(st.builds(ContextVersions, IDS, IDS, tuples(SPANS))),
     loss_mask=tuples(st.booleans()),
     sampling_params=st.none() | PARAMS,
+    routed_experts=st.none()
+    | st.builds(
+        RoutedExperts,
+        st.tuples(IDS, IDS, IDS),
+        st.sampled_from(["uint8", "uint16"]),
+        st.binary(max_size=20),
+    ),
+    routed_experts_unknown=st.none() | TEXTS,
 )
 DELTAS = st.builds(
     Delta,

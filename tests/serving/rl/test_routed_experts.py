@@ -78,8 +78,10 @@ def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
     found = npy(choice["routed_experts"])
     assert (found.shape, found.dtype) == (SHAPE, np.uint8)
     assert (found == expected).all()
-    assert (npy(vllm(server, routed_experts_prompt_start=3)["choices"][0]["routed_experts"])
-            == expected[3:]).all()
+    assert (
+        npy(vllm(server, routed_experts_prompt_start=3)["choices"][0]["routed_experts"])
+        == expected[3:]
+    ).all()
     assert vllm(server, routed_experts=False)["choices"][0]["routed_experts"] is None
     told = vllm(server, 400, routed_experts_prompt_start=5)
     assert "routed_experts_prompt_start is 5, and the prompt has 5 tokens" in json.dumps(told)
