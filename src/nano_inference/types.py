@@ -303,11 +303,22 @@ class RoutedExperts:
         dtype: of an id.
         data: the ids in C order, little-endian; those of a token and layer rise. A layer without
             experts has zeros.
+
+    Raises `InvalidRequest` where the three do not fit together.
     """
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     dtype: Literal["uint8", "uint16"]
     data: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        size = 1 if self.dtype == "uint8" else 2
+        fits = math.prod(self.shape) * size == len(self.data)
+        if len(self.shape) != 3 or min(self.shape) < 0 or not fits:
+            raise InvalidRequest(
+                f"routed experts of shape {self.shape} and {self.dtype} do not fit "
+                f"{len(self.data)} bytes."
+            )
 
     @property
     def __array_interface__(self) -> dict[str, object]:

@@ -226,7 +226,7 @@ def test_experts_of_samples_are_checked_against_the_models_own(folder: Path) -> 
         model = PolicyModel(engine, micro_batch_tokens=64)
         whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
         given = [sample.routed_experts for sample in samples]
-        own = model(whole, from_position=[20, 20, 9, 9], routed_experts=given[:2] + [None, None])
+        own = model(whole, from_position=[20, 20, 9, 9], routed_experts=[*given[:2], None, None])
         assert [bits(each) for each in own[:2]] == [
             bits(torch.tensor(sample.logprobs)) for sample in samples[:2]
         ]

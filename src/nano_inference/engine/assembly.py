@@ -192,8 +192,6 @@ def plan_engine(
                 specs[DRAFT] = found.layer  # for the keys and values of its layer
     if config.draft_model is not None:
         _require_drafting(config, specs, rank)
-    if config.enable_return_routed_experts:
-        _require_experts(specs[POLICY], rank)
     _require_same_vocabulary(specs, config)
     _require_lockstep(config, specs, rank)
     parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
@@ -211,11 +209,7 @@ def plan_engine(
     )
     budget = plan_memory(config, parts, claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
-    if config.enable_return_routed_experts and ops.name == "cuda":
-        raise ConfigError(
-            "enable_return_routed_experts=True is not possible with backend='cuda', whose steps "
-            "keep no record of experts; use backend='cpu' or 'reference'."
-        )
+    _require_experts(config, specs[POLICY], rank, ops)
     if DRAFT in specs:
         require_drafting(config, ops, specs[DRAFT], dtype, device)
     if heads is not None and ops.name == "cuda":
@@ -521,8 +515,15 @@ def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: R
         specs[DRAFT] = replace(specs[DRAFT], max_position=policy.max_position)
 
 
-def _require_experts(policy: ModelSpec, rank: Rank) -> None:
-    """Raise `ConfigError` unless a record of the policy's experts can be kept."""
+def _require_experts(config: EngineConfig, policy: ModelSpec, rank: Rank, ops: Ops) -> None:
+    """Raise `ConfigError` unless the record of experts can be kept that the config asks for."""
+    if not config.enable_return_routed_experts:
+        return
+    if ops.name == "cuda":
+        raise ConfigError(
+            "enable_return_routed_experts=True is not possible with backend='cuda', whose steps "
+            "keep no record of experts; use backend='cpu' or 'reference'."
+        )
     if policy.moe is None:
         raise ConfigError(
             "enable_return_routed_experts=True needs a model with routed experts, and "

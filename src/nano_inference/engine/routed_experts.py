@@ -1,5 +1,5 @@
-"""Routed experts that go out with samples, read from the policy's record while a sequence still holds
-its blocks.
+"""Routed experts of samples, read from the policy's record while a sequence still holds its
+blocks.
 """
 
 from collections.abc import Callable
