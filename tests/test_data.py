@@ -275,7 +275,7 @@ def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> Non
     assert pa.array([plain], type=kind.arrow(pa)).to_pylist() == [plain]
 
 
-@pytest.mark.parametrize("annotation", [dict[str, int], tuple[int, str], float | None, bytes])
+@pytest.mark.parametrize("annotation", [dict[str, int], tuple[int, str], float | None, bytearray])
 def test_a_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
     with pytest.raises(TypeError):
         kinds.kind_of(annotation)

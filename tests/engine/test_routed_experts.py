@@ -307,6 +307,7 @@ def test_what_goes_on_has_all_its_experts(build: Build, oracles: dict[str, Oracl
     check(partial, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
     check(resumed, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
     assert whole.routed_experts is not None
+    assert partial.routed_experts is not None
     assert partial.routed_experts == whole.routed_experts.rows(0, partial.routed_experts.shape[0])
 
 

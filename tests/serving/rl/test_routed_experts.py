@@ -83,8 +83,8 @@ def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
         == expected[3:]
     ).all()
     assert vllm(server, routed_experts=False)["choices"][0]["routed_experts"] is None
-    told = vllm(server, 400, routed_experts_prompt_start=5)
-    assert "routed_experts_prompt_start is 5, and the prompt has 5 tokens" in json.dumps(told)
+    told = vllm(server, 400, routed_experts_prompt_start=6)
+    assert "routed_experts_prompt_start is 6, and the prompt has 5 tokens" in json.dumps(told)
 
 
 def test_every_sample_has_its_own(server: str) -> None:

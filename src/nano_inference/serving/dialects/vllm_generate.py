@@ -233,7 +233,7 @@ class VllmBuilder(Builder):
         unless the request says otherwise.
         """
         start = self._sampling.routed_experts_prompt_start
-        if start is not None and start >= len(self._prompt):
+        if start is not None and start > len(self._prompt):
             raise bad_request(
                 f"routed_experts_prompt_start is {start}, and the prompt has {len(self._prompt)} "
                 "tokens.",
