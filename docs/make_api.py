@@ -29,6 +29,7 @@ GROUPS = {
             "VersionSpan",
             "ContextVersions",
             "SamplingMask",
+            "RoutedExperts",
         ),
         *("WeightUpdate", "WeightPatch", "SamplingPipeline", "AdapterInfo", "LoraSettings"),
     ),

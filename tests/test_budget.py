@@ -29,6 +29,7 @@ demands = st.builds(
     scores_prompt=st.booleans(),
     counts_prompt=st.booleans(),
     repeats_prompt=st.booleans(),
+    routed=st.integers(0, 40),
 )
 NAMES = {field: field for field in Demand._fields}
 
@@ -58,6 +59,7 @@ def test_what_a_refusal_suggests_fits_and_one_more_does_not(demand: Demand, budg
         num_samples=1,
         max_tokens=1,
         numbers=demand.numbers,
+        routed=demand.routed,
         scores_prompt=demand.scores_prompt,
     )
     if not changes:

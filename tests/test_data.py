@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from nano_inference import (
     ConfigError,
     NanoInferenceError,
+    RoutedExperts,
     SamplingParams,
     TrainingSample,
     VersionSpan,
@@ -66,7 +67,17 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         sampling_mask=filters and draw(st.booleans()),
         cache_salt=draw(st.none() | st.text()),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
+        routed_experts=draw(st.booleans()),
     )
+
+
+@st.composite
+def routed_experts(draw: st.DrawFn) -> RoutedExperts:
+    """Any that fit together."""
+    shape = draw(st.tuples(*[st.integers(0, 4)] * 3))
+    dtype, size = draw(st.sampled_from([("uint8", 1), ("uint16", 2)]))
+    length = math.prod(shape) * size
+    return RoutedExperts(shape, dtype, draw(st.binary(min_size=length, max_size=length)))  # pyright: ignore[reportArgumentType]
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
@@ -76,6 +87,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return ATOMS[annotation]
     if annotation is SamplingParams:
         return sampling_params()
+    if annotation is RoutedExperts:
+        return routed_experts()
     if annotation is types.NoneType:
         return st.none()
     if typing.get_origin(annotation) is Literal:
@@ -262,7 +275,7 @@ def test_kinds_of_fields_to_come(annotation: Any, value: Any, plain: Any) -> Non
     assert pa.array([plain], type=kind.arrow(pa)).to_pylist() == [plain]
 
 
-@pytest.mark.parametrize("annotation", [dict[str, int], tuple[int, str], float | None, bytes])
+@pytest.mark.parametrize("annotation", [dict[str, int], tuple[int, str], float | None, bytearray])
 def test_a_field_without_a_column_is_noticed_at_import(annotation: Any) -> None:
     with pytest.raises(TypeError):
         kinds.kind_of(annotation)

@@ -22,6 +22,7 @@ from nano_inference import (
     KVCacheManager,
     PagedKVCache,
     RadixKVCache,
+    RoutedExperts,
     SamplingMask,
     SamplingParams,
     SchedulerConfig,
@@ -50,6 +51,7 @@ NAMES = {
         "TrainingSample",
         "VersionSpan",
         "SamplingMask",
+        "RoutedExperts",
         "EngineStats",
         "ContextVersions",
         "Sequence",
@@ -104,6 +106,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "draft_layers": None,
         "draft_quantization": None,
         "max_drafts": 8,
+        "enable_return_routed_experts": False,
         "max_loras": 0,
         "max_lora_rank": 64,
         "loras": (),
@@ -139,6 +142,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "prompt_top_logprobs": 0,
         "grammar": None,
         "adapter": None,
+        "routed_experts": False,
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,
@@ -165,6 +169,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "sampling_params": None,
         "prompt_top_logprobs": None,
         "adapter_versions": (),
+        "routed_experts": None,
+        "routed_experts_unknown": None,
     },
     SchedulerConfig: {
         "max_batch_size": 256,
@@ -203,6 +209,7 @@ FIELDS: dict[type, dict[str, Any]] = {
     },
     VersionSpan: {"version": REQUIRED, "start": REQUIRED, "end": REQUIRED},
     SamplingMask: {"offsets": REQUIRED, "token_ids": REQUIRED},
+    RoutedExperts: {"shape": REQUIRED, "dtype": REQUIRED, "data": REQUIRED},
 }
 
 RL_NAMES = {"MismatchReport", "PolicyModel", "differences", "mismatch_report", "replay", "score"}

@@ -12,6 +12,7 @@ from nano_inference.types import SamplingParams
 
 # of one request: 128 samples of 32,768 tokens, say, or 16 of 8,192 with the 20 best tokens
 DEFAULT_ENTRIES = 5_000_000
+IDS_OF_AN_ENTRY = 16  # of routed experts: a byte or two each, where other numbers are text
 RL_ENTRIES = 40_000_000  # the default of a server for trainers
 
 
@@ -29,6 +30,8 @@ class Demand(NamedTuple):
         scores_prompt: `prompt_logprobs` are asked for.
         counts_prompt: each sample counts the prompt's tokens (`repetition_penalty`).
         repeats_prompt: the answer tells of the prompt with each sample, not once.
+        routed: for each token, the prompt's too: its `routed_experts`, `IDS_OF_AN_ENTRY` to an
+            entry, as ids of experts are small.
     """
 
     prompt: int
@@ -41,6 +44,7 @@ class Demand(NamedTuple):
     scores_prompt: bool = False
     counts_prompt: bool = False
     repeats_prompt: bool = False
+    routed: int = 0
 
     def entries(self) -> int:
         """The cost. Samples share the prompt, so it counts once unless the answer repeats it."""
@@ -48,7 +52,12 @@ class Demand(NamedTuple):
 
 
 def demand_of(
-    prompt_len: int, params: SamplingParams, num_samples: int, *, repeats_prompt: bool = False
+    prompt_len: int,
+    params: SamplingParams,
+    num_samples: int,
+    *,
+    repeats_prompt: bool = False,
+    experts: int = 0,
 ) -> Demand:
     """The counts of a request.
 
@@ -57,6 +66,7 @@ def demand_of(
         params: how its samples are drawn, and what is told of them.
         num_samples: how many.
         repeats_prompt: see `Demand`.
+        experts: ids of routed experts that a token of a sample has, if they are asked for.
     """
     ids = len(params.logit_bias) + len(params.allowed_token_ids or ()) + len(params.stop_token_ids)
     return Demand(
@@ -70,6 +80,7 @@ def demand_of(
         scores_prompt=params.prompt_logprobs,
         counts_prompt=params.repetition_penalty != 1,
         repeats_prompt=repeats_prompt,
+        routed=-(-experts // IDS_OF_AN_ENTRY) if params.routed_experts else 0,
     )
 
 
@@ -115,6 +126,7 @@ _LEVERS = {
     "prompt": ("prompt_top_logprobs", "num_samples", "prompt"),
     "completions": ("top_logprobs", "max_tokens", "num_samples"),
     "parameters": ("num_samples", "parameters"),
+    "routed": ("num_samples", "max_tokens", "prompt"),
 }
 
 
@@ -127,6 +139,7 @@ def _parts(demand: Demand) -> dict[str, int]:
         * (demand.numbers + demand.top_logprobs),
         "parameters": demand.num_samples
         * (demand.parameters + demand.counts_prompt * demand.prompt),
+        "routed": demand.num_samples * (demand.prompt + demand.max_tokens) * demand.routed,
     }
 
 

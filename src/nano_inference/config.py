@@ -147,6 +147,10 @@ class EngineConfig:
             format as `quantization` names them, made anew after each weight update. None: it shares
             them.
         max_drafts: guessed tokens of one sample in a step.
+        enable_return_routed_experts: keep a record of the experts that every token goes through, so
+            that samples can have them (`SamplingParams.routed_experts`): two bytes an expert beside
+            the KV cache, counted as part of it. For models with experts, on one rank, with
+            `backend="cpu"` or `"reference"`.
         max_loras: how many adapters of low rank may be loaded at once (docs/adapters.md); 0: as
             many as `loras` names. On one rank, for `backend="cpu"` and `"reference"` on a CPU.
         max_lora_rank: of their matrices, at most 256.
@@ -243,6 +247,9 @@ class EngineConfig:
         None, DRAFTS, "With --draft-model self: guess with weights as codes of 8 or 4 bits."
     )
     max_drafts: int = option(8, DRAFTS, "Guessed tokens of a sample in a step.", least=1)
+    enable_return_routed_experts: bool = option(
+        False, ENGINE, "Let samples have the experts of their tokens."
+    )
     max_loras: int = option(0, ENGINE, "Adapters that may be loaded at once.", least=0)
     max_lora_rank: int = option(64, ENGINE, "Of their matrices.", least=1)
     loras: tuple[str, ...] = option(
@@ -274,6 +281,7 @@ class EngineConfig:
         _check_drafts(self)
         _check_quantization(self)
         _check_adapters(self)
+        _check_routed_experts(self)
         _check_kv_cache_dtype(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
@@ -354,6 +362,24 @@ def _check_adapters(config: EngineConfig) -> None:
     ranks = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
     if (config.max_loras or config.loras) and ranks * config.expert_parallel > 1:
         raise ConfigError("adapters are computed by one rank; leave max_loras or the ranks out.")
+
+
+def _check_routed_experts(config: EngineConfig) -> None:
+    if not config.enable_return_routed_experts:
+        return
+    ranks = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    for name in ranks:
+        if getattr(config, name) > 1:
+            raise ConfigError(
+                f"enable_return_routed_experts=True needs one rank, so {name}="
+                f"{getattr(config, name)} is not possible with it; use replicas."
+            )
+    if config.backend == "cuda" or config.attention in ("triton", "flashinfer"):
+        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
+        raise ConfigError(
+            f"enable_return_routed_experts=True is not possible with {choice}, whose steps keep no "
+            "record of experts; use backend='cpu' or 'reference'."
+        )
 
 
 def _check_numbers(config: EngineConfig) -> None:

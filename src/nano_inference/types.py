@@ -103,6 +103,8 @@ class SamplingParams:
             sample ends, also before `min_tokens`.
         adapter: name of the adapter that samples, on top of the weights (docs/adapters.md); None:
             the weights alone.
+        routed_experts: also return the experts that each token went through; needs an engine of
+            `enable_return_routed_experts`.
     """
 
     temperature: float = option(
@@ -160,6 +162,7 @@ class SamplingParams:
     adapter: str | None = option(
         None, SAMPLING, "Name of a loaded adapter that samples.", metavar="NAME"
     )
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -177,7 +180,7 @@ class SamplingParams:
         if self.seed is not None:
             whole("seed", self.seed, 0, 2**64)
         _require_name(self.adapter)
-        for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.cache_salt, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -253,6 +256,9 @@ class SamplingParams:
         return self.filters or (masks and self.temperature > 0)
 
 
+_FLAGS = ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask", "routed_experts")
+
+
 def _require_name(adapter: object) -> None:
     if adapter is not None and not (isinstance(adapter, str) and adapter):
         raise InvalidRequest(f"adapter={adapter!r} must be a name, or None.")
@@ -284,6 +290,48 @@ class SamplingMask:
     def rows(self) -> list[tuple[int, ...]]:
         """The ids that were kept, token by token."""
         return [self.token_ids[begin:end] for begin, end in pairwise(self.offsets)]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """Which experts tokens went through, layer by layer. `numpy.asarray` of it is the array of its
+    shape, without a copy.
+
+    Attributes:
+        shape: rows, layers of the model, experts of a token. There is a row for each token of
+            prompt and completion but the last one, which nothing was computed of.
+        dtype: of an id.
+        data: the ids in C order, little-endian; those of a token and layer rise. A layer without
+            experts has zeros.
+
+    Raises `InvalidRequest` where the three do not fit together.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Literal["uint8", "uint16"]
+    data: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        size = 1 if self.dtype == "uint8" else 2
+        fits = math.prod(self.shape) * size == len(self.data)
+        if len(self.shape) != 3 or min(self.shape) < 0 or not fits:
+            raise InvalidRequest(
+                f"routed experts of shape {self.shape} and {self.dtype} do not fit "
+                f"{len(self.data)} bytes."
+            )
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """By which numpy reads it."""
+        typestr = "|u1" if self.dtype == "uint8" else "<u2"
+        return {"version": 3, "shape": self.shape, "typestr": typestr, "data": self.data}
+
+    def rows(self, start: int, end: int | None = None) -> "RoutedExperts":
+        """The rows from `start` on, before `end`."""
+        kept = range(self.shape[0])[start:end]
+        width = self.shape[1] * self.shape[2] * (1 if self.dtype == "uint8" else 2)
+        data = self.data[kept.start * width : kept.stop * width]
+        return RoutedExperts((len(kept), *self.shape[1:]), self.dtype, data)
 
 
 class ContextVersions(NamedTuple):
@@ -355,6 +403,9 @@ class TrainingSample:
             for, under the distribution that `prompt_logprobs` is of. The first entry is empty.
         adapter_versions: which version of its adapter (`sampling_params.adapter`) sampled which
             tokens, as in `weight_versions`; empty without one.
+        routed_experts: the experts that each token went through as its keys and values were
+            computed, if asked for and known.
+        routed_experts_unknown: why they are not known; None: they are, or nobody asked.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -381,6 +432,8 @@ class TrainingSample:
     sampling_params: SamplingParams | None = None
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
     adapter_versions: tuple[VersionSpan, ...] = ()
+    routed_experts: RoutedExperts | None = None
+    routed_experts_unknown: str | None = None
 
     @property
     def oldest_weight_version(self) -> int:

@@ -98,6 +98,7 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     if kind is EngineConfig:  # a model that drafts has one rank: see below
         del wanted["draft_model"], wanted["draft_layers"], wanted["draft_quantization"]
         del wanted["max_loras"], wanted["loras"]  # and so has one with adapters
+        del wanted["enable_return_routed_experts"]  # or with a record of experts
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
@@ -117,9 +118,11 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     assert run("serve", "smollm2-135m", *self_drafts).exit_code == 0
     found = started[2][0]
     assert (found.draft_model, found.draft_layers, found.draft_quantization) == ("self", 7, "int8")
+    assert run("serve", "smollm2-135m", "--enable-return-routed-experts").exit_code == 0
+    assert started[3][0].enable_return_routed_experts
     adapters = ("--lora", "a=/a", "--lora", "b=/b", "--max-loras", "3")
     assert run("serve", "smollm2-135m", *adapters).exit_code == 0
-    assert (started[3][0].loras, started[3][0].max_loras) == (("a=/a", "b=/b"), 3)
+    assert (started[4][0].loras, started[4][0].max_loras) == (("a=/a", "b=/b"), 3)
 
 
 def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:

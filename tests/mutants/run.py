@@ -30,6 +30,7 @@ POLICIES = "tests/engine/test_kv_policies.py"
 ON_CUDA = "tests/invariance/test_triton_invariance.py -k"
 WINDOW_CACHES = "tests/kv_cache/test_window_cache.py"
 PAGED = "tests/ops/test_triton_attention.py"
+ROUTED = "tests/engine/test_routed_experts.py"
 TRAINING = "tests/training_service/test_service.py"
 CATCHES = {
     "linear_splits_k_by_rows": ON_REFERENCE,
@@ -173,6 +174,10 @@ CATCHES = {
     "experts_routed_again_in_the_backward": "tests/rl/test_expert_routes.py -k made_to_choose",
     "sinks_lost_by_the_merge": "tests/ops/test_partial_attention.py -k 'states and reference'",
     "routes_read_one_slot_late": "tests/rl/test_expert_routes.py -k goes_through",
+    "routes_stay_behind_in_copied_blocks": f"{ROUTED} -k copied_block",
+    "routed_experts_of_the_next_token": f"{ROUTED} -k copied_block",
+    "old_weights_leave_no_routes": f"{ROUTED} -k 'in_the_middle and finish_old'",
+    "foreign_blocks_keep_their_slots_routes": f"{ROUTED} -k another_engine",
     "blocking_update_looks_at_itself_alone": "tests/engine/test_blocking_updates.py -k every_short",
     "cpu_adapter_of_the_first_row": "tests/ops/test_lora.py -k its_own",
     "adapter_of_the_step_for_all_rows": "tests/invariance/test_adapter_invariance.py -k 'shares and reference'",

@@ -3,6 +3,7 @@ own choices.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference import InferenceEngine, SamplingParams
+from nano_inference import InferenceEngine, InvalidRequest, SamplingParams
 from nano_inference.ops import reference
 from nano_inference.ops.cpu import moe as cpu_moe
 from nano_inference.rl import PolicyModel, score
@@ -215,3 +216,37 @@ def test_a_record_that_holds_no_choice_is_an_error(
         logprobs = model.logprobs([SEQUENCES[2]])[0]
         with pytest.raises(RuntimeError, match="choice of experts"):
             logprobs[1:].sum().backward()
+
+
+def test_experts_of_samples_are_checked_against_the_models_own(folder: Path) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1, routed_experts=True)
+    options: dict[str, Any] = {"dtype": "bfloat16", "enable_return_routed_experts": True}
+    with build(folder, **options) as engine:
+        samples = engine.generate([SEQUENCES[0][:20], SEQUENCES[1][:9]], params, 2)
+        model = PolicyModel(engine, micro_batch_tokens=64)
+        whole = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
+        given = [sample.routed_experts for sample in samples]
+        own = model(whole, from_position=[20, 20, 9, 9], routed_experts=[*given[:2], None, None])
+        assert [bits(each) for each in own[:2]] == [
+            bits(torch.tensor(sample.logprobs)) for sample in samples[:2]
+        ]
+        assert given[2] is not None
+        changed = bytearray(given[2].data)
+        layers, per_token = given[2].shape[1:]
+        changed[(10 * layers + 2) * per_token + 1] ^= 1
+        wrong = [*given[:2], replace(given[2], data=bytes(changed)), given[3]]
+        with pytest.raises(InvalidRequest, match="sequence 2, token 10, layer 2: the sample went"):
+            model(whole, routed_experts=wrong)
+        model(whole, from_position=len(whole[2]), routed_experts=[None, None, wrong[2], None])
+        for bad, told in [
+            (given[:3], "3 routed_experts for 4 sequences"),
+            ([given[2], *given[1:]], "sequence 0: routed_experts have the shape"),
+        ]:
+            with pytest.raises(InvalidRequest, match=told):
+                model(whole, routed_experts=bad)
+        for name, param in model.named_parameters():  # other weights choose other experts
+            if name.endswith("mlp.gate.weight"):
+                param.data.neg_()
+        with pytest.raises(InvalidRequest, match=r"sequence 0, token 0, layer 0"):
+            model(whole, routed_experts=given)
+        engine.loop.check()

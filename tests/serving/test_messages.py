@@ -13,6 +13,7 @@ from nano_inference.types import (
     ContextVersions,
     Delta,
     EngineStats,
+    RoutedExperts,
     SamplingMask,
     SamplingParams,
     SpeculationStats,
@@ -66,6 +67,9 @@ SAMPLES = st.builds(
     kv_versions=tuples(st.builds(ContextVersions, IDS, IDS, tuples(SPANS))),
     loss_mask=tuples(st.booleans()),
     sampling_params=st.none() | PARAMS,
+    routed_experts=st.none()
+    | st.binary(max_size=20).map(lambda data: RoutedExperts((1, len(data), 1), "uint8", data)),
+    routed_experts_unknown=st.none() | TEXTS,
 )
 DELTAS = st.builds(
     Delta,

@@ -6,6 +6,7 @@ How a field is written follows from its type in `TrainingSample`:
 | type                        | column                    | Parquet  | JSON                                           |
 |-----------------------------|---------------------------|----------|------------------------------------------------|
 | `int`, `str`, `bool`        | itself                    | int64, … | itself                                         |
+| `bytes`                     | base64                    | string   | string                                         |
 | `float`                     | itself                    | double   | all digits; nan: `null`; ∞: `"Infinity"`       |
 | `tuple[X, ...]`             | list                      | list     | array                                          |
 | `frozenset[X]`              | sorted list               | list     | array                                          |

@@ -2,6 +2,7 @@
 package's table.
 """
 
+import base64
 import collections.abc
 import dataclasses
 import math
@@ -65,6 +66,18 @@ def _scalar(type_: type, choices: tuple[str, ...] | None = None) -> Kind:
         return {int: pa.int64(), str: pa.string(), bool: pa.bool_()}[type_]
 
     return Kind(lambda value: value, from_plain, arrow, is_scalar=True)
+
+
+def _bytes_from(plain: Any) -> bytes:
+    try:
+        return base64.b64decode(plain, validate=True)
+    except (TypeError, ValueError):
+        raise Mismatch(f"{plain!r} is not base64.") from None
+
+
+_BYTES = Kind(
+    lambda value: base64.b64encode(value).decode("ascii"), _bytes_from, lambda pa: pa.string()
+)
 
 
 def _list(item: Kind) -> Kind:
@@ -177,6 +190,8 @@ def kind_of(annotation: Any) -> Kind:
     match typing.get_origin(annotation):
         case None if annotation is float:
             return _FLOAT
+        case None if annotation is bytes:
+            return _BYTES
         case None if annotation in (int, str, bool):
             return _scalar(annotation)
         case None if dataclasses.is_dataclass(annotation) or hasattr(annotation, "_fields"):

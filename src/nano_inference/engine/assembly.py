@@ -56,6 +56,7 @@ from nano_inference.models.draft_heads import (
 )
 from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
 from nano_inference.models.rank_exchange import RankExchange
+from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import ModelShard, shard_of
 from nano_inference.models.shard_checks import mesh_of, require_experts
 from nano_inference.models.spec import ModelSpec
@@ -208,6 +209,7 @@ def plan_engine(
     )
     budget = plan_memory(config, parts, claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
+    _require_experts(config, specs[POLICY], rank, ops)
     if DRAFT in specs:
         require_drafting(config, ops, specs[DRAFT], dtype, device)
     if heads is not None and ops.name == "cuda":
@@ -315,6 +317,10 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     storages = {
         name: by_key[storage_key(spec, budget.layout, name)] for name, spec in specs.items()
     }
+    moe = specs[POLICY].moe
+    if config.enable_return_routed_experts and moe is not None:
+        kept = storages[POLICY]
+        models[POLICY].routes = RouteRecord(moe, kept.num_blocks, kept.block_size, device)
     if config.draft_model == SELF:
         models = {**models, DRAFT: _self_draft(config, models[POLICY])}
         storages[DRAFT] = storages[POLICY]
@@ -507,6 +513,27 @@ def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: R
         )
     if DRAFT in specs:  # it limits no sequence: beyond its own positions its drafts are worse
         specs[DRAFT] = replace(specs[DRAFT], max_position=policy.max_position)
+
+
+def _require_experts(config: EngineConfig, policy: ModelSpec, rank: Rank, ops: Ops) -> None:
+    """Raise `ConfigError` unless the record of experts can be kept that the config asks for."""
+    if not config.enable_return_routed_experts:
+        return
+    if ops.name == "cuda":
+        raise ConfigError(
+            "enable_return_routed_experts=True is not possible with backend='cuda', whose steps "
+            "keep no record of experts; use backend='cpu' or 'reference'."
+        )
+    if policy.moe is None:
+        raise ConfigError(
+            "enable_return_routed_experts=True needs a model with routed experts, and "
+            f"{policy.architecture} has none; leave it out."
+        )
+    if rank.engines[1] > 1:
+        raise ConfigError(
+            "enable_return_routed_experts=True is not possible in engines in lockstep, which route "
+            "rows of each other; use replicas."
+        )
 
 
 def _num_scratch(config: EngineConfig) -> int:

@@ -23,6 +23,7 @@ from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop, GrammarReady
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
+from nano_inference.engine.routed_experts import route_taker
 from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
 from nano_inference.engine.speculation import make_drafter, measure_costs
 from nano_inference.engine.transports import WeightTransport, receive_update
@@ -87,6 +88,7 @@ class InferenceEngine:
             self.loop.sequences.versions[REFERENCE] = 0
         checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
         self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
+        self.intake.take_routes = route_taker(self.model)
         self.loop.start_grammar = self._start_grammar
         self.shared = SharedLoop(self.loop, partial(why_dead, config=config, loop=self.loop))
         self.blocks = BlockExchange(

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 from nano_inference.engine.requests import (
@@ -55,6 +55,8 @@ class Intake:
         self.token_masks = TokenMasks(self.grammars)
         # False: who hands in requests has checked their grammars, apart from the steps
         self.checks_grammars = True
+        # called with each sequence whose routed experts are wanted, as it ends
+        self.take_routes: Callable[[Sequence], None] | None = None
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def new_request_id(self) -> int:
@@ -136,6 +138,7 @@ class Intake:
             scored=range(len(token_ids) - 1) if params.prompt_logprobs else range(0),
             num_best=params.prompt_top_logprobs,
             streaming=stream,
+            at_end=self.take_routes if params.routed_experts else None,
         )
         return Sequence(
             self.live.new_id(),

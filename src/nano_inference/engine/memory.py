@@ -18,9 +18,11 @@ from nano_inference.engine.storage import (
 )
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
+from nano_inference.models.routes import bytes_per_token
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.scheduling.sequence import POLICY
 
 CPU_SHARE = 0.25  # of the available memory
 
@@ -189,6 +191,9 @@ def plan_memory(
     stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
     unit_bytes = _bytes_of_keys(held, layout, kv_format(dtype, config.kv_cache_dtype)) * stored
     unit_bytes += _bytes_of_states(held, layout, config.block_size, dtype)
+    routes, ids_of_a_unit = _bytes_of_routes(config, held), -(-asked_len // max(layout.window, 1))
+    # blocks of layers with a window alone share a unit one after the other
+    unit_bytes += -(-routes // layout.num_full) if layout.num_full else routes * ids_of_a_unit
     memory = _for_the_cache(config, claims, device, unit_bytes * layout.num_units, ranks_here)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
     useful = config.max_batch_size * layout.most_units(
@@ -228,7 +233,7 @@ def _with_states(
     """
     size = config.block_size
     kept = kv_format(dtype, config.kv_cache_dtype)
-    block_bytes = _bytes_of_keys(specs, layout, kept) * size
+    block_bytes = _bytes_of_keys(specs, layout, kept) * size + _bytes_of_routes(config, specs)
     unit_bytes = _bytes_of_states(specs, layout, size, dtype)
     least = layout.most_in_window(1, size)
     memory = _for_the_cache(config, claims, device, block_bytes + least * unit_bytes, 1)
@@ -278,6 +283,14 @@ def _bytes_of_states(
     """Bytes that layers with a state keep of one block, in all storages."""
     kept = {storage_key(spec, layout, name): spec.state for name, spec in specs.items()}
     return sum(state_bytes(each, block_size, dtype) for each in kept.values() if each is not None)
+
+
+def _bytes_of_routes(config: EngineConfig, specs: Mapping[str, ModelSpec]) -> int:
+    """Bytes of the record of a block's experts, where there is one."""
+    moe = specs[POLICY].moe
+    if moe is None or not config.enable_return_routed_experts:
+        return 0
+    return bytes_per_token(moe) * config.block_size
 
 
 def _for_the_cache(

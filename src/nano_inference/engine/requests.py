@@ -81,9 +81,23 @@ class RequestChecks:
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
         self._require_vocabulary(params)
         self._require_fit(prompt_len, params.max_tokens)
-        budget, demand = self._budget(max_entries), demand_of(prompt_len, params, num_samples)
+        if params.routed_experts and not self.experts_per_token:
+            raise InvalidRequest(
+                "routed_experts=True needs an engine that keeps a record of them; build it with "
+                "enable_return_routed_experts=True."
+            )
+        budget = self._budget(max_entries)
+        demand = demand_of(prompt_len, params, num_samples, experts=self.experts_per_token)
         require_affordable(demand, budget)
         return most_mask_ids(demand, budget)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Ids of routed experts that a sample may have for each token, of all layers; 0: none."""
+        moe = self.spec.moe
+        if moe is None or not self.config.enable_return_routed_experts:
+            return 0
+        return len(moe.layers) * moe.experts_per_token
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Ids that end a sample: the request's and, unless ignored, the model's. Raises

@@ -70,6 +70,7 @@ def resumed(
         streaming=stream,
         past_contexts=sample.kv_versions,
         appended=_appended_before(sample) + new,
+        at_end=intake.take_routes if params.routed_experts else None,
     )
     starts = [(span.version, span.start) for span in sample.weight_versions]
     seq = Sequence(

@@ -16,6 +16,7 @@ from nano_inference.engine.sleeping import Sleep, give_back
 from nano_inference.engine.storage import KVStorage
 from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
+from nano_inference.models.routes import RouteRecord
 from nano_inference.ops.lora import HeadRows
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
@@ -151,7 +152,8 @@ class ModelRunner:
         shared = [key for key in changing if kept[key] is model.params[key]]
         if shared or name not in self.models:
             params = {**kept, **{key: model.params[key].clone() for key in shared}}
-            self.models[name] = model.twin(params)
+            self.models[name] = twin = model.twin(params)
+            twin.routes = model.routes  # its rows lie in the same slots
             self.storages[name] = self.storages[weight_set]
 
     def set_aside_for(self, update: WeightUpdate) -> None:
@@ -193,6 +195,8 @@ class ModelRunner:
         """Put back what `read_blocks` gave, into blocks that nothing reads now."""
         (own,) = parts
         self.storage.write_blocks(block_ids, own)
+        for record in self._records():
+            record.forget(block_ids)
 
     def close(self) -> None:
         """Let go of weights and KV tensors."""
@@ -204,9 +208,14 @@ class ModelRunner:
         if copies:
             for storage in set(self.storages.values()):
                 storage.copy_blocks(copies)
-            for model in self.models.values():
-                if model.routes is not None:
-                    model.routes.copy_blocks(copies)
+            for record in self._records():
+                record.copy_blocks(copies)
+
+    def _records(self) -> set[RouteRecord]:
+        """Of the experts that rows went through, where there are some; weight sets may share
+        one.
+        """
+        return {model.routes for model in self.models.values() if model.routes is not None}
 
     def _compute(self, batches: Sequence[ForwardBatch], previous: Any) -> StepResult:
         """Compute batches of the device, and put their results together."""

@@ -15,6 +15,11 @@ from nano_inference.models.moe_spec import MoeSpec
 from nano_inference.ops.moe import Moe
 
 
+def bytes_per_token(moe: MoeSpec) -> int:
+    """What a record takes for each token that the KV cache has room for."""
+    return sum(moe.layers) * moe.experts_per_token * torch.int16.itemsize
+
+
 class RouteRecord:
     """Expert ids int16 [layers of experts, slots + 1, K], rising in each row; -1 where nothing was
     computed yet.
@@ -70,6 +75,11 @@ class RouteRecord:
             :num_rows
         ]
         return self._ids[:, slots.to(self._ids.device)].transpose(0, 1).cpu().contiguous()
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """The rows of these blocks were computed elsewhere: nobody here knows their experts."""
+        blocks = torch.tensor(block_ids, device=self._ids.device)
+        self._ids[:, :-1].unflatten(1, (-1, self.block_size))[:, blocks] = -1
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy whole blocks (source, target), as `KVStorage.copy_blocks` does."""

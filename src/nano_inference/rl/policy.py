@@ -37,9 +37,11 @@ from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import (
     BatchScores,
     Grammars,
+    Routed,
     ScoreBatch,
     TokenIds,
     check_batch,
+    require_same_experts,
     score_batch,
 )
 from nano_inference.rl.torch_decoder import TorchDecoder
@@ -60,10 +62,15 @@ class ScoringModule(nn.Module):
         from_position: int | Iterable[int] = 0,
         temperature: float = 1.0,
         grammar: Grammars = None,
+        routed_experts: Routed = None,
     ) -> list[Tensor]:
         """See `logprobs`."""
         return self.logprobs(
-            sequences, from_position=from_position, temperature=temperature, grammar=grammar
+            sequences,
+            from_position=from_position,
+            temperature=temperature,
+            grammar=grammar,
+            routed_experts=routed_experts,
         )
 
     def logprobs(
@@ -73,15 +80,21 @@ class ScoringModule(nn.Module):
         from_position: int | Iterable[int] = 0,
         temperature: float = 1.0,
         grammar: Grammars = None,
+        routed_experts: Routed = None,
     ) -> list[Tensor]:
         """Log-probability of each token given those before it, under the parameters;
         differentiable.
 
-        Arguments, results and errors are those of `score`. Parameters must not change before
+        Arguments, results and errors are those of `score`. `routed_experts` of samples, one (or
+        None) a sequence, are checked: the model goes through its own choices, which are the
+        engine's to the bit under the same weights, and raises `InvalidRequest` that names the first
+        token and layer where those differ. Parameters must not change before
         `backward`, which raises torch's error if they did. Entries of gradient 0 cost nothing in
         it, nor do sequences of nothing else.
         """
-        batch = check_batch(self.engine, sequences, from_position, temperature, grammar)
+        batch = check_batch(
+            self.engine, sequences, from_position, temperature, grammar, routed_experts
+        )
         params = dict(self.named_parameters())
         if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
             flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
@@ -215,7 +228,10 @@ class PolicyModel(ScoringModule):
         """The scores, and the states of the parameters that they were computed from."""
         with self._trainer.lock:
             states = self._trainer.follow(dict(self.named_parameters()))
-            return score_batch(self.engine, batch, self._trainer.name), states
+            scores = score_batch(self.engine, batch, self._trainer.name)
+        if any(batch.routed) and (moe := self.engine.spec.moe) is not None:
+            require_same_experts(batch, scores.routes, moe.layers)
+        return scores, states
 
     @torch.no_grad()
     def _gradients(

@@ -19,9 +19,11 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.scheduling.sequence import POLICY, ServedAdapter
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.token_masks import NotInGrammar
+from nano_inference.types import RoutedExperts
 
 TokenIds = Listed[int] | Tensor
 Grammars = Grammar | Iterable[Grammar | None] | None
+Routed = Iterable[RoutedExperts | None] | None
 
 
 def score(
@@ -88,6 +90,7 @@ class ScoreBatch:
     positions: list[int]
     temperature: float
     masks: list[SequenceMasks | None]
+    routed: list[RoutedExperts | None]
 
 
 def check_batch(
@@ -96,8 +99,11 @@ def check_batch(
     from_position: int | Iterable[int],
     temperature: float,
     grammar: Grammars = None,
+    routed_experts: Routed = None,
 ) -> ScoreBatch:
-    """Check what `score` is called with. Raises as it says there."""
+    """Check what `score` is called with, and the experts that sequences went through before. Raises
+    as it says there.
+    """
     token_ids = [
         checked_sequence(engine, sequence, place) for place, sequence in enumerate(sequences)
     ]
@@ -106,7 +112,63 @@ def check_batch(
     masks = _masks(engine, token_ids, positions, _grammars(grammar, len(token_ids)))
     if temperature == 0:  # logprobs are the model's own
         masks = [None] * len(token_ids)
-    return ScoreBatch(token_ids, positions, above_0, masks)
+    routed = _routed(engine, token_ids, routed_experts)
+    return ScoreBatch(token_ids, positions, above_0, masks, routed)
+
+
+def _routed(
+    engine: InferenceEngine, token_ids: list[list[int]], routed_experts: Routed
+) -> list[RoutedExperts | None]:
+    """The experts of each sequence, if they are given. Raises `InvalidRequest` where they are not
+    those of such a sequence.
+    """
+    if routed_experts is None:
+        return [None] * len(token_ids)
+    given, moe = list(routed_experts), engine.spec.moe
+    if len(given) != len(token_ids):
+        raise InvalidRequest(
+            f"{len(given)} routed_experts for {len(token_ids)} sequences; give one, or None, for "
+            "each."
+        )
+    if moe is None:
+        raise InvalidRequest(
+            f"routed_experts are given, and {engine.spec.architecture} has none; leave them out."
+        )
+    for place, (each, ids) in enumerate(zip(given, token_ids, strict=True)):
+        wanted = (len(ids) - 1, len(moe.layers), moe.experts_per_token)
+        if each is not None and each.shape != wanted:
+            raise InvalidRequest(
+                f"sequence {place}: routed_experts have the shape {each.shape}, and this model "
+                f"has {wanted} for {len(ids)} tokens; give those of the same tokens."
+            )
+    return given
+
+
+def require_same_experts(
+    batch: ScoreBatch, routes: Listed[Tensor | None], layers: Listed[bool]
+) -> None:
+    """Raise `InvalidRequest` where a sequence goes through other experts than it is said to have
+    gone through; a sequence that was not computed is passed over.
+
+    Args:
+        batch: with the experts that are given.
+        routes: of the forward pass, as in `BatchScores`.
+        layers: which layers of the model have experts.
+    """
+    of_experts = np.array(layers).nonzero()[0]
+    for place, (given, own) in enumerate(zip(batch.routed, routes, strict=True)):
+        if given is None or own is None:
+            continue
+        theirs, ours = np.asarray(given)[:, of_experts], own.numpy()
+        differing = (theirs != ours).any(axis=2).nonzero()
+        if len(differing[0]):
+            token, layer = (int(each[0]) for each in differing)
+            raise InvalidRequest(
+                f"sequence {place}, token {token}, layer {of_experts[layer]}: the sample went "
+                f"through experts {theirs[token, layer].tolist()}, and this model chooses "
+                f"{ours[token, layer].tolist()}; score it under the weights and numerics that "
+                "computed it, or leave routed_experts out."
+            )
 
 
 class BatchScores(NamedTuple):

@@ -33,7 +33,7 @@ _OF_SAMPLES = {field.name for field in fields(TrainingSample)} - {"logprobs"} | 
     "oldest_weight_version"
 }
 # fields that a request has to ask for
-_ASKED_FOR = frozenset({"raw_logprobs", "sampling_mask", "prompt_logprobs"})
+_ASKED_FOR = frozenset({"raw_logprobs", "sampling_mask", "prompt_logprobs", "routed_experts"})
 
 
 @dataclass(frozen=True)

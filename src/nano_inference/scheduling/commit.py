@@ -314,7 +314,7 @@ def training_samples(
     completion = seq.token_ids[request.num_prompt_tokens :]
     text, failed = whole_text(seq)
     finish = failed or finish
-    loss_mask = (True,) * len(completion)
+    loss_mask, experts = (True,) * len(completion), seq.routed_experts
     for each in request.appended:
         loss_mask = (*loss_mask[: each.start], *[False] * len(each), *loss_mask[each.stop :])
     spans, adapter_spans = (
@@ -350,6 +350,8 @@ def training_samples(
             loss_mask=loss_mask,
             sampling_params=params,
             prompt_top_logprobs=(_NOTHING, *seq.score_best) if params.prompt_top_logprobs else None,
+            routed_experts=None if isinstance(experts, str) else experts,
+            routed_experts_unknown=experts if isinstance(experts, str) else None,
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]

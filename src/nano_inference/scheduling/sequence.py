@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys, adapter_key
 from nano_inference.types import (
     ContextVersions,
+    RoutedExperts,
     SamplingMask,
     SamplingParams,
     TopLogprobs,
@@ -246,6 +247,8 @@ class Sequence:
         grammar: that its completion follows, where there is one.
         adapter: that computes it, on top of the weights, where there is one.
         adapter_starts: (version of the adapter, first completion token).
+        routed_experts: of its tokens, once it has ended, where they are wanted; or why they are not
+            known.
     """
 
     seq_id: int
@@ -279,6 +282,7 @@ class Sequence:
     output_log_kept_mass: list[float] = field(default_factory=list[float])
     mask: GrowingMask = field(default_factory=GrowingMask)
     output_top: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
+    routed_experts: RoutedExperts | str | None = None
 
     def __post_init__(self) -> None:
         self.most_tokens = self.request.num_prompt_tokens + self.request.params.max_tokens

@@ -109,6 +109,7 @@ class EngineCore:
             sampling_defaults=generation_defaults(engine.model_folder),
             grammar_backend=engine.config.grammar_backend,
             adapters=tuple(engine.adapters()),
+            experts_per_token=engine.intake.checks.experts_per_token,
         )
 
     def prepare(self) -> None:

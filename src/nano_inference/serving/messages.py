@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from nano_inference.budget import DEFAULT_ENTRIES
+from nano_inference.budget import DEFAULT_ENTRIES, IDS_OF_AN_ENTRY
 from nano_inference.config import EngineConfig
 from nano_inference.serving.log_lines import LogFormat
 from nano_inference.structured.grammar import BackendName
@@ -73,6 +73,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             `SamplingParams`.
         grammar_backend: as in its configuration.
         adapters: with which it started.
+        experts_per_token: ids of routed experts that a sample may have for each token; 0: none.
     """
 
     model_path: str
@@ -89,6 +90,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, float] = {}
     grammar_backend: BackendName = "llguidance"
     adapters: tuple[AdapterInfo, ...] = ()
+    experts_per_token: int = 0
 
 
 # -- to the engine ---------------------------------------------------------------------------------
@@ -328,6 +330,8 @@ def _size(delta: Delta) -> int:
     best = [*(sample.top_logprobs or ())[:1], *(sample.prompt_top_logprobs or ())[1:2]]
     tokens = len(sample.completion_tokens) + len(sample.prompt_logprobs or ())
     masked = 0 if sample.sampling_mask is None else len(sample.sampling_mask.token_ids)
+    if sample.routed_experts is not None:
+        masked += len(sample.routed_experts.data) // IDS_OF_AN_ENTRY
     return 1 + masked + tokens * (1 + sum(len(each.token_ids) for each in best))
 
 

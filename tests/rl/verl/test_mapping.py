@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,13 @@ from nano_inference.rl.verl.mapping import (
     token_output,
     wanted,
 )
-from nano_inference.types import FinishReason, SamplingParams, TrainingSample, VersionSpan
+from nano_inference.types import (
+    FinishReason,
+    RoutedExperts,
+    SamplingParams,
+    TrainingSample,
+    VersionSpan,
+)
 
 DEFAULTS = RequestDefaults(prompt_length=20, response_length=30, max_model_len=100)
 AGENT_LOOP = {
@@ -123,6 +130,16 @@ def test_a_sample_as_a_token_output() -> None:
             "num_cached_tokens": 2,
         },
     }
+
+
+def test_routed_experts_are_an_array_that_torch_takes() -> None:
+    routed = RoutedExperts((5, 2, 1), "uint8", bytes(range(10)))
+    asked = wanted({}, 3, replace(DEFAULTS, routed_experts=True))
+    assert asked.params.routed_experts
+    found = token_output(replace(SAMPLE, routed_experts=routed), asked, GlobalSteps())
+    experts = torch.from_numpy(found["routed_experts"])
+    assert (experts.shape, experts.dtype) == ((5, 2, 1), torch.int32)
+    assert experts.flatten().tolist() == list(range(10))
 
 
 @pytest.mark.parametrize(

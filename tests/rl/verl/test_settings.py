@@ -76,7 +76,6 @@ def test_options_of_the_engine_alone() -> None:
         {"tensor_model_parallel_size": 2},
         {"data_parallel_size": 4},
         {"quantization": "fp8"},
-        {"enable_rollout_routing_replay": True},
         {"logprobs_mode": "raw_logits"},
         {"load_format": "pt"},
         {"prometheus": SimpleNamespace(enable=True)},
@@ -86,6 +85,13 @@ def test_options_of_the_engine_alone() -> None:
 def test_what_the_engine_cannot_do_is_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         engine_config(rollout(**changes), "some/model", 0)
+
+
+def test_routing_replay_asks_for_routed_experts() -> None:
+    told = rollout(enable_rollout_routing_replay=True)
+    assert engine_config(told, "some/model", 0).enable_return_routed_experts
+    assert not engine_config(rollout(), "some/model", 0).enable_return_routed_experts
+    assert request_defaults(told, 700, 1).routed_experts
 
 
 def test_what_requests_are_when_they_do_not_say() -> None:

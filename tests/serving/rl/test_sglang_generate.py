@@ -356,11 +356,11 @@ def test_one_version_of_the_weights(rl_server: str) -> None:
             "weight_version.exact_version must be",
         ),
         ({"input_ids": [5], "n_wanted": 2}, "num_wanted"),
+        ({"input_ids": [5], "return_routed_experts": True}, "keeps no record of routed experts"),
         *(
             ({"input_ids": [5], name: value}, f"{name} is not supported")
             for name, value in {
                 "image_data": ["a.png"],
-                "return_routed_experts": True,
                 "return_hidden_states": True,
                 "token_ids_logprob": [5],
                 "custom_logit_processor": "a",

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from nano_inference.errors import InvalidRequest
 from nano_inference.options import is_whole
 from nano_inference.types import FinishReason, SamplingParams, TrainingSample
@@ -24,6 +26,7 @@ _OWN = {field.name for field in fields(SamplingParams)} - {
     "prompt_top_logprobs",
     "top_logprobs",
     "sampling_mask",
+    "routed_experts",
 }
 
 
@@ -39,6 +42,7 @@ class RequestDefaults:
         seed: of every request that brings none (verl's `full_determinism`); None: fresh ones.
         raw_logprobs: `log_probs` are the model's own, not those of the distribution that was
             sampled from.
+        routed_experts: the experts of each token are handed out, for verl's routing replay.
     """
 
     prompt_length: int
@@ -48,6 +52,7 @@ class RequestDefaults:
     ignore_eos: bool = False
     seed: int | None = None
     raw_logprobs: bool = False
+    routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ def wanted(
         **rest,
         max_tokens=max_tokens,
         raw_logprobs=log_probs and defaults.raw_logprobs,
+        routed_experts=defaults.routed_experts,
         prompt_logprobs=best is not None,
         prompt_top_logprobs=best or 0,
     )
@@ -172,7 +178,14 @@ def token_output(sample: TrainingSample, asked: Wanted, steps: GlobalSteps) -> d
         "log_probs": None if log_probs is None else list(log_probs),
         "stop_reason": STOP_REASONS[sample.finish_reason],
         "extra_fields": extra,
-    }
+    } | _routed_experts(sample)
+
+
+def _routed_experts(sample: TrainingSample) -> dict[str, Any]:
+    """An array int32 [tokens - 1, layers, K] that verl may write to, where they are known."""
+    if sample.routed_experts is None:
+        return {}
+    return {"routed_experts": np.array(sample.routed_experts, dtype=np.int32)}
 
 
 def refused_output(step: int | None) -> dict[str, Any]:

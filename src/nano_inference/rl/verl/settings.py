@@ -18,7 +18,6 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "pipeline_model_parallel_size": ((1,), _ONE_PROCESS),
     "expert_parallel_size": ((1, None), _ONE_PROCESS),
     "quantization": ((None,), "weights are served as they are; leave it out"),
-    "enable_rollout_routing_replay": ((False,), "there is no mixture of experts to replay"),
     "limit_images": ((None,), "there are no images"),
     "logprobs_mode": (("processed_logprobs", "raw_logprobs"), "other modes are not known"),
     "load_format": (
@@ -50,6 +49,7 @@ def engine_config(rollout: Any, model_path: str, replica_rank: int) -> EngineCon
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "seed": replica_rank + rollout.seed,
+        "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
     }
     return EngineConfig(model_path, **{**options, **own_options(rollout)})
 
@@ -64,6 +64,7 @@ def request_defaults(rollout: Any, max_model_len: int, replica_rank: int) -> Req
         ignore_eos=rollout.ignore_eos,
         seed=replica_rank + rollout.seed if rollout.full_determinism else None,
         raw_logprobs=rollout.logprobs_mode == "raw_logprobs",
+        routed_experts=rollout.enable_rollout_routing_replay,
     )
 
 

@@ -39,6 +39,8 @@ from nano_inference.serving.protocols.answers import (
     data_event,
     encode_line,
     flat,
+    int32_of,
+    routed_experts_told,
     version_spans,
 )
 from nano_inference.serving.protocols.generation import (
@@ -64,6 +66,7 @@ from nano_inference.serving.protocols.requests import (
     require_at_most,
     require_logprobs,
     require_possible_length,
+    require_routed_experts,
     room,
     sampling_params,
     version_number,
@@ -168,6 +171,12 @@ class SglangRequest(Strict):
     return_sampling_mask: Flags | None = Field(
         None, description="which ids the filters kept, token by token"
     )
+    return_routed_experts: Flags | None = Field(
+        None, description="the experts of each token; needs --enable-return-routed-experts"
+    )
+    routed_experts_start_len: Counts | None = Field(
+        None, description="first token whose experts are told"
+    )
     return_prompt_token_ids: bool | None = None
     flat_logprobs: Flat | None = Field(
         None,
@@ -194,7 +203,7 @@ class SglangRequest(Strict):
     )
     ignored = (
         *("session_id", "routing_key", "conversation_id", "routed_dp_rank", "data_parallel_rank"),
-        *("routed_experts_start_len", "log_metrics", "no_logs"),
+        *("log_metrics", "no_logs"),
     )
     refused = {
         name: each for name, each in SglangSampling.refused.items() if name != "lora_path"
@@ -207,7 +216,6 @@ class SglangRequest(Strict):
         "lora_id": ([],),
         "session_params": ({},),
         "token_ids_logprob": ([],),
-        "return_routed_experts": (False,),
         "return_hidden_states": (False,),
         "return_indexer_topk": (False,),
         "return_flat_raw_top_logprobs": (False,),
@@ -281,6 +289,7 @@ class _SglangPrompt:
         mask: which ids the filters kept.
         flat_mask: the same in slime's form.
         raw_logprobs: the model's own.
+        experts_from: the routed experts from this token on; None: none.
         hides: nothing was to be generated; the engine has drawn a token all the same.
     """
 
@@ -292,6 +301,7 @@ class _SglangPrompt:
     mask: bool
     flat_mask: bool
     raw_logprobs: bool
+    experts_from: int | None
     hides: bool
 
 
@@ -475,8 +485,24 @@ class SglangBuilder(Builder):
             mask=bool(one_of(request.return_sampling_mask, place, count, "return_sampling_mask")),
             flat_mask=custom is not None and bool(custom.return_top_p_token_ids),
             raw_logprobs=bool(sampling.raw_logprobs),
+            experts_from=self._experts_from(sampling, place, count, len(token_ids)),
             hides=sampling.max_new_tokens == 0,
         )
+
+    def _experts_from(
+        self, sampling: SglangSampling, place: int, count: int, num_tokens: int
+    ) -> int | None:
+        request, name = self.request, "routed_experts_start_len"
+        start = one_of(request.routed_experts_start_len, place, count, name) or 0
+        if not 0 <= start <= num_tokens:
+            raise bad_request(f"{name} is {start}, and the prompt has {num_tokens} tokens.", name)
+        name = "return_routed_experts"
+        if not (
+            one_of(request.return_routed_experts, place, count, name) or sampling.routed_experts
+        ):
+            return None
+        require_routed_experts(self.served, name)
+        return start
 
     def _ask(self, prompt: _SglangPrompt, sampling: SglangSampling, place: int) -> Ask:
         return Ask(
@@ -516,6 +542,7 @@ class SglangBuilder(Builder):
                 "priority": None if request.priority is None else -request.priority,
                 "adapter": self._adapter(place),
                 "sampling_mask": prompt.mask or prompt.flat_mask or None,
+                "routed_experts": prompt.experts_from is not None or None,
             },
             within="sampling_params.",
             behind=behind_reasoning(prompt.token_ids, self.served, parsed=False)
@@ -647,6 +674,8 @@ class SglangBuilder(Builder):
             told |= self._logprobs(prompt, sample, ids)
         if prompt.raw_logprobs and not prompt.hides:
             told["output_token_raw_logprobs"] = _finite(sample.raw_logprobs or ())
+        if prompt.experts_from is not None:
+            told |= routed_experts_told(sample, int32_of, prompt.experts_from, hides=prompt.hides)
         return told if prompt.hides else told | _masks(prompt, sample)
 
     def _logprobs(

@@ -25,7 +25,9 @@ from nano_inference.serving.protocols.answers import (
     data_event,
     entries,
     flat,
+    npy_of,
     prompt_rows,
+    routed_experts_told,
     version_spans,
 )
 from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
@@ -74,13 +76,16 @@ class VllmSampling(SamplingFields):
     )
     prompt_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = None
     return_sampling_mask: bool | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
+        None, description="first token of the prompt whose experts are told"
+    )
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     # How vLLM is to make and hand over its results, which has no counterpart here, or changes
-    # nothing; the last is of an answer that is null: there are no experts.
+    # nothing.
     ignored = (
         *("detokenize", "output_kind", "stream_interval", "skip_clone"),
-        *("spaces_between_special_tokens", "routed_experts_prompt_start"),
+        "spaces_between_special_tokens",
     )
     refused = SamplingFields.refused | {
         "flat_logprobs": (False,),
@@ -215,12 +220,28 @@ class VllmBuilder(Builder):
                 "priority": request.priority,
                 "sampling_mask": sampling.return_sampling_mask or None,
                 "adapter": self._adapter,
+                "routed_experts": self._routed_experts(),
             },
             within="sampling_params.",
             behind=behind_reasoning(self._prompt, self._served, parsed=False)
             if request.reasoning_ended is False
             else AT_ONCE,
         )
+
+    def _routed_experts(self) -> bool | None:
+        """Whether experts are told: where there is a record of them, as with vLLM not in a stream,
+        unless the request says otherwise.
+        """
+        start = self._sampling.routed_experts_prompt_start
+        if start is not None and start > len(self._prompt):
+            raise bad_request(
+                f"routed_experts_prompt_start is {start}, and the prompt has {len(self._prompt)} "
+                "tokens.",
+                "sampling_params.routed_experts_prompt_start",
+            )
+        if self._sampling.routed_experts is not None:
+            return self._sampling.routed_experts
+        return (self._served.engine.experts_per_token > 0 and not self.stream) or None
 
     # -- a stream ----------------------------------------------------------------------------------
 
@@ -314,6 +335,8 @@ class VllmBuilder(Builder):
         }
         if sample.sampling_mask is not None:
             told["sampling_mask"] = sample.sampling_mask.rows()
+        start = self._sampling.routed_experts_prompt_start or 0
+        told |= routed_experts_told(sample, npy_of, start)
         if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
             told["log_kept_mass"] = flat(
                 sample.log_kept_mass, self._request.flat_logprobs or "list"

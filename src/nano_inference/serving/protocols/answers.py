@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from nano_inference.types import TopLogprobs, TrainingSample, VersionSpan
+from nano_inference.types import RoutedExperts, TopLogprobs, TrainingSample, VersionSpan
 
 
 class LazyArray:
@@ -115,6 +115,46 @@ def base64_of(kind: Literal["f", "i"], numbers: Iterable[float]) -> str:
     if sys.byteorder == "big":
         packed.byteswap()
     return base64.b64encode(packed.tobytes()).decode("ascii")
+
+
+def npy_of(routed: RoutedExperts) -> str:
+    """Routed experts as base64 of an `.npy`, as vLLM tells them."""
+    typestr = "|u1" if routed.dtype == "uint8" else "<u2"
+    text = f"{{'descr': '{typestr}', 'fortran_order': False, 'shape': {routed.shape}, }}"
+    header = text + " " * (-(len(text) + 11) % 64) + "\n"  # of all but the data, multiples of 64
+    file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + routed.data
+    return base64.b64encode(file).decode("ascii")
+
+
+def int32_of(routed: RoutedExperts) -> str:
+    """Routed experts as base64 of little-endian int32, as SGLang tells them."""
+    ids = array("B" if routed.dtype == "uint8" else "H", routed.data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return base64_of("i", ids)
+
+
+def routed_experts_told(
+    sample: TrainingSample,
+    told: Callable[[RoutedExperts], str],
+    start: int = 0,
+    *,
+    hides: bool = False,
+) -> dict[str, Any]:
+    """The fields of an answer about routed experts.
+
+    Args:
+        sample: whose they are.
+        told: their form.
+        start: first token of which they are told.
+        hides: what was sampled is not told, only the prompt.
+    """
+    if sample.routed_experts is not None:
+        end = len(sample.prompt_tokens) - 1 if hides else None
+        return {"routed_experts": told(sample.routed_experts.rows(start, end))}
+    if sample.routed_experts_unknown is not None:
+        return {"routed_experts": None, "routed_experts_unknown": sample.routed_experts_unknown}
+    return {}
 
 
 def version_spans(

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nano_inference.budget import Demand, Names, demand_of, require_affordable
+from nano_inference.budget import IDS_OF_AN_ENTRY, Demand, Names, demand_of, require_affordable
 from nano_inference.errors import RequestTooLarge, VersionGone
 from nano_inference.models.generation_defaults import AUTO, NONE, generation_defaults
 from nano_inference.serving.choices import PLAIN, Choice, ChoiceDelta, TextStyle, new_choice
@@ -210,7 +210,11 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
     taken, demands, left = list[Ask](), list[Demand](), budget
     for ask in asks:
         demand = demand_of(
-            len(ask.prompt), ask.params, ask.num_samples, repeats_prompt=ask.repeats_prompt
+            len(ask.prompt),
+            ask.params,
+            ask.num_samples,
+            repeats_prompt=ask.repeats_prompt,
+            experts=served.engine.experts_per_token,
         )
         try:
             require_affordable(demand, budget, names)
@@ -471,7 +475,13 @@ async def _portions(stream: RequestStream) -> list[list[Delta]]:
 
 def _num_told(sample: TrainingSample) -> int:
     """Tokens and ids of which something is to be told."""
-    return len(sample.completion_tokens) + len(sample.prompt_logprobs or ()) + _num_masked(sample)
+    routed = sample.routed_experts
+    return (
+        len(sample.completion_tokens)
+        + len(sample.prompt_logprobs or ())
+        + _num_masked(sample)
+        + (0 if routed is None else len(routed.data) // IDS_OF_AN_ENTRY)
+    )
 
 
 def _num_masked(sample: TrainingSample | None) -> int:

@@ -13,7 +13,9 @@ from nano_inference.serving.protocols.answers import (
     DONE,
     LazyArray,
     encode_line,
+    npy_of,
     prompt_rows,
+    routed_experts_told,
     token_name,
     version_spans,
 )
@@ -154,7 +156,7 @@ class OpenAIBuilder(Builder):
             top_logprobs=top_logprobs,
             scored_prompt=scored_prompt,
             defaults=self.served.sampling_defaults,
-            renamed={"adapter": self._adapter},
+            renamed={"adapter": self._adapter, "routed_experts": self._routed_experts()},
             behind=behind,
         )
         return Ask(
@@ -173,6 +175,16 @@ class OpenAIBuilder(Builder):
             ),
             **({"stream": scored_prompt is None} | more),  # scores come with the whole sample
         )
+
+    def _routed_experts(self) -> bool | None:
+        """Whether experts are told. Those of vLLM's server are, which trainers ask for token
+        ids.
+        """
+        request = self.request
+        if request.routed_experts is not None:
+            return request.routed_experts
+        recorded = self.served.engine.experts_per_token > 0
+        return (recorded and bool(request.return_token_ids) and not request.stream) or None
 
     def cut(self, prompt: list[int], max_tokens: int | None) -> list[int]:
         """The prompt as short as the request wants it. `max_tokens`: of the completion; None: one
@@ -247,6 +259,7 @@ class OpenAIBuilder(Builder):
         if sample.sampling_mask is not None:
             mask = sample.sampling_mask
             told["sampling_mask"] = {"offsets": mask.offsets, "token_ids": mask.token_ids}
+        told |= routed_experts_told(sample, npy_of)
         if sample.log_kept_mass is not None and self.request.raw_logprobs:
             told["log_kept_mass"] = sample.log_kept_mass
         return told

@@ -8,7 +8,14 @@ from typing import Any
 
 from nano_inference.serving.choices import Choice, ChoiceDelta
 from nano_inference.serving.errors import bad_request
-from nano_inference.serving.protocols.answers import LazyArray, at_least, flat, own_first
+from nano_inference.serving.protocols.answers import (
+    LazyArray,
+    at_least,
+    flat,
+    npy_of,
+    own_first,
+    routed_experts_told,
+)
 from nano_inference.serving.protocols.generation import Ask, RequestUsage, Served, affordable
 from nano_inference.serving.protocols.openai_answers import OpenAIBuilder
 from nano_inference.serving.protocols.openai_schema import (
@@ -236,7 +243,9 @@ class CompletionBuilder(OpenAIBuilder):
             told["prompt_logprobs"] = (
                 None if request.prompt_logprobs is None else self.prompt_logprobs(sample)
             )
-            told["routed_experts"] = None
+            if self._hides:
+                told |= routed_experts_told(sample, npy_of, hides=True)
+            told.setdefault("routed_experts", None)
         return told
 
     def _logprobs(self, piece: ChoiceDelta) -> dict[str, Any] | None:

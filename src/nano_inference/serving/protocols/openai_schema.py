@@ -327,7 +327,7 @@ _ENDING = {
     "seed": INTEGER,
     "weight_version": INTEGER,
     "token_ids": nullable(list_of(INTEGER)),
-    "routed_experts": {"type": "null"},
+    "routed_experts": nullable(STRING),
 }
 _TOLD_IDS = nullable(list_of(INTEGER))
 _RANKED = thing(

@@ -382,6 +382,9 @@ class SamplingFields(GrammarFields):
     allowed_token_ids: TokenIds | None = None
     raw_logprobs: bool | None = None
     sampling_mask: bool | None = None
+    routed_experts: bool | None = Field(
+        None, description="the experts of each token; needs --enable-return-routed-experts"
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     # What other engines have.
@@ -564,6 +567,16 @@ def require_logprobs(count: int, served: Served, name: str) -> None:
     require_at_most(count, served.engine.vocab_size if most < 0 else most, name)
 
 
+def require_routed_experts(served: Served, name: str) -> None:
+    """Raise `ApiError`, 400, where the engine keeps no record of experts."""
+    if not served.engine.experts_per_token:
+        raise bad_request(
+            f"{name}: this server keeps no record of routed experts; start it with "
+            "--enable-return-routed-experts.",
+            name,
+        )
+
+
 def num_logprobs(asked: int | None, served: Served, name: str) -> int | None:
     """How many logprobs a token are asked for; -1: of the whole vocabulary. Raises `ApiError`, 400,
     for too many.
@@ -651,6 +664,8 @@ def sampling_params(
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in given:
             given[name] = _token_ids(given[name], name, vocab_size)
+    if given.get("routed_experts"):
+        require_routed_experts(served, f"{within}routed_experts")
     if scored_prompt is not None:
         given |= {"prompt_logprobs": True, "prompt_top_logprobs": scored_prompt}
     grammar = grammar_of(
