@@ -34,6 +34,9 @@ VERSION_GONE = "the weight version is gone"
 # what begins the stop_reason of samples that failed
 ERROR = "error: "
 
+# that a request may ask to keep its blocks: nobody can hold them for ever
+MOST_KEPT_SECONDS = 86400.0
+
 # Parts of the memory that an engine can give back while it sleeps.
 Memory = Literal["weights", "kv_cache"]
 
@@ -103,6 +106,11 @@ class SamplingParams:
             sample ends, also before `min_tokens`.
         adapter: name of the adapter that samples, on top of the weights (docs/adapters.md); None:
             the weights alone.
+        keep_cache_seconds: keep the sample's blocks in the cache for so long after its end: of
+            blocks that nothing uses they are evicted last (docs/caches.md). At most 86400, a day.
+            None: they are evicted like others.
+        cache_priority: of kept blocks those of a higher one are evicted later; needs
+            `keep_cache_seconds`.
     """
 
     temperature: float = option(
@@ -160,6 +168,8 @@ class SamplingParams:
     adapter: str | None = option(
         None, SAMPLING, "Name of a loaded adapter that samples.", metavar="NAME"
     )
+    keep_cache_seconds: float | None = None
+    cache_priority: int = 0
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -177,6 +187,7 @@ class SamplingParams:
         if self.seed is not None:
             whole("seed", self.seed, 0, 2**64)
         _require_name(self.adapter)
+        _require_keeping(self.keep_cache_seconds, self.cache_priority)
         for name in ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
@@ -256,6 +267,14 @@ class SamplingParams:
 def _require_name(adapter: object) -> None:
     if adapter is not None and not (isinstance(adapter, str) and adapter):
         raise InvalidRequest(f"adapter={adapter!r} must be a name, or None.")
+
+
+def _require_keeping(seconds: float | None, priority: int) -> None:
+    whole("cache_priority", priority, -(2**31), 2**31)
+    if seconds is not None:
+        real("keep_cache_seconds", seconds, 0.0, MOST_KEPT_SECONDS, open_low=True)
+    elif priority:
+        raise InvalidRequest(f"cache_priority={priority} needs keep_cache_seconds.")
 
 
 @dataclass(frozen=True, slots=True)

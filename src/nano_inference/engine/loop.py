@@ -341,6 +341,7 @@ class EngineLoop:
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""
         self.clock.start()
+        self.cache.expire_kept()
         finished: list[TrainingSample] = []
         while self.inbox:
             match self.inbox.popleft():

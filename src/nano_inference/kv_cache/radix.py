@@ -109,13 +109,13 @@ class RadixKVCache(KVCacheManager):
             self._detach(node)
         self._cut(node, length)
 
-    def drop_version(self, weight_set: str, version: int) -> None:
+    def _drop_version(self, weight_set: str, version: int) -> None:
         """Forget the prefixes of a dead weight version; their free blocks are reused first."""
         for namespace in list(self.roots):
             if (namespace.weight_set, namespace.version) == (weight_set, version):
                 self._drop(self.roots.pop(namespace))
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Forget every prefix. Blocks in use stay in use."""
         for namespace in list(self.roots):
             self._drop(self.roots.pop(namespace))

@@ -2,6 +2,7 @@
 one.
 """
 
+from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.commit import preempt
 from nano_inference.scheduling.sequence import (
@@ -87,6 +88,8 @@ def change_adapter(
     """
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter
+    if old is not None and old is not adapter:
+        cache.let_go_adapter(adapter_key(old.name, old.version))
     begun_with = set(of_adapter(sequences, adapter.name))
     for seq in [s for s in sequences.by_id.values() if s.adapter is old and old is not None]:
         if kv_policy == "finish_old" and seq in begun_with:
