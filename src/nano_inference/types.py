@@ -530,6 +530,10 @@ class EngineStats:
             all requests of a grammar while it is kept.
         grammar_seconds: that they took.
         speculation: None: it is off.
+        num_kept_blocks: that requests asked to keep (`SamplingParams.keep_cache_seconds`) and that
+            are in memory now.
+        kept_file_bytes: of kept blocks that were evicted, in files now.
+        kept_blocks_written, kept_blocks_read: to files, and back.
     """
 
     num_waiting: int
@@ -559,3 +563,7 @@ class EngineStats:
     grammars_failed: int
     grammar_seconds: float
     speculation: SpeculationStats | None = None
+    num_kept_blocks: int = 0
+    kept_file_bytes: int = 0
+    kept_blocks_written: int = 0
+    kept_blocks_read: int = 0

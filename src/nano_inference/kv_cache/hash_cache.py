@@ -69,7 +69,7 @@ class PagedKVCache(KVCacheManager):
             if space is not None and (space.weight_set, space.version) == (weight_set, version):
                 self._forget(block)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Forget every prefix. Blocks in use stay in use."""
         for block in self._named():
             self._forget(block)

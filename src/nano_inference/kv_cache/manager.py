@@ -274,11 +274,9 @@ class KVCacheManager(ABC):
                 lambda space: (space.weight_set, space.version) == (weight_set, version)
             )
 
+    @abstractmethod
     def flush(self) -> None:
         """Forget every prefix. Blocks in use stay in use."""
-        self._flush()
-        if self.evicted is not None:
-            self.evicted.forget(lambda _: True)
 
     def keep(self, prefix: PrefixKeys, start: int, seconds: float, priority: int) -> None:
         """Keep the blocks of a chain, as far as they can be matched, so many seconds from now: they
@@ -289,6 +287,15 @@ class KVCacheManager(ABC):
         until = self._pool.kept.clock() + seconds
         self._pool.expire()
         self._pool.keep(names, until, priority, self.layout.num_slid(start, self.block_size))
+
+    def keep_again(self, names: list[int], mark: Mark) -> None:
+        """Keep a chain whose last block had this mark before it was evicted."""
+        start = len(names) - 1 if mark.whole else len(names)
+        self._pool.keep(names, mark.until, mark.priority, start)
+
+    def num_free_not_kept(self) -> int:
+        """Free blocks beside the kept ones, at least."""
+        return max(0, self._pool.num_free - len(self._pool.kept.marks))
 
     def expire_kept(self) -> None:
         """Blocks whose time to be kept is over are evicted like others. O(1) where there is none."""
@@ -314,10 +321,6 @@ class KVCacheManager(ABC):
     @abstractmethod
     def _drop_version(self, weight_set: str, version: int) -> None:
         """Forget the prefixes of a dead weight version."""
-
-    @abstractmethod
-    def _flush(self) -> None:
-        """Forget every prefix."""
 
     @abstractmethod
     def _found(

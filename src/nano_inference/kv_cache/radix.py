@@ -115,7 +115,7 @@ class RadixKVCache(KVCacheManager):
             if (namespace.weight_set, namespace.version) == (weight_set, version):
                 self._drop(self.roots.pop(namespace))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Forget every prefix. Blocks in use stay in use."""
         for namespace in list(self.roots):
             self._drop(self.roots.pop(namespace))
