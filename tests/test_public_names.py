@@ -107,6 +107,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "max_loras": 0,
         "max_lora_rank": 64,
         "loras": (),
+        "kept_cache_folder": None,
+        "kept_cache_bytes": None,
         "seed": None,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
@@ -139,6 +141,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "prompt_top_logprobs": 0,
         "grammar": None,
         "adapter": None,
+        "keep_cache_seconds": None,
+        "cache_priority": 0,
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,

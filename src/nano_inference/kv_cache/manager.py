@@ -281,8 +281,9 @@ class KVCacheManager(ABC):
     def keep(self, prefix: PrefixKeys, start: int, seconds: float, priority: int) -> None:
         """Keep the blocks of a chain, as far as they can be matched, so many seconds from now: they
         are evicted last, of lower `priority` first. What layers with a window stored is kept as far
-        as a row from position `start` on sees it.
+        as a row from position `start` on sees it; where evicted blocks come back, as a whole.
         """
+        start = start if self.evicted is None else 0
         names = list(itertools.takewhile(self._pool.names.__contains__, prefix.hashes))
         until = self._pool.kept.clock() + seconds
         self._pool.expire()
@@ -470,7 +471,9 @@ class KVCacheManager(ABC):
         marks = self._pool.kept.marks
         if units.reclaim(lambda block: block.hash in marks and marks[block.hash].whole):
             return
-        if not self._pool.only_kept_left() or not units.reclaim():
+        # a block that is evicted as a whole can come back, one that is stripped cannot
+        strips = self.evicted is None or self._pool.kept.first() is None
+        if not (strips and self._pool.only_kept_left() and units.reclaim()):
             self._evict(self._pool.first_named())
 
     def _evict(self, block: Block) -> None:

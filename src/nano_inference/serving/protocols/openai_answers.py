@@ -24,6 +24,7 @@ from nano_inference.serving.protocols.requests import (
     checked_stop,
     num_logprobs,
     require_at_most,
+    kept_seconds,
     sampling_params,
     version_number,
 )
@@ -154,7 +155,10 @@ class OpenAIBuilder(Builder):
             top_logprobs=top_logprobs,
             scored_prompt=scored_prompt,
             defaults=self.served.sampling_defaults,
-            renamed={"adapter": self._adapter},
+            renamed={
+                "adapter": self._adapter,
+                "keep_cache_seconds": kept_seconds(request.prompt_cache_retention, request),
+            },
             behind=behind,
         )
         return Ask(
