@@ -141,7 +141,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "prompt_top_logprobs": 0,
         "grammar": None,
         "adapter": None,
-        "keep_cache_seconds": None,
+        "keep_cache_seconds": 0.0,
         "cache_priority": 0,
     },
     TrainingSample: {

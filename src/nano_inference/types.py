@@ -107,8 +107,8 @@ class SamplingParams:
         adapter: name of the adapter that samples, on top of the weights (docs/adapters.md); None:
             the weights alone.
         keep_cache_seconds: keep the sample's blocks in the cache for so long after its end: of
-            blocks that nothing uses they are evicted last (docs/caches.md). At most 86400, a day.
-            None: they are evicted like others.
+            blocks that nothing uses they are evicted last (docs/caches.md). At most 86400, a day;
+            0: they are evicted like others.
         cache_priority: of kept blocks those of a higher one are evicted later; needs
             `keep_cache_seconds`.
     """
@@ -168,7 +168,7 @@ class SamplingParams:
     adapter: str | None = option(
         None, SAMPLING, "Name of a loaded adapter that samples.", metavar="NAME"
     )
-    keep_cache_seconds: float | None = None
+    keep_cache_seconds: float = 0.0
     cache_priority: int = 0
 
     def __post_init__(self) -> None:
@@ -269,11 +269,10 @@ def _require_name(adapter: object) -> None:
         raise InvalidRequest(f"adapter={adapter!r} must be a name, or None.")
 
 
-def _require_keeping(seconds: float | None, priority: int) -> None:
+def _require_keeping(seconds: float, priority: int) -> None:
+    real("keep_cache_seconds", seconds, 0.0, MOST_KEPT_SECONDS)
     whole("cache_priority", priority, -(2**31), 2**31)
-    if seconds is not None:
-        real("keep_cache_seconds", seconds, 0.0, MOST_KEPT_SECONDS, open_low=True)
-    elif priority:
+    if priority and not seconds:
         raise InvalidRequest(f"cache_priority={priority} needs keep_cache_seconds.")
 
 

@@ -6,8 +6,14 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from nano_inference import PagedKVCache, RadixKVCache
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
@@ -174,7 +180,9 @@ def test_the_lowest_priority_goes_first_and_then_what_ends_first(
     cache_type: type[KVCacheManager],
 ) -> None:
     case = Case(cache_type)
-    late, high, soon = (case.run(s, 2, keep=k) for s, k in [(1, (90, 0)), (2, (5, 1)), (3, (50, 0))])
+    late, high, soon = (
+        case.run(s, 2, keep=k) for s, k in [(1, (90, 0)), (2, (5, 1)), (3, (50, 0))]
+    )
     case.run(4, 8)
     assert [case.hits(each) for each in (late, high, soon)] == [2, 2, 0]
     assert [block.token_ids for block in case.evicted.blocks] == [(302, 303), (300, 301)]

@@ -104,7 +104,7 @@ BOTH = [
     ({"sampling_mask": True}, None),
     ({"cache_salt": 5}, "cache_salt"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"keep_cache_seconds": 0}, "keep_cache_seconds"),
+    ({"keep_cache_seconds": -1}, "keep_cache_seconds"),
     ({"keep_cache_seconds": 86401}, "keep_cache_seconds"),
     ({"keep_cache_seconds": "5m"}, "keep_cache_seconds"),
     ({"cache_priority": 1}, None),

@@ -19,8 +19,8 @@ from nano_inference.engine.block_exchange import BlockExchange
 from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
-from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.kept_files import DEFAULT_BYTES, KeptFiles
+from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop, GrammarReady
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed

@@ -79,7 +79,7 @@ class RequestChecks:
             raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
         if not is_whole(num_samples, 1):
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
-        if params.keep_cache_seconds is not None and not self.config.enable_prefix_caching:
+        if params.keep_cache_seconds and not self.config.enable_prefix_caching:
             raise InvalidRequest(
                 f"keep_cache_seconds={params.keep_cache_seconds:g} needs enable_prefix_caching, "
                 "which is off."

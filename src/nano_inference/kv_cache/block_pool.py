@@ -223,11 +223,7 @@ class BlockPool:
         assert self.num_shared == shared, "shared blocks and their count disagree"
         ring = self._ring()
         starts = [0, *(ring.index(at) + 1 for at in (self._gate, self._bar, self._rail))]
-        kinds = [
-            self._kind(self.blocks[at])
-            for at in ring
-            if at < len(self.blocks)
-        ]
+        kinds = [self._kind(self.blocks[at]) for at in ring if at < len(self.blocks)]
         assert kinds == sorted(kinds), "free list: not unnamed, then named, pinned and kept"
         for kind, (start, end) in enumerate(itertools.pairwise([*starts, len(ring) + 1])):
             assert kinds.count(kind) == end - start - 1, "gate, bar or rail is misplaced"

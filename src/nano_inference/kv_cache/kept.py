@@ -7,6 +7,7 @@ taken when nothing else is free, before a sequence is preempted. Here stand only
 """
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -145,7 +146,7 @@ class Kept:
         assert least == (None if found is None else found[0]), "the next victim is not known"
         for chain in chains:
             marks = [self.marks.get(name) for name in chain]
-            for before, behind in zip(marks, marks[1:], strict=False):
+            for before, behind in itertools.pairwise(marks):
                 assert behind is None or (before is not None and _key(before) > _key(behind)), (
                     "a kept block would be evicted before one behind it"
                 )

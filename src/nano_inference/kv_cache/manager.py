@@ -299,7 +299,7 @@ class KVCacheManager(ABC):
         return max(0, self._pool.num_free - len(self._pool.kept.marks))
 
     def expire_kept(self) -> None:
-        """Blocks whose time to be kept is over are evicted like others. O(1) where there is none."""
+        """Blocks whose time is over are evicted like others. O(1) where there is none."""
         self._pool.expire()
 
     def let_go_adapter(self, adapter: str) -> None:

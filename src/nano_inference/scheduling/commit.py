@@ -281,7 +281,7 @@ def _keep(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """
     params, adapter = seq.request.params, seq.adapter
     newest = adapter is None or sequences.adapters.get(adapter.name) is adapter
-    if params.keep_cache_seconds is not None and seq.weight_set == POLICY and newest:
+    if params.keep_cache_seconds and seq.weight_set == POLICY and newest:
         start = seq.request.num_prompt_tokens
         cache.keep(seq.prefix, start, params.keep_cache_seconds, params.cache_priority)
 

@@ -227,8 +227,8 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
 @pytest.mark.parametrize(
     ("body", "seconds"),
     [
-        ({}, None),
-        ({"cache_control": {"type": "ephemeral"}}, None),
+        ({}, 0.0),
+        ({"cache_control": {"type": "ephemeral"}}, 0.0),
         ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, 300.0),
         ({"keep_cache_seconds": 7.0, "cache_control": {"type": "ephemeral", "ttl": "5m"}}, 7.0),
         (
@@ -247,7 +247,7 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
     ],
 )
 def test_a_time_to_live_keeps_the_blocks(
-    sdk: Anthropic, scripted: Scripted, body: dict[str, Any], seconds: float | None
+    sdk: Anthropic, scripted: Scripted, body: dict[str, Any], seconds: float
 ):
     sdk.messages.create(model="m", max_tokens=20, messages=HELLO, extra_body=body)
     assert scripted.client.requests[-1].params.keep_cache_seconds == seconds
@@ -255,7 +255,7 @@ def test_a_time_to_live_keeps_the_blocks(
 
 @pytest.mark.parametrize("control", [{"type": "ephemeral", "ttl": "2h"}, {"type": "for ever"}, 5])
 def test_other_times_to_live_are_refused(sdk: Anthropic, control: Any):
-    with pytest.raises(BadRequestError, match="cache_control"):
+    with pytest.raises(anthropic.BadRequestError, match="cache_control"):
         sdk.messages.create(
             model="m", max_tokens=20, messages=HELLO, extra_body={"cache_control": control}
         )

@@ -22,9 +22,9 @@ from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamO
 from nano_inference.serving.protocols.requests import (
     adapter_of,
     checked_stop,
+    kept_seconds,
     num_logprobs,
     require_at_most,
-    kept_seconds,
     sampling_params,
     version_number,
 )

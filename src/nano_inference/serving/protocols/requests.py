@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -384,7 +384,7 @@ class SamplingFields(GrammarFields):
     sampling_mask: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    keep_cache_seconds: Annotated[float, Field(gt=0, le=MOST_KEPT_SECONDS)] | None = Field(
+    keep_cache_seconds: Annotated[float, Field(ge=0, le=MOST_KEPT_SECONDS)] | None = Field(
         None, description="the cache keeps the sample's blocks for so long after its end"
     )
     cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
