@@ -88,8 +88,6 @@ def change_adapter(
     """
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter
-    if old is not None and old is not adapter:
-        cache.let_go_adapter(adapter_key(old.name, old.version))
     begun_with = set(of_adapter(sequences, adapter.name))
     for seq in [s for s in sequences.by_id.values() if s.adapter is old and old is not None]:
         if kv_policy == "finish_old" and seq in begun_with:
@@ -106,6 +104,8 @@ def change_adapter(
             seq.prefix.extend(seq.token_ids, cache.block_size)
             if not seq.num_samples or not seq.num_completion_tokens:
                 seq.forget_scores()
+    if old is not None and old is not adapter:
+        cache.let_go_adapter(adapter_key(old.name, old.version))
 
 
 def of_adapter(sequences: Sequences, name: str) -> list[Sequence]:
