@@ -113,10 +113,10 @@ class BlockPool:
 
     def let_go(self, names: Iterable[int]) -> None:
         """Do not keep these blocks any more."""
-        names = sorted((name for name in names if name in self.kept), key=self.kept.marks.get)
-        for name in names:
+        kept = sorted(set(names) & self.kept.marks.keys(), key=self.kept.marks.__getitem__)
+        for name in kept:
             self.kept.drop(name)
-        self._reorder(names)
+        self._reorder(kept)
 
     def hold(self, block: Block) -> None:
         """Count one more holder; a free block leaves the ring."""
