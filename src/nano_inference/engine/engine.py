@@ -19,6 +19,7 @@ from nano_inference.engine.block_exchange import BlockExchange
 from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
+from nano_inference.engine.kept_files import DEFAULT_BYTES, KeptFiles
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop, GrammarReady
 from nano_inference.engine.requests import Params, RequestChecks
@@ -97,6 +98,7 @@ class InferenceEngine:
         if lockstep is not None:
             self.shared.join(lockstep, self.model.device)
             self.runner.gate = lockstep
+        self.kept_files = self._make_kept_files(lockstep is not None)
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.adapter_table = self._make_adapters()
@@ -480,6 +482,23 @@ class InferenceEngine:
             made.load(name, folder)
         return made
 
+    def _make_kept_files(self, in_lockstep: bool) -> KeptFiles | None:
+        config = self.config
+        if config.kept_cache_folder is None:
+            return None
+        if in_lockstep:
+            raise ConfigError("kept_cache_folder is not possible for engines in lockstep.")
+        made = KeptFiles(
+            Path(config.kept_cache_folder),
+            config.kept_cache_bytes or DEFAULT_BYTES,
+            self.cache,
+            self.runner,
+            f"{self.model_folder} {self.numerics.fingerprint}",
+            lambda: self.cache.kept.clock(),
+        )
+        self.cache.evicted = self.loop.kept_files = made
+        return made
+
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as
         it is held.
@@ -503,6 +522,8 @@ class InferenceEngine:
         self.shared.require_alive()
         with self.shared.lock:
             self.cache.flush()
+            if self.kept_files is not None:
+                self.kept_files.forget(lambda _: True)
 
     # -- control -----------------------------------------------------------------------------------
 
@@ -556,6 +577,7 @@ class InferenceEngine:
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
         loop, runner, cache, sequences = self.loop, self.runner, self.cache, self.loop.sequences
+        files = self.kept_files
         seconds = loop.clock.seconds
         times = [(busy / 1e9, waiting / 1e9) for busy, waiting in runner.rank_times()]
         for_samples = loop.clock.nanoseconds["wait"] / 1e9  # that rank 0 waited
@@ -590,6 +612,10 @@ class InferenceEngine:
             grammars_compiled=self.intake.grammars.num_compiled,
             grammars_failed=self.intake.grammars.num_failed,
             grammar_seconds=self.intake.grammars.seconds,
+            num_kept_blocks=cache.kept.count(),
+            kept_file_bytes=files.num_bytes if files is not None else 0,
+            kept_blocks_written=files.num_written if files is not None else 0,
+            kept_blocks_read=files.num_read if files is not None else 0,
         )
 
     def shutdown(self) -> None:
@@ -602,6 +628,8 @@ class InferenceEngine:
         with self.shared.lock:
             self.runner.close()
             self.shared.end("the engine was shut down")
+            if self.kept_files is not None:
+                self.kept_files.close()
 
     def __enter__(self) -> "InferenceEngine":
         return self
