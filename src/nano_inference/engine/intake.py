@@ -156,8 +156,8 @@ class Intake:
             return None
         if self.live.merged is not None:
             raise InvalidRequest(
-                f"adapter={name!r} cannot be computed while adapter {self.live.merged!r} is merged into "
-                "the weights; unmerge_adapter() first."
+                f"adapter={name!r} cannot be computed while adapter {self.live.merged!r} is merged "
+                "into the weights; unmerge_adapter() first."
             )
         if (found := self.live.adapters.get(name)) is None:
             loaded = ", ".join(map(repr, sorted(self.live.adapters))) or "none is"
