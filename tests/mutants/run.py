@@ -102,6 +102,8 @@ CATCHES = {
     "radix_splits_one_block_early": CACHES,
     "radix_path_in_use_is_evicted": CACHES,
     "radix_ancestor_before_leaf": CACHES,
+    "merged_rounded_twice": "tests/engine/test_merging.py -k apart",
+    "merged_and_added_again": "tests/engine/test_merging.py -k apart",
     "kept_blocks_go_first": f"{KEPT} -k pressure",
     "kept_priority_is_not_asked": f"{KEPT} -k lowest",
     "kept_for_ever": f"{KEPT} -k over",

@@ -28,9 +28,10 @@ from nano_inference.engine.routed_experts import route_taker
 from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
 from nano_inference.engine.speculation import make_drafter, measure_costs
 from nano_inference.engine.transports import WeightTransport, receive_update
+from nano_inference.engine.weights.merging import Merging
 from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.lora import LoraSettings
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
@@ -102,6 +103,7 @@ class InferenceEngine:
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.adapter_table = self._make_adapters()
+        self._merging = Merging(self.model, self._updates, self.shared)
         self.runner.watch(self.shared)
         self._draft_heads = parts.heads
         self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
@@ -467,6 +469,33 @@ class InferenceEngine:
     def adapters(self) -> list[AdapterInfo]:
         """The adapters that requests may ask for, by name."""
         return self.adapter_table.infos()
+
+    def merge_adapter(self, name: str) -> int:
+        """Write an adapter into the weights, until `unmerge_adapter`: each becomes W + scale * B A,
+        computed in float32 and rounded once. Returns the new version.
+
+        Requests for no adapter, or for this one, are computed by these weights; those for others,
+        and updates of the weights, are refused meanwhile. The weights as they were are kept. Bits
+        are those of a model that was loaded from merged weights, not those of the adapter beside
+        its base. On one rank, of weights that are not kept as codes.
+
+        Raises `AdapterError`, with nothing changed: also while a request is computed with an
+        adapter, or an update is on its way.
+        """
+        self.shared.require_alive()
+        if self.config.quantization is not None:
+            raise AdapterError(
+                f"quantization={self.config.quantization!r} keeps codes, which a merge would round "
+                "again; serve the adapter unmerged."
+            )
+        return self._merging.merge(name)
+
+    def unmerge_adapter(self) -> int:
+        """Write the weights back as they were before `merge_adapter`, to the bit; returns the new
+        version. Raises `AdapterError` where none is merged.
+        """
+        self.shared.require_alive()
+        return self._merging.unmerge()
 
     def _make_adapters(self) -> Adapters:
         config = self.config

@@ -60,6 +60,7 @@ ABORTED = Finish("abort")
 NOT_WANTED = Finish("abort", GROUP_COMPLETE)
 # of a step, as `StepClock` times them
 PHASES = ("handle", "schedule", "apply", "build", "forward", "wait", "commit", "sample")
+MERGED = Finish("abort", "an adapter was merged into the weights")
 _LOOKED_UP = 16  # newcomers whose blocks are looked for in files
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
@@ -501,6 +502,8 @@ class EngineLoop:
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
+        if seq.adapter is not None and self.sequences.merged is not None:  # it came just before
+            return self._end([seq], MERGED)
         if seq.grammar is not None and seq.grammar.problem is not None:
             return self._release(seq)
         return self._end_outdated() if seq.request.exact_version is not None else []
