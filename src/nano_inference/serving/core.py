@@ -110,6 +110,7 @@ class EngineCore:
             grammar_backend=engine.config.grammar_backend,
             adapters=tuple(engine.adapters()),
             experts_per_token=engine.intake.checks.experts_per_token,
+            enable_prefix_caching=engine.config.enable_prefix_caching,
         )
 
     def prepare(self) -> None:

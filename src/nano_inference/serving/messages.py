@@ -74,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         grammar_backend: as in its configuration.
         adapters: with which it started.
         experts_per_token: ids of routed experts that a sample may have for each token; 0: none.
+        enable_prefix_caching: as in its configuration.
     """
 
     model_path: str
@@ -91,6 +92,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     grammar_backend: BackendName = "llguidance"
     adapters: tuple[AdapterInfo, ...] = ()
     experts_per_token: int = 0
+    enable_prefix_caching: bool = True
 
 
 # -- to the engine ---------------------------------------------------------------------------------

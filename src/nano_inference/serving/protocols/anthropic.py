@@ -94,7 +94,7 @@ class MessageBuilder(Builder):
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
-            renamed={"adapter": adapter, "keep_cache_seconds": kept_seconds(request)},
+            renamed={"adapter": adapter, "keep_cache_seconds": kept_seconds(request, served)},
             behind=behind_reasoning(prompt, served, goes_on=goes_on),
         )
         self.asks: Sequence[Ask] = with_calls(

@@ -160,7 +160,9 @@ class OpenAIBuilder(Builder):
             renamed={
                 "adapter": self._adapter,
                 "routed_experts": self._routed_experts(),
-                "keep_cache_seconds": kept_seconds(request.prompt_cache_retention, request),
+                "keep_cache_seconds": kept_seconds(
+                    request.prompt_cache_retention, request, self.served
+                ),
             },
             behind=behind,
         )

@@ -419,9 +419,13 @@ RETENTION: Any = Field(
 )
 
 
-def kept_seconds(retention: Retention | None, fields: "SamplingFields") -> float | None:
-    """How long the blocks of a request are kept, in the words of either. Raises `ApiError`."""
-    if retention != "24h":
+def kept_seconds(
+    retention: Retention | None, fields: "SamplingFields", served: Served
+) -> float | None:
+    """How long the blocks of a request are kept, in the words of either. Raises `ApiError`. What
+    OpenAI calls retention is a hint: without a prefix cache it has no effect.
+    """
+    if retention != "24h" or not served.engine.enable_prefix_caching:
         return None
     if fields.keep_cache_seconds not in (None, MOST_KEPT_SECONDS):
         raise bad_request(
