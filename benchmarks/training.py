@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Row, show, spread
+from benchmarks.measure import Row, console, show, spread
 from benchmarks.models import model_path
 from benchmarks.ours import Options, opened
 from benchmarks.rl import token_ids
@@ -49,6 +49,8 @@ def measure(options: Options, peers: tuple[str, ...]) -> list[Row]:
             for name, step in steps.items():
                 for kind, sequences in groups.items():
                     seconds = step(sequences)
+                    taken = ", ".join(f"{part:.1f}" for part in seconds)
+                    console.print(f"turn {turn}, {name}, {kind}: {taken} s")
                     if turn:
                         found.setdefault(f"{name}, {kind}", []).append(seconds)
     rows: list[Row] = []

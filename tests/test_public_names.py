@@ -110,6 +110,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "max_loras": 0,
         "max_lora_rank": 64,
         "loras": (),
+        "kept_cache_folder": None,
+        "kept_cache_bytes": None,
         "seed": None,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
@@ -143,6 +145,8 @@ FIELDS: dict[type, dict[str, Any]] = {
         "grammar": None,
         "adapter": None,
         "routed_experts": False,
+        "keep_cache_seconds": 0.0,
+        "cache_priority": 0,
     },
     TrainingSample: {
         "prompt_tokens": REQUIRED,

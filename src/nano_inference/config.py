@@ -155,6 +155,11 @@ class EngineConfig:
             many as `loras` names. On one rank, for `backend="cpu"` and `"reference"` on a CPU.
         max_lora_rank: of their matrices, at most 256.
         loras: adapters to begin with, each `"NAME=FOLDER"`, a folder as PEFT saves it.
+        kept_cache_folder: where blocks go that a request asked to keep
+            (`SamplingParams.keep_cache_seconds`) and whose memory others need; they come back when
+            a prompt begins with them (docs/caches.md). They lie in a private folder of this engine
+            in there, which is removed at its end. On one rank. None: they are lost.
+        kept_cache_bytes: of these files at most; beyond that the oldest go. None: 4 GiB.
         seed: where fresh request seeds come from; None: the operating system's entropy.
         tensor_parallel: ranks that share every layer, a process each (the engine's own is the
             first): 1, 2, 4, 8 ….
@@ -255,6 +260,12 @@ class EngineConfig:
     loras: tuple[str, ...] = option(
         (), ENGINE, "Load this adapter. May be repeated.", "--lora", each=str, metavar="NAME=FOLDER"
     )
+    kept_cache_folder: str | None = option(
+        None, ENGINE, "Where kept blocks go that are evicted. Default: they are lost."
+    )
+    kept_cache_bytes: int | None = option(
+        None, ENGINE, "Of these files. Default: 4 GiB.", least=1, size=True
+    )
     seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
     tensor_parallel: int = option(
         1, RANKS, "Processes that share every layer of the model: 1, 2, 4, 8 …", least=1
@@ -283,6 +294,7 @@ class EngineConfig:
         _check_adapters(self)
         _check_routed_experts(self)
         _check_kv_cache_dtype(self)
+        _check_kept_cache(self)
         owner = ATTENTION_OF.get(self.attention)
         if owner is not None and self.backend not in ("auto", owner):
             raise ConfigError(
@@ -332,7 +344,7 @@ ATTENTION_OF: dict[Attention, Backend] = {
 def _check_text(config: EngineConfig) -> None:
     for name in ("model_path", "device"):
         _require_text(name, getattr(config, name))
-    for name in ("tokenizer_path", "ref_model_path", "draft_model"):
+    for name in ("tokenizer_path", "ref_model_path", "draft_model", "kept_cache_folder"):
         if getattr(config, name) is not None:
             _require_text(name, getattr(config, name))
 
@@ -467,6 +479,23 @@ def _check_quantization(config: EngineConfig) -> None:
             f"quantization={config.quantization!r} is not possible with {choice}, whose kernels "
             "read plain weights; use backend='cpu' or 'reference'."
         )
+
+
+def _check_kept_cache(config: EngineConfig) -> None:
+    if config.kept_cache_folder is None:
+        if config.kept_cache_bytes is not None:
+            raise ConfigError(
+                f"kept_cache_bytes={config.kept_cache_bytes} needs kept_cache_folder."
+            )
+        return
+    if not config.enable_prefix_caching:
+        raise ConfigError("kept_cache_folder needs enable_prefix_caching=True.")
+    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
+        if getattr(config, name) > 1:
+            raise ConfigError(
+                f"kept_cache_folder is for engines of one rank; leave it or {name}="
+                f"{getattr(config, name)} out."
+            )
 
 
 def _check_kv_cache_dtype(config: EngineConfig) -> None:

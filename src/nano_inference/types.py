@@ -34,6 +34,9 @@ VERSION_GONE = "the weight version is gone"
 # what begins the stop_reason of samples that failed
 ERROR = "error: "
 
+# that a request may ask to keep its blocks: nobody can hold them for ever
+MOST_KEPT_SECONDS = 86400.0
+
 # Parts of the memory that an engine can give back while it sleeps.
 Memory = Literal["weights", "kv_cache"]
 
@@ -105,6 +108,11 @@ class SamplingParams:
             the weights alone.
         routed_experts: also return the experts that each token went through; needs an engine of
             `enable_return_routed_experts`.
+        keep_cache_seconds: keep the sample's blocks in the cache for so long after its end: of
+            blocks that nothing uses they are evicted last (docs/caches.md). At most 86400, a day;
+            0: they are evicted like others.
+        cache_priority: of kept blocks those of a higher one are evicted later; needs
+            `keep_cache_seconds`.
     """
 
     temperature: float = option(
@@ -163,6 +171,8 @@ class SamplingParams:
         None, SAMPLING, "Name of a loaded adapter that samples.", metavar="NAME"
     )
     routed_experts: bool = False
+    keep_cache_seconds: float = 0.0
+    cache_priority: int = 0
 
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, math.inf)
@@ -180,6 +190,7 @@ class SamplingParams:
         if self.seed is not None:
             whole("seed", self.seed, 0, 2**64)
         _require_name(self.adapter)
+        _require_keeping(self.keep_cache_seconds, self.cache_priority)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
@@ -262,6 +273,13 @@ _FLAGS = ("ignore_eos", "prompt_logprobs", "raw_logprobs", "sampling_mask", "rou
 def _require_name(adapter: object) -> None:
     if adapter is not None and not (isinstance(adapter, str) and adapter):
         raise InvalidRequest(f"adapter={adapter!r} must be a name, or None.")
+
+
+def _require_keeping(seconds: float, priority: int) -> None:
+    real("keep_cache_seconds", seconds, 0.0, MOST_KEPT_SECONDS)
+    whole("cache_priority", priority, -(2**31), 2**31)
+    if priority and not seconds:
+        raise InvalidRequest(f"cache_priority={priority} needs keep_cache_seconds.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,6 +582,10 @@ class EngineStats:
             all requests of a grammar while it is kept.
         grammar_seconds: that they took.
         speculation: None: it is off.
+        num_kept_blocks: that requests asked to keep (`SamplingParams.keep_cache_seconds`) and that
+            are in memory now.
+        kept_file_bytes: of kept blocks that were evicted, in files now.
+        kept_blocks_written, kept_blocks_read: to files, and back.
     """
 
     num_waiting: int
@@ -593,3 +615,7 @@ class EngineStats:
     grammars_failed: int
     grammar_seconds: float
     speculation: SpeculationStats | None = None
+    num_kept_blocks: int = 0
+    kept_file_bytes: int = 0
+    kept_blocks_written: int = 0
+    kept_blocks_read: int = 0

@@ -99,6 +99,7 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
         del wanted["draft_model"], wanted["draft_layers"], wanted["draft_quantization"]
         del wanted["max_loras"], wanted["loras"]  # and so has one with adapters
         del wanted["enable_return_routed_experts"]  # or with a record of experts
+        del wanted["kept_cache_folder"], wanted["kept_cache_bytes"]  # or with files of blocks
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
@@ -123,6 +124,10 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     adapters = ("--lora", "a=/a", "--lora", "b=/b", "--max-loras", "3")
     assert run("serve", "smollm2-135m", *adapters).exit_code == 0
     assert (started[4][0].loras, started[4][0].max_loras) == (("a=/a", "b=/b"), 3)
+    files = ("--kept-cache-folder", "/kept", "--kept-cache-bytes", "2GiB")
+    assert run("serve", "smollm2-135m", *files).exit_code == 0
+    found = started[5][0]
+    assert (found.kept_cache_folder, found.kept_cache_bytes) == ("/kept", 2 << 30)
 
 
 def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:

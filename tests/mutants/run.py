@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 CACHES = "tests/kv_cache/test_cache_stateful.py"
+KEPT = "tests/kv_cache/test_kept.py"
+KEPT_FILES = "tests/engine/test_kept_files.py"
 INVARIANCE = "tests/invariance/test_schedule_invariance.py"
 ON_CPU, ON_REFERENCE = f"{INVARIANCE} -k cpu", f"{INVARIANCE} -k reference"
 SCHEDULE = "tests/scheduling/test_schedule.py"
@@ -100,6 +102,13 @@ CATCHES = {
     "radix_splits_one_block_early": CACHES,
     "radix_path_in_use_is_evicted": CACHES,
     "radix_ancestor_before_leaf": CACHES,
+    "merged_rounded_twice": "tests/engine/test_merging.py -k apart",
+    "merged_and_added_again": "tests/engine/test_merging.py -k apart",
+    "kept_blocks_go_first": f"{KEPT} -k pressure",
+    "kept_priority_is_not_asked": f"{KEPT} -k lowest",
+    "kept_for_ever": f"{KEPT} -k over",
+    "kept_outlives_its_update": f"{KEPT_FILES} -k drop",
+    "kept_files_are_not_compared": f"{KEPT_FILES} -k damaged",
     "window_left_one_block_early": SIMULATION,
     "window_moves_before_the_step": SIMULATION,
     "stripped_block_matches": WINDOW_CACHES,

@@ -355,6 +355,7 @@ ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU
             X86.format("avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni"),
             "avx512_bf16",
         ),
+        ("Linux", "x86_64", X86.format("avx_vnni"), "avx2_vnni"),
         ("Linux", "x86_64", "flags\t\t: fpu sse2\n", "portable"),
         ("Linux", "aarch64", ARM, "neon"),
         ("Linux", "aarch64", ARM.replace("asimd", ""), "portable"),

@@ -10,7 +10,7 @@ trap 'rm -rf "$folder"' EXIT
 
 flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer -pthread -ffp-contract=off -w -I"$kernels")
 if grep -q avx512_bf16 /proc/cpuinfo 2>/dev/null; then
-    flags+=(-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mfma -mf16c -DNANO_AVX512 -DNANO_BF16)
+    flags+=(-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma -mf16c -DNANO_AVX512 -DNANO_BF16 -DNANO_VNNI)
 elif grep -q avx2 /proc/cpuinfo 2>/dev/null; then
     flags+=(-mavx2 -mfma -mf16c -DNANO_AVX2)
 fi

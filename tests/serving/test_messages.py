@@ -46,6 +46,8 @@ PARAMS = st.builds(
     prompt_logprobs=st.booleans(),
     cache_salt=st.none() | TEXTS,
     priority=st.integers(-(2**31), 2**31 - 1),
+    keep_cache_seconds=st.floats(0.5, 86400),
+    cache_priority=st.integers(-(2**31), 2**31 - 1),
 ) | st.builds(SamplingParams, allowed_token_ids=st.frozensets(IDS, min_size=1, max_size=3))
 SPANS = st.builds(VersionSpan, IDS, IDS, IDS)
 TOP = st.builds(TopLogprobs, tuples(IDS), tuples(FLOATS))

@@ -19,6 +19,7 @@ from nano_inference.engine.block_exchange import BlockExchange
 from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
+from nano_inference.engine.kept_files import DEFAULT_BYTES, KeptFiles
 from nano_inference.engine.lockstep import Lockstep
 from nano_inference.engine.loop import Abort, EngineLoop, GrammarReady
 from nano_inference.engine.requests import Params, RequestChecks
@@ -27,9 +28,10 @@ from nano_inference.engine.routed_experts import route_taker
 from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
 from nano_inference.engine.speculation import make_drafter, measure_costs
 from nano_inference.engine.transports import WeightTransport, receive_update
+from nano_inference.engine.weights.merging import Merging
 from nano_inference.engine.weights.sync import Updates
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.lora import LoraSettings
 from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
@@ -97,9 +99,11 @@ class InferenceEngine:
         if lockstep is not None:
             self.shared.join(lockstep, self.model.device)
             self.runner.gate = lockstep
+        self.kept_files = self._make_kept_files(lockstep is not None)
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.adapter_table = self._make_adapters()
+        self._merging = Merging(self.model, self._updates, self.shared)
         self.runner.watch(self.shared)
         self._draft_heads = parts.heads
         self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
@@ -466,6 +470,33 @@ class InferenceEngine:
         """The adapters that requests may ask for, by name."""
         return self.adapter_table.infos()
 
+    def merge_adapter(self, name: str) -> int:
+        """Write an adapter into the weights, until `unmerge_adapter`: each becomes W + scale * B A,
+        computed in float32 and rounded once. Returns the new version.
+
+        Requests for no adapter, or for this one, are computed by these weights; those for others,
+        and updates of the weights, are refused meanwhile. The weights as they were are kept. Bits
+        are those of a model that was loaded from merged weights, not those of the adapter beside
+        its base. On one rank, of weights that are not kept as codes.
+
+        Raises `AdapterError`, with nothing changed: also while a request is computed with an
+        adapter, or an update is on its way.
+        """
+        self.shared.require_alive()
+        if self.config.quantization is not None:
+            raise AdapterError(
+                f"quantization={self.config.quantization!r} keeps codes, which a merge would round "
+                "again; serve the adapter unmerged."
+            )
+        return self._merging.merge(name)
+
+    def unmerge_adapter(self) -> int:
+        """Write the weights back as they were before `merge_adapter`, to the bit; returns the new
+        version. Raises `AdapterError` where none is merged.
+        """
+        self.shared.require_alive()
+        return self._merging.unmerge()
+
     def _make_adapters(self) -> Adapters:
         config = self.config
         most = max(config.max_loras, len(config.loras))
@@ -478,6 +509,23 @@ class InferenceEngine:
         for each in config.loras:
             name, _, folder = each.partition("=")
             made.load(name, folder)
+        return made
+
+    def _make_kept_files(self, in_lockstep: bool) -> KeptFiles | None:
+        config = self.config
+        if config.kept_cache_folder is None:
+            return None
+        if in_lockstep:
+            raise ConfigError("kept_cache_folder is not possible for engines in lockstep.")
+        made = KeptFiles(
+            Path(config.kept_cache_folder),
+            config.kept_cache_bytes or DEFAULT_BYTES,
+            self.cache,
+            self.runner,
+            f"{self.model_folder} {self.numerics.fingerprint}",
+            lambda: self.cache.kept.clock(),
+        )
+        self.cache.evicted = self.loop.kept_files = made
         return made
 
     def weights_checksum(self) -> dict[str, str]:
@@ -503,6 +551,8 @@ class InferenceEngine:
         self.shared.require_alive()
         with self.shared.lock:
             self.cache.flush()
+            if self.kept_files is not None:
+                self.kept_files.forget(lambda _: True)
 
     # -- control -----------------------------------------------------------------------------------
 
@@ -556,6 +606,7 @@ class InferenceEngine:
     def stats(self) -> EngineStats:
         """Counters since the engine was built, and its state now."""
         loop, runner, cache, sequences = self.loop, self.runner, self.cache, self.loop.sequences
+        files = self.kept_files
         seconds = loop.clock.seconds
         times = [(busy / 1e9, waiting / 1e9) for busy, waiting in runner.rank_times()]
         for_samples = loop.clock.nanoseconds["wait"] / 1e9  # that rank 0 waited
@@ -590,6 +641,10 @@ class InferenceEngine:
             grammars_compiled=self.intake.grammars.num_compiled,
             grammars_failed=self.intake.grammars.num_failed,
             grammar_seconds=self.intake.grammars.seconds,
+            num_kept_blocks=cache.kept.count(),
+            kept_file_bytes=files.num_bytes if files is not None else 0,
+            kept_blocks_written=files.num_written if files is not None else 0,
+            kept_blocks_read=files.num_read if files is not None else 0,
         )
 
     def shutdown(self) -> None:
@@ -602,6 +657,8 @@ class InferenceEngine:
         with self.shared.lock:
             self.runner.close()
             self.shared.end("the engine was shut down")
+            if self.kept_files is not None:
+                self.kept_files.close()
 
     def __enter__(self) -> "InferenceEngine":
         return self

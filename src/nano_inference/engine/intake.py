@@ -152,9 +152,16 @@ class Intake:
         )
 
     def adapter_of(self, name: str | None) -> ServedAdapter | None:
-        """The newest version of the adapter that a request asks for. Raises `AdapterNotFound`."""
-        if name is None:
+        """The newest version of the adapter that a request asks for; None: the weights alone, also
+        where they hold it. Raises `AdapterNotFound` and `InvalidRequest`.
+        """
+        if name is None or name == self.live.merged:
             return None
+        if self.live.merged is not None:
+            raise InvalidRequest(
+                f"adapter={name!r} cannot be computed while adapter {self.live.merged!r} is merged "
+                "into the weights; unmerge_adapter() first."
+            )
         if (found := self.live.adapters.get(name)) is None:
             loaded = ", ".join(map(repr, sorted(self.live.adapters))) or "none is"
             raise AdapterNotFound(f"adapter={name!r} is not loaded; these are: {loaded}.")

@@ -17,6 +17,7 @@ from nano_inference.engine.deltas import next_delta
 from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.gate import Gate
 from nano_inference.engine.reference_logprobs import ReferenceLogprobs
+from nano_inference.kv_cache.block_hash import PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import (
@@ -59,6 +60,8 @@ ABORTED = Finish("abort")
 NOT_WANTED = Finish("abort", GROUP_COMPLETE)
 # of a step, as `StepClock` times them
 PHASES = ("handle", "schedule", "apply", "build", "forward", "wait", "commit", "sample")
+MERGED = Finish("abort", "an adapter was merged into the weights")
+_LOOKED_UP = 16  # newcomers whose blocks are looked for in files
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
 
@@ -147,6 +150,20 @@ class Runner(Protocol):
         ...
 
 
+class Returning(Protocol):
+    """Has blocks that were evicted although they are kept."""
+
+    def __len__(self) -> int: ...
+
+    def missing(self, names: Listed[int]) -> range:
+        """The places in a chain, behind what the cache has, whose blocks can be brought back."""
+        ...
+
+    def bring_back(self, token_ids: Listed[int], prefix: PrefixKeys, places: range) -> None:
+        """Put them into the cache again."""
+        ...
+
+
 class Drafting(Protocol):
     """Guesses what steps will draw."""
 
@@ -230,6 +247,7 @@ class EngineLoop:
         self.start_grammar: Callable[[Sequence], None] = _no_grammars
         self._compiling: set[int] = set()  # sequences of which no `GrammarReady` has come yet
         self.drafter: Drafting | None = None
+        self.kept_files: Returning | None = None
         # called with every step that was launched, before its draw
         self.watches: tuple[Callable[[Chunks, Listed[ForwardBatch], Any], None], ...] = ()
         self.groups = SampleGroups(self.sequences)
@@ -279,6 +297,8 @@ class EngineLoop:
         if self.paused:
             self._accompany()
             return finished + self._retire(keep=0)
+        if self.kept_files is not None and len(self.kept_files):
+            finished += self._bring_back(self.kept_files)
         live, pending = self.sequences, self._pending()
         drafts = self.drafter.propose(live, pending, self.config) if self.drafter else NO_DRAFTS
         decision = schedule(
@@ -324,6 +344,20 @@ class EngineLoop:
         self.in_flight.append(Flight(tuple(chunks.sampled), chunks.behind, scored, tokens))
         return finished + self._retire(keep=self.lookahead)
 
+    def _bring_back(self, files: Returning) -> list[TrainingSample]:
+        """Let the cache have again what the next newcomers begin with. For all but the first only
+        as far as nothing else that is kept has to go.
+        """
+        finished: list[TrainingSample] = []
+        for index, seq in enumerate(self.sequences.waiting[:_LOOKED_UP]):
+            most = seq.num_matchable // self.config.block_size
+            places = files.missing(seq.prefix.hashes[:most])
+            if not places or (index and len(places) > self.cache.num_free_not_kept()):
+                continue
+            finished += self._retire(keep=0)  # what is in flight may still read what is free
+            files.bring_back(seq.token_ids, seq.prefix, places)
+        return finished
+
     def _accompany(self) -> None:
         """Compute nothing, where other engines may be computing."""
         if self.gate.is_due():
@@ -341,6 +375,7 @@ class EngineLoop:
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""
         self.clock.start()
+        self.cache.expire_kept()
         finished: list[TrainingSample] = []
         while self.inbox:
             match self.inbox.popleft():
@@ -467,6 +502,8 @@ class EngineLoop:
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
+        if seq.adapter is not None and self.sequences.merged is not None:  # it came just before
+            return self._end([seq], MERGED)
         if seq.grammar is not None and seq.grammar.problem is not None:
             return self._release(seq)
         return self._end_outdated() if seq.request.exact_version is not None else []

@@ -79,6 +79,11 @@ class RequestChecks:
             raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
         if not is_whole(num_samples, 1):
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
+        if params.keep_cache_seconds and not self.config.enable_prefix_caching:
+            raise InvalidRequest(
+                f"keep_cache_seconds={params.keep_cache_seconds:g} needs enable_prefix_caching, "
+                "which is off."
+            )
         self._require_vocabulary(params)
         self._require_fit(prompt_len, params.max_tokens)
         if params.routed_experts and not self.experts_per_token:

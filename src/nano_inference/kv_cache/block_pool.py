@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
+from nano_inference.kv_cache.kept import KEPT_SHARE, Kept
 from nano_inference.kv_cache.news import BlockNews
 
 _NONE = -1  # not in the ring
@@ -56,15 +57,16 @@ class BlockPool:
     """All blocks of a cache. Free blocks stand in the order of their reuse.
 
     First those without a name; then named ones, the longest unused first, none before a block below
-    it; last those that are pinned: something below them is in use, so their reuse would cost more
-    than one block's contents. `emptied` is called with a block that is free and has no name (any
-    more).
+    it; then those that are pinned: something below them is in use, so their reuse would cost more
+    than one block's contents; last those that are kept, in the order of `kept`. `emptied` is called
+    with a block that is free and has no name (any more).
 
     Attributes:
         num_cached: free blocks with a name: what they hold can still be found.
         num_shared: blocks with more than one holder.
         names: of every named block: its name, and its id.
         news: is told of names that come and go; None: nothing follows them.
+        kept: names that requests asked to keep.
     """
 
     def __init__(self, num_blocks: int, emptied: Callable[[Block], None] | None = None) -> None:
@@ -73,12 +75,14 @@ class BlockPool:
         self.num_cached = self.num_shared = 0
         self.names: dict[int, int] = {}
         self.news: BlockNews | None = None
+        self.kept = Kept(int(KEPT_SHARE * num_blocks), self._is_free)
         self._emptied = emptied
-        # Three elements of the ring are no blocks: the head, the gate before the named ones, the
-        # bar before the pinned.
-        self._head, self._gate, self._bar = range(num_blocks, num_blocks + 3)
-        self._next = [*range(1, num_blocks), self._gate, 0, self._bar, self._head]
-        self._previous = [self._head, *range(num_blocks - 1), self._bar, num_blocks - 1, self._gate]
+        # Four elements of the ring are no blocks: the head, the gate before the named ones, the
+        # bar before the pinned, the rail before the kept.
+        self._head, self._gate, self._bar, self._rail = range(num_blocks, num_blocks + 4)
+        self._next = [*range(1, num_blocks), self._gate, 0, self._bar, self._rail, self._head]
+        self._previous = [self._head, *range(num_blocks - 1)]
+        self._previous += [self._rail, num_blocks - 1, self._gate, self._bar]
 
     def first_free(self) -> Block:
         """The free block to reuse next. Its name is left for the caller to forget."""
@@ -87,12 +91,32 @@ class BlockPool:
 
     def first_named(self) -> Block:
         """The free block with a name to reuse next."""
-        first = self._next[self._gate]
-        if first == self._bar:
-            first = self._next[self._bar]
-        if first == self._head:
+        block = self._first_not_kept()
+        if block is not None:
+            return block
+        name = self.kept.first()
+        if name is None:
             raise RuntimeError("no free KV block: the plan promised more than the cache has.")
-        return self.blocks[first]
+        return self.blocks[self.names[name]]
+
+    def only_kept_left(self) -> bool:
+        """Whether every free block with a name is a kept one, or there is none."""
+        return self._first_not_kept() is None
+
+    def keep(self, names: list[int], until: float, priority: int, whole_from: int) -> None:
+        """Keep the blocks of a chain, from its head on, until a time of the clock."""
+        self._reorder(self.kept.keep(names, until, priority, whole_from))
+
+    def expire(self) -> None:
+        """Blocks whose time has come are free like others."""
+        self._reorder(self.kept.expire())
+
+    def let_go(self, names: Iterable[int]) -> None:
+        """Do not keep these blocks any more."""
+        kept = sorted(set(names) & self.kept.marks.keys(), key=self.kept.marks.__getitem__)
+        for name in kept:
+            self.kept.drop(name)
+        self._reorder(kept)
 
     def hold(self, block: Block) -> None:
         """Count one more holder; a free block leaves the ring."""
@@ -162,6 +186,7 @@ class BlockPool:
         above = block.above
         if self.names.get(block.hash) == block.block_id:
             del self.names[block.hash]
+            self.kept.drop(block.hash)
             if self.news is not None:
                 self.news.dropped(block.hash)
         self.num_cached -= block.ref_count == 0 and block.hash != NO_PREFIX
@@ -173,7 +198,12 @@ class BlockPool:
 
     def free_ids(self) -> list[int]:
         """Free block ids from first to be reused to last."""
-        return [at for at in self._ring() if at < len(self.blocks)]
+        ids, marks = [at for at in self._ring() if at < len(self.blocks)], self.kept.marks
+        kept = sorted(
+            (at for at in ids if self.blocks[at].hash in marks),
+            key=lambda at: marks[self.blocks[at].hash],
+        )
+        return [at for at in ids if self.blocks[at].hash not in marks] + kept
 
     def check(self) -> None:
         """Assert that the ring is whole, holds exactly the blocks without a holder, and is in
@@ -191,14 +221,13 @@ class BlockPool:
         assert self.num_cached == named, "cached blocks and their count disagree"
         shared = sum(1 for block in self.blocks if block.ref_count > 1)
         assert self.num_shared == shared, "shared blocks and their count disagree"
-        kinds = [
-            2 if block.pins else int(block.hash != NO_PREFIX)
-            for block in map(self.blocks.__getitem__, ids)
-        ]
-        assert kinds == sorted(kinds), "free list: not unnamed, then named, then pinned"
-        assert (
-            ids[len(ids) - kinds.count(2) :] == self._ring()[self._ring().index(self._bar) + 1 :]
-        ), "bar is misplaced"
+        ring = self._ring()
+        starts = [0, *(ring.index(at) + 1 for at in (self._gate, self._bar, self._rail))]
+        kinds = [self._kind(self.blocks[at]) for at in ring if at < len(self.blocks)]
+        assert kinds == sorted(kinds), "free list: not unnamed, then named, pinned and kept"
+        for kind, (start, end) in enumerate(itertools.pairwise([*starts, len(ring) + 1])):
+            assert kinds.count(kind) == end - start - 1, "gate, bar or rail is misplaced"
+        self.kept.check([self._path(block) for block in self.blocks if block.hash != NO_PREFIX])
         pins = Counter(
             b.above.block_id for b in self.blocks if b.above is not None and (b.ref_count or b.pins)
         )
@@ -236,6 +265,32 @@ class BlockPool:
             self._requeue(block)
             block = block.above
 
+    def _is_free(self, name: int) -> bool:
+        return self.blocks[self.names[name]].ref_count == 0
+
+    def _first_not_kept(self) -> Block | None:
+        first = self._next[self._gate]
+        if first == self._bar:
+            first = self._next[self._bar]
+        return None if first == self._rail else self.blocks[first]
+
+    def _reorder(self, names: Iterable[int]) -> None:
+        """Put free blocks where their marks say."""
+        for name in names:
+            block = self.blocks[self.names[name]]
+            if block.ref_count == 0:
+                self._requeue(block)
+
+    def _kind(self, block: Block) -> int:
+        """Of a free block: 0 without a name, 1 with one, 2 pinned, 3 kept."""
+        if block.hash == NO_PREFIX:
+            return 0
+        return 3 if block.hash in self.kept else 1 + (block.pins > 0)
+
+    def _path(self, block: Block) -> list[int]:
+        """Names of a block and of the one right above it, if that is known."""
+        return [each.hash for each in (block.above, block) if each is not None]
+
     def _requeue(self, block: Block) -> None:
         self._unlink(block.block_id)
         self._link(block)
@@ -255,11 +310,16 @@ class BlockPool:
         self.num_free -= 1
 
     def _link(self, block: Block) -> None:
-        last_of_its_kind = self._previous[self._head if block.pins else self._bar]
-        after = last_of_its_kind if block.hash != NO_PREFIX else self._head
-        if block.hash == NO_PREFIX and self._emptied is not None:
+        kind = self._kind(block)
+        # last of its kind; those without a name come first of all
+        after = (
+            self._previous[(self._bar, self._rail, self._head)[kind - 1]] if kind else self._head
+        )
+        if not kind and self._emptied is not None:
             self._emptied(block)
         at, right = block.block_id, self._next[after]
         self._next[after] = self._previous[right] = at
         self._previous[at], self._next[at] = after, right
         self.num_free += 1
+        if block.hash in self.kept:
+            self.kept.free(block.hash)

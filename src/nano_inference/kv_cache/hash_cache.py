@@ -41,13 +41,16 @@ class PagedKVCache(KVCacheManager):
         for index in blocks:
             block, name = self._pool.blocks[table[index]], prefix.hashes[index]
             other = self._pool.names.get(name)
-            if other is not None and self._pool.blocks[other].stripped and not block.stripped:
-                self._forget(self._pool.blocks[other])
-            if block.hash == NO_PREFIX and name not in self._pool.names:
+            old = self._pool.blocks[other] if other is not None else None
+            if old is not None and (block.stripped or not old.stripped):
+                continue
+            if block.hash == NO_PREFIX:
                 start = index * self.block_size
                 block.parent = prefix.parent(index)
                 block.token_ids = tuple(token_ids[start : start + self.block_size])
                 self._pool.give_name(block, name, prefix.namespace)
+                if old is not None:  # only now: a name that is kept is never gone between
+                    self._forget(old)
 
     def _contents(self, block_ids: Sequence[int]) -> list[int]:
         """Token ids of named blocks."""
@@ -59,7 +62,7 @@ class PagedKVCache(KVCacheManager):
         """Drop a block."""
         self._pool.forget(block)
 
-    def drop_version(self, weight_set: str, version: int) -> None:
+    def _drop_version(self, weight_set: str, version: int) -> None:
         """Forget the prefixes of a dead weight version; their free blocks are reused first."""
         for block in self._named():
             space = block.namespace

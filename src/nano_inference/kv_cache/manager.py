@@ -5,12 +5,13 @@ or a radix tree.
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
+from nano_inference.kv_cache.kept import Kept, Mark
 from nano_inference.kv_cache.news import BlockNews
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
 
@@ -62,6 +63,28 @@ class Found(NamedTuple):
     token_ids: tuple[int, ...]
 
 
+class EvictedBlock(NamedTuple):
+    """A kept block that is about to be reused, and what it holds."""
+
+    block_id: int
+    name: int
+    token_ids: tuple[int, ...]
+    namespace: Namespace
+    mark: Mark
+
+
+class EvictedBlocks(Protocol):
+    """Where kept blocks go that are evicted."""
+
+    def take(self, block: EvictedBlock) -> None:
+        """This block is reused when the call has returned."""
+        ...
+
+    def forget(self, is_dead: Callable[[Namespace], bool]) -> None:
+        """Blocks of these namespaces will not be asked for again."""
+        ...
+
+
 class KVCacheManager(ABC):
     """Block tables over one block pool. A block table is a list of block ids owned by one sequence;
     its first `layout.num_slid(tokens computed)` blocks have left its window.
@@ -72,6 +95,8 @@ class KVCacheManager(ABC):
     A block is matchable from the launch of the step that fills it until it is reused. Only full
     blocks have a name, and a named block is never written again, so sharing needs no lock; a
     partial block shared by a fork is copied on the first write.
+
+    `evicted` is given kept blocks before they are reused; None: they are lost.
 
     Where layers have a window, `units` knows what memory stands behind a block; otherwise a block
     is its memory.
@@ -106,6 +131,7 @@ class KVCacheManager(ABC):
         self.num_units = num_blocks if layout == UNIFORM else num_units
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
         self._pool = BlockPool(num_blocks, self.units.give_back if self.units else None)
+        self.evicted: EvictedBlocks | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -240,13 +266,62 @@ class KVCacheManager(ABC):
         for place in reversed(range(len(block_ids))):
             self._release(self.blocks[block_ids[place]], in_window=place >= num_slid)
 
-    @abstractmethod
     def drop_version(self, weight_set: str, version: int) -> None:
         """Forget the prefixes of a dead weight version; their free blocks are reused first."""
+        self._drop_version(weight_set, version)
+        if self.evicted is not None:
+            self.evicted.forget(
+                lambda space: (space.weight_set, space.version) == (weight_set, version)
+            )
 
     @abstractmethod
     def flush(self) -> None:
         """Forget every prefix. Blocks in use stay in use."""
+
+    def keep(self, prefix: PrefixKeys, start: int, seconds: float, priority: int) -> None:
+        """Keep the blocks of a chain, as far as they can be matched, so many seconds from now: they
+        are evicted last, of lower `priority` first. What layers with a window stored is kept as far
+        as a row from position `start` on sees it; where evicted blocks come back, as a whole.
+        """
+        start = start if self.evicted is None else 0
+        names = list(itertools.takewhile(self._pool.names.__contains__, prefix.hashes))
+        until = self._pool.kept.clock() + seconds
+        self._pool.expire()
+        self._pool.keep(names, until, priority, self.layout.num_slid(start, self.block_size))
+
+    def keep_again(self, names: list[int], mark: Mark) -> None:
+        """Keep a chain whose last block had this mark before it was evicted."""
+        start = len(names) - 1 if mark.whole else len(names)
+        self._pool.keep(names, mark.until, mark.priority, start)
+
+    def num_free_not_kept(self) -> int:
+        """Free blocks beside the kept ones, at least."""
+        return max(0, self._pool.num_free - len(self._pool.kept.marks))
+
+    def expire_kept(self) -> None:
+        """Blocks whose time is over are evicted like others. O(1) where there is none."""
+        self._pool.expire()
+
+    def let_go_adapter(self, adapter: str) -> None:
+        """Do not keep what this version of an adapter computed: none will ask for it again."""
+        blocks = self._pool.blocks
+        self._pool.let_go(
+            name
+            for name in list(self._pool.kept.marks)
+            if (space := blocks[self._pool.names[name]].namespace) is not None
+            and space.adapter == adapter
+        )
+        if self.evicted is not None:
+            self.evicted.forget(lambda space: space.adapter == adapter)
+
+    @property
+    def kept(self) -> Kept:
+        """What requests asked to keep."""
+        return self._pool.kept
+
+    @abstractmethod
+    def _drop_version(self, weight_set: str, version: int) -> None:
+        """Forget the prefixes of a dead weight version."""
 
     @abstractmethod
     def _found(
@@ -382,12 +457,31 @@ class KVCacheManager(ABC):
     def _take(self) -> int:
         if self.units is not None:
             while len(self.units.free) < self.layout.num_units:
-                if not self.units.reclaim():
-                    self._forget(self._pool.first_named())
+                self._free_units(self.units)
         block = self._pool.first_free()
         if block.hash != NO_PREFIX:
-            self._forget(block)
+            self._evict(block)
         self._pool.hold(block)
         if self.units is not None:
             self.units.assign(block)
         return block.block_id
+
+    def _free_units(self, units: UnitPool) -> None:
+        """Take units from what is needed least: what is kept comes last."""
+        marks = self._pool.kept.marks
+        if units.reclaim(lambda block: block.hash in marks and marks[block.hash].whole):
+            return
+        # a block that is evicted as a whole can come back, one that is stripped cannot
+        strips = self.evicted is None or self._pool.kept.first() is None
+        if not (strips and self._pool.only_kept_left() and units.reclaim()):
+            self._evict(self._pool.first_named())
+
+    def _evict(self, block: Block) -> None:
+        mark = self._pool.kept.marks.get(block.hash)
+        if mark is not None and self.evicted is not None and not block.stripped:
+            assert block.namespace is not None, "a named block without a namespace"
+            tokens = tuple(self._contents([block.block_id]))
+            self.evicted.take(
+                EvictedBlock(block.block_id, block.hash, tokens, block.namespace, mark)
+            )
+        self._forget(block)

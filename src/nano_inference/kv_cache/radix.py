@@ -109,7 +109,7 @@ class RadixKVCache(KVCacheManager):
             self._detach(node)
         self._cut(node, length)
 
-    def drop_version(self, weight_set: str, version: int) -> None:
+    def _drop_version(self, weight_set: str, version: int) -> None:
         """Forget the prefixes of a dead weight version; their free blocks are reused first."""
         for namespace in list(self.roots):
             if (namespace.weight_set, namespace.version) == (weight_set, version):

@@ -7,6 +7,7 @@ holds it.
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX
@@ -109,11 +110,14 @@ class UnitPool:
         self._slid.pop(block.block_id, None)
         self._drop(block, self._places(block))
 
-    def reclaim(self) -> bool:
-        """Take the sliding units of the block that was let go first. False where there is none."""
-        if not self._slid:
+    def reclaim(self, spares: Callable[[Block], bool] = lambda _: False) -> bool:
+        """Take the sliding units of the block that was let go first, of those that `spares` does
+        not name. False where there is none.
+        """
+        found = next((at for at, block in self._slid.items() if not spares(block)), None)
+        if found is None:
             return False
-        block = self._slid.pop(next(iter(self._slid)))
+        block = self._slid.pop(found)
         self._drop(block, self._places(block)[self.layout.num_full :])
         return True
 

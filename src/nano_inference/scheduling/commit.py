@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import NO_DRAFTS, Drafts, SchedulerOutput
-from nano_inference.scheduling.sequence import Sequence, Sequences, SequenceStatus
+from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import (
     MASK_FULL,
     NOT_FINITE,
@@ -270,8 +270,20 @@ def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     if seq.request.at_end is not None:
         seq.request.at_end(seq)
     sequences.remove(seq)
+    _keep(seq, sequences, cache)
     cache.deallocate(seq.block_ids, _num_slid(seq.num_computed_tokens, cache))
     seq.block_ids = []
+
+
+def _keep(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
+    """Keep the blocks of a sequence that ends, if its request asked for that. What an old version
+    computed is of no use any more.
+    """
+    params, adapter = seq.request.params, seq.adapter
+    newest = adapter is None or sequences.adapters.get(adapter.name) is adapter
+    if params.keep_cache_seconds and seq.weight_set == POLICY and newest:
+        start = seq.request.num_prompt_tokens
+        cache.keep(seq.prefix, start, params.keep_cache_seconds, params.cache_priority)
 
 
 def publish(seq: Sequence, cache: KVCacheManager) -> None:

@@ -443,6 +443,7 @@ class Sequences:
         self.versions: dict[str, int] = {POLICY: 0}
         # the newest version of each adapter that requests may ask for
         self.adapters: dict[str, ServedAdapter] = {}
+        self.merged: str | None = None  # of them, the one that is part of the weights now
         self._ids = itertools.count()
 
     def new_id(self) -> int:

@@ -2,6 +2,7 @@
 one.
 """
 
+from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.commit import preempt
 from nano_inference.scheduling.sequence import (
@@ -103,6 +104,8 @@ def change_adapter(
             seq.prefix.extend(seq.token_ids, cache.block_size)
             if not seq.num_samples or not seq.num_completion_tokens:
                 seq.forget_scores()
+    if old is not None and old is not adapter:
+        cache.let_go_adapter(adapter_key(old.name, old.version))
 
 
 def of_adapter(sequences: Sequences, name: str) -> list[Sequence]:

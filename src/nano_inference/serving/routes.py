@@ -124,6 +124,7 @@ async def _stats(server: Server) -> dict[str, Any]:
         engine = {**asdict(latest), "kv_leaked_blocks": leaked_blocks(latest)}
     return {
         "status": server.lifecycle.status,
+        "restarting": server.lifecycle.status == "dead" and not server.lifecycle.is_lost,
         "model": server.metrics.model_name,
         "engine": engine,
         "queue": queue,

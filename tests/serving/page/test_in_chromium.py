@@ -235,7 +235,7 @@ def test_an_engine_is_killed_amid_a_stream(tmp_path: Path) -> None:
 
         seen = look(f"http://127.0.0.1:{port}", "engine_killed", {"kill": kill})
     assert seen["problem"] == "the engine has died, and is being started again."
-    assert seen["status"] == "dead"
+    assert seen["status"] == "the engine starts again…"
     require_continued(seen)
 
 

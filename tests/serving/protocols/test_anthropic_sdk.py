@@ -207,6 +207,8 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
         "seed": 7,
         "cache_salt": "mine",
         "priority": -3,
+        "keep_cache_seconds": 2.5,
+        "cache_priority": 4,
     }
     more = {"logit_bias": {"17": 2.5}, "allowed_token_ids": [2, 17, 30], "stop_token_ids": [30]}
     sdk.messages.create(
@@ -220,6 +222,43 @@ def test_extensions_reach_the_engine(sdk: Anthropic, scripted: Scripted):
     assert params.logit_bias == {17: 2.5}
     assert (params.allowed_token_ids, params.stop_token_ids) == ({2, 17, 30}, {30})
     assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        ({}, 0.0),
+        ({"cache_control": {"type": "ephemeral"}}, 0.0),
+        ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, 300.0),
+        ({"keep_cache_seconds": 7.0, "cache_control": {"type": "ephemeral", "ttl": "5m"}}, 7.0),
+        (
+            {
+                "system": [
+                    {
+                        "type": "text",
+                        "text": "Be brief.",
+                        "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                    }
+                ],
+                "cache_control": {"type": "ephemeral", "ttl": "5m"},
+            },
+            3600.0,
+        ),
+    ],
+)
+def test_a_time_to_live_keeps_the_blocks(
+    sdk: Anthropic, scripted: Scripted, body: dict[str, Any], seconds: float
+):
+    sdk.messages.create(model="m", max_tokens=20, messages=HELLO, extra_body=body)
+    assert scripted.client.requests[-1].params.keep_cache_seconds == seconds
+
+
+@pytest.mark.parametrize("control", [{"type": "ephemeral", "ttl": "2h"}, {"type": "for ever"}, 5])
+def test_other_times_to_live_are_refused(sdk: Anthropic, control: Any):
+    with pytest.raises(anthropic.BadRequestError, match="cache_control"):
+        sdk.messages.create(
+            model="m", max_tokens=20, messages=HELLO, extra_body={"cache_control": control}
+        )
 
 
 def test_count_tokens_is_what_the_message_reports(sdk: Anthropic, scripted: Scripted):

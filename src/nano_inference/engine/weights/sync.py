@@ -68,6 +68,7 @@ class WeightSyncManager:
         version: the version that serves.
         shapes: of every tensor that an update may name; some names are parts of others.
         num_tensors: of the checkpoint.
+        reserved: why no update may begin, and the thread whose may; None: any may.
         pending: updates that were checked and wait for `finish`, oldest first.
         lock: held while an update is queued, announced or written; a caller that queues and
             announces in two steps holds it.
@@ -91,6 +92,7 @@ class WeightSyncManager:
         self._agreeing, self._is_agreed = with_others or (nullcontext(), lambda _: False)
         self._newest = 0
         self._open: WeightSession | None = None
+        self.reserved: tuple[str, int] | None = None
         self._closed: str | None = None  # why nothing will be written any more
 
     @property
@@ -334,7 +336,14 @@ class WeightSyncManager:
         if self._announce is not None:
             raise WeightUpdateError("these weights are an engine's; call its update_weights.")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a session is open."""
+        return self._open is not None
+
     def _new_session(self, options: UpdateOptions) -> WeightSession:
+        if self.reserved is not None and self.reserved[1] != threading.get_ident():
+            raise WeightUpdateConflict(self.reserved[0])
         self.check_version(options.get("version"))
         return WeightSession(self.weights, room=self._room(), **options)
 

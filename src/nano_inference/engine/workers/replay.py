@@ -255,6 +255,8 @@ def _told(seq: Sequence) -> NewSequence:
         params = replace(params, **reals)
     if params.stop or params.cache_salt is not None:  # text that no worker reads
         params = replace(params, stop=(), cache_salt=None)
+    if params.keep_cache_seconds:  # the cache is rank 0's
+        params = replace(params, keep_cache_seconds=0.0, cache_priority=0)
     return NewSequence(
         seq.seq_id,
         seq.sample_index,

@@ -71,6 +71,10 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
         (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-DNANO_BF16", "-DNANO_VNNI"),
     ),
     "avx512": (frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}), _AVX512),
+    "avx2_vnni": (
+        frozenset({"avx2", "fma", "f16c", "avx_vnni"}),
+        (*_AVX2, "-mavxvnni", "-DNANO_VNNI"),
+    ),
     "avx2": (frozenset({"avx2", "fma", "f16c"}), _AVX2),
     "neon": (frozenset({"asimd"}), ("-DNANO_NEON",)),
     "portable": (frozenset(), ()),

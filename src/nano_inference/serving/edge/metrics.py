@@ -368,6 +368,14 @@ def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
             "KV blocks that are held while nothing runs or waits: a bug.",
             leaked_blocks(stats),
         ),
+        "kv_kept_blocks": (
+            "KV blocks in memory that requests asked to keep.",
+            stats.num_kept_blocks,
+        ),
+        "kv_kept_file_bytes": (
+            "Bytes of such blocks that were evicted, in files.",
+            stats.kept_file_bytes,
+        ),
     }
 
 
@@ -390,6 +398,8 @@ def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
         ),
         "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", asked),
         "prefix_cache_hits": ("Prompt tokens that were found there.", stats.prompt_tokens_cached),
+        "kv_kept_blocks_written": ("Kept blocks written to files.", stats.kept_blocks_written),
+        "kv_kept_blocks_read": ("Kept blocks read back.", stats.kept_blocks_read),
         "num_preemptions": (
             "Sequences that had to make room, and were computed again.",
             stats.num_preemptions,

@@ -49,6 +49,8 @@ _COUNTED = (
     "grammars_compiled",
     "grammars_failed",
     "grammar_seconds",
+    "kept_blocks_written",
+    "kept_blocks_read",
 )
 _NOT_SUMS = (
     "weight_version",

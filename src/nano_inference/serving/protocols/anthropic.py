@@ -21,7 +21,9 @@ What is particular to this server:
   citations are refused.
 - `stop_reason` is `pause_turn` where the answer was cut off by an operation of the engine (new
   weights, say).
-- Accepted without effect: `metadata`, `cache_control` (prefixes are cached anyway), `service_tier`,
+- `cache_control` with a `ttl`, wherever it stands, keeps the blocks of the whole request for so
+  long after the answer; without one it says nothing new, as prefixes are cached anyway.
+- Accepted without effect: `metadata`, `service_tier`,
   `output_config`'s `effort`, `context_management`, beta headers and the like.
 """
 
@@ -43,6 +45,7 @@ from nano_inference.serving.protocols.anthropic_schema import (
     MessagesRequest,
     demand_of,
     encode,
+    kept_seconds,
 )
 from nano_inference.serving.protocols.blocks import Blocks, Kind
 from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
@@ -91,7 +94,7 @@ class MessageBuilder(Builder):
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
-            renamed={"adapter": adapter},
+            renamed={"adapter": adapter, "keep_cache_seconds": kept_seconds(request)},
             behind=behind_reasoning(prompt, served, goes_on=goes_on),
         )
         self.asks: Sequence[Ask] = with_calls(

@@ -31,14 +31,32 @@ from nano_inference.serving.protocols.requests import (
 )
 
 
-class TextBlock(Strict):
+class CacheControl(Strict):
+    """That the prompt up to here is to be cached, which it is anyway, and with `ttl` how long it is
+    kept after the answer.
+    """
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cached(Strict):
+    """A part of a prompt that may say how long it is kept."""
+
+    cache_control: CacheControl | None = None
+
+
+SECONDS = {"5m": 300.0, "1h": 3600.0}
+
+
+class TextBlock(Cached):
     """What is said."""
 
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlock(Strict):
+class ToolUseBlock(Cached):
     """A call that the assistant made."""
 
     type: Literal["tool_use"]
@@ -108,7 +126,7 @@ TextOrOther = Annotated[
 Texts = Annotated[list[TextOrOther], BeforeValidator(_as_blocks)]
 
 
-class ToolResultBlock(Strict):
+class ToolResultBlock(Cached):
     """What a call returned."""
 
     type: Literal["tool_result"]
@@ -117,7 +135,7 @@ class ToolResultBlock(Strict):
     is_error: bool | None = None
 
 
-class DocumentBlock(Strict):
+class DocumentBlock(Cached):
     """A text that the user shows."""
 
     type: Literal["document"]
@@ -151,7 +169,7 @@ class AnthropicMessage(Strict):
     content: Annotated[list[Block], BeforeValidator(_as_blocks)]
 
 
-class AnthropicTool(Strict):
+class AnthropicTool(Cached):
     """A tool of the client's. Tools of the provider's have another `type`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -202,6 +220,7 @@ class CountRequest(Strict):
     system: Texts | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
+    cache_control: CacheControl | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # an extension: more names for the template
     refused = SamplingFields.refused | {
@@ -220,9 +239,9 @@ class MessagesRequest(CountRequest, SamplingFields):
     stream: bool | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="output_config's, older")
-    # Prefixes are cached anyway, and the rest is between a client and Anthropic.
+    # Between a client and Anthropic.
     ignored = (
-        *("betas", "cache_control", "context_management", "diagnostics"),
+        *("betas", "context_management", "diagnostics"),
         *("inference_geo", "metadata", "service_tier", "speed"),
     )
     # What clients of other protocols ask for, or Anthropic's own.
@@ -288,6 +307,21 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     prefilled: bool
     template_kwargs: dict[str, Any]
+
+
+def kept_seconds(request: MessagesRequest) -> float | None:
+    """How long the blocks of a request are kept: the longest `ttl` in it, where it does not say so
+    itself.
+    """
+    if request.keep_cache_seconds is not None:
+        return None
+    parts: list[Any] = [request, *(request.system or ()), *(request.tools or ())]
+    for message in request.messages:
+        for block in message.content:
+            parts += [block, *(getattr(block, "content", None) or ())]
+    asked = [getattr(part, "cache_control", None) for part in parts]
+    seconds = [SECONDS[each.ttl] for each in asked if each is not None and each.ttl is not None]
+    return max(seconds, default=None)
 
 
 def encode(request: CountRequest, served: Served) -> list[int]:

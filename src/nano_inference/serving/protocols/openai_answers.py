@@ -24,6 +24,7 @@ from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamO
 from nano_inference.serving.protocols.requests import (
     adapter_of,
     checked_stop,
+    kept_seconds,
     num_logprobs,
     require_at_most,
     sampling_params,
@@ -156,7 +157,11 @@ class OpenAIBuilder(Builder):
             top_logprobs=top_logprobs,
             scored_prompt=scored_prompt,
             defaults=self.served.sampling_defaults,
-            renamed={"adapter": self._adapter, "routed_experts": self._routed_experts()},
+            renamed={
+                "adapter": self._adapter,
+                "routed_experts": self._routed_experts(),
+                "keep_cache_seconds": kept_seconds(request.prompt_cache_retention, request),
+            },
             behind=behind,
         )
         return Ask(

@@ -18,8 +18,10 @@ from nano_inference.serving.protocols.openapi import (
 )
 from nano_inference.serving.protocols.requests import (
     MOST,
+    RETENTION,
     OneOrMany,
     PromptLogprobs,
+    Retention,
     SamplingFields,
     Schema,
     Strict,
@@ -142,13 +144,14 @@ class OpenAIFields(SamplingFields):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="what is cut off; left by default"
     )
+    prompt_cache_retention: Retention | None = RETENTION
     n_wanted: Wanted = None
     min_weight_version: VersionName = None
     response_format: ResponseFormat | None = None
     best_of: Annotated[int, Field(ge=1, le=MOST)] | None = Field(None, description="must equal n")
     ignored = (
         *("user", "metadata", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("prompt_cache_key", "prompt_cache_options"),
     )
     refused = _without(SamplingFields.refused, "truncate_prompt_tokens") | {
         "moderation": (),

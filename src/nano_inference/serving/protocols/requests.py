@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -30,7 +30,7 @@ from nano_inference.serving.protocols.generation import Builder, Served
 from nano_inference.serving.protocols.grammars import ROWS, grammar_of
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import SamplingParams
+from nano_inference.types import MOST_KEPT_SECONDS, SamplingParams
 
 MAX_CONTAINERS = 200_000  # `[],[],[]...` takes thirty times its length as Python objects
 MAX_KEYS = 200_000  # of all objects together
@@ -387,6 +387,12 @@ class SamplingFields(GrammarFields):
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    keep_cache_seconds: Annotated[float, Field(ge=0, le=MOST_KEPT_SECONDS)] | None = Field(
+        None, description="the cache keeps the sample's blocks for so long after its end"
+    )
+    cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        None, description="higher is evicted later; needs keep_cache_seconds"
+    )
     # What other engines have.
     refused = {
         "logits_processors": ([],),
@@ -404,6 +410,26 @@ class SamplingFields(GrammarFields):
         "lora_path": (),
         "vllm_xargs": ({},),
     }
+
+
+# OpenAI's word for `keep_cache_seconds`
+Retention = Literal["in-memory", "in_memory", "24h"]
+RETENTION: Any = Field(
+    None, description="24h: keep_cache_seconds=86400; in-memory: blocks are evicted like others"
+)
+
+
+def kept_seconds(retention: Retention | None, fields: "SamplingFields") -> float | None:
+    """How long the blocks of a request are kept, in the words of either. Raises `ApiError`."""
+    if retention != "24h":
+        return None
+    if fields.keep_cache_seconds not in (None, MOST_KEPT_SECONDS):
+        raise bad_request(
+            'prompt_cache_retention="24h" and keep_cache_seconds say different things; leave one '
+            "of them out.",
+            "prompt_cache_retention",
+        )
+    return MOST_KEPT_SECONDS
 
 
 def adapter_of(name: str | None, served: Served, field: str = "model") -> str | None:

@@ -12,7 +12,14 @@ from pydantic import Field, WithJsonSchema
 from nano_inference.serving.errors import bad_request, shown
 from nano_inference.serving.protocols.openai_schema import ChatRequest, JsonSchemaFormat
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, nullable, thing
-from nano_inference.serving.protocols.requests import MOST, SamplingFields, Strict, validated
+from nano_inference.serving.protocols.requests import (
+    MOST,
+    RETENTION,
+    Retention,
+    SamplingFields,
+    Strict,
+    validated,
+)
 
 Item = dict[str, Any]
 ChatMessage = dict[str, Any]
@@ -89,10 +96,11 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = Field(None, description="false: nothing is kept; true by default")
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
+    prompt_cache_retention: Retention | None = RETENTION
     chat_template_kwargs: dict[str, Any] | None = None  # an extension: more names for the template
     ignored = (
         *("user", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_options", "prompt_cache_retention"),
+        "prompt_cache_options",
     )
     refused = SamplingFields.refused | {
         "background": (False,),
@@ -151,6 +159,7 @@ def chat_request(request: ResponsesRequest, before: Sequence[ChatMessage]) -> Ch
 _SHARED = {
     *SamplingFields.model_fields,
     *("model", "temperature", "stream", "parallel_tool_calls", "chat_template_kwargs"),
+    "prompt_cache_retention",
 }
 
 

@@ -1,7 +1,8 @@
 // Whole numbers: sixteen sums of products of codes. Exact, so every machine has its own way to the same numbers.
 //
-//   Sums   szero()   sadd(a, b)   sdot8(sums, w, x): lane i += the sum over j < 4 of w[4 i + j] * x[j], codes of 8 bits
-//   Line   lload(p): 64 codes   lmagnitude(w)   llow(w), lhigh(w): the halves of their bytes, 0 to 15
+//   Sums   sadd(a, b)   sdot8(sums, w, b, x): lane i += the sum over j < 4 of w[4 i + j] * x[j], codes of 8 bits, where b
+//          is lbytes(w); such sums begin at sstart(total of all codes x that come)
+//   Line   lload(p): 64 codes   lbytes(w): bytes without a sign   llow(w), lhigh(w): the halves of their bytes, 0 to 15
 //   Quad   qdup(x): four input codes, -127 to 127, for all lanes
 //   Halves hzero()   hdot4(halves, w, x): as sdot8, w of 0 to 15, at most 8 times; then hsums(halves)
 //   Vec    vof(sums)   vof_half(p): 16 float16
@@ -40,7 +41,33 @@ inline uint16_t to_half(float x) {
   return uint16_t(sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13));
 }
 
-#if defined(NANO_AVX2) || defined(NANO_AVX512)
+#if defined(NANO_AVX512) && defined(NANO_VNNI)
+
+using Sums = __m512i;
+using Line = __m512i;
+using Halves = __m512i;  // of 32 bits at once
+using Quad = __m512i;
+
+// One factor has no sign, so codes are taken 128 higher; what that adds is taken off at the start.
+inline Sums sstart(int32_t total) { return _mm512_set1_epi32(-128 * total); }
+inline Sums sadd(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+inline Halves hzero() { return _mm512_setzero_si512(); }
+inline Line lload(const void* p) { return _mm512_loadu_si512(p); }
+inline Line lbytes(Line w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
+inline Line llow(Line w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+inline Line lhigh(Line w) { return llow(_mm512_srli_epi16(w, 4)); }
+inline Quad qdup(const int8_t* x) {
+  int32_t quad;
+  memcpy(&quad, x, 4);
+  return _mm512_set1_epi32(quad);
+}
+inline Sums sdot8(Sums sums, Line, Line bytes, Quad x) { return _mm512_dpbusd_epi32(sums, bytes, x); }
+inline Halves hdot4(Halves sums, Line w, Quad x) { return _mm512_dpbusd_epi32(sums, w, x); }
+inline Sums hsums(Halves sums) { return sums; }
+inline Vec vof(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+inline Vec vof_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+#elif defined(NANO_AVX2) || defined(NANO_AVX512)
 
 struct Sums {
   __m256i lo, hi;
@@ -49,14 +76,14 @@ using Line = Sums;
 using Halves = Sums;  // 32 sums of 16 bits
 using Quad = __m256i;
 
-inline Sums szero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Sums sstart(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Sums sadd(Sums a, Sums b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-inline Halves hzero() { return szero(); }
+inline Halves hzero() { return sstart(0); }
 inline Line lload(const void* p) {
   auto q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
-inline Line lmagnitude(Line w) { return {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)}; }
+inline Line lbytes(Line w) { return {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)}; }
 inline Line llow(Line w) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(w.lo, mask), _mm256_and_si256(w.hi, mask)};
@@ -77,8 +104,8 @@ inline __m256i fours(__m256i sums, __m256i bytes, __m256i x) {
   return _mm256_add_epi32(sums, widened(_mm256_maddubs_epi16(bytes, x)));
 #endif
 }
-inline Sums sdot8(Sums sums, Line w, Line magnitude, Quad x) {
-  return {fours(sums.lo, magnitude.lo, _mm256_sign_epi8(x, w.lo)), fours(sums.hi, magnitude.hi, _mm256_sign_epi8(x, w.hi))};
+inline Sums sdot8(Sums sums, Line w, Line bytes, Quad x) {
+  return {fours(sums.lo, bytes.lo, _mm256_sign_epi8(x, w.lo)), fours(sums.hi, bytes.hi, _mm256_sign_epi8(x, w.hi))};
 }
 #if defined(NANO_VNNI)  // sums of 32 bits at once
 inline Halves hdot4(Halves sums, Line w, Quad x) { return {fours(sums.lo, w.lo, x), fours(sums.hi, w.hi, x)}; }
@@ -116,7 +143,7 @@ struct Quad {
   int8_t at[4];
 };
 
-inline Sums szero() { return {}; }
+inline Sums sstart(int32_t) { return {}; }
 inline Sums sadd(Sums a, const Sums& b) {
   for (int i = 0; i < LANES; i++) a.at[i] += b.at[i];
   return a;
@@ -127,7 +154,7 @@ inline Line lload(const void* p) {
   memcpy(out.at, p, sizeof(out.at));
   return out;
 }
-inline Line lmagnitude(Line w) { return w; }
+inline Line lbytes(Line w) { return w; }
 inline Line llow(Line w) {
   for (auto& each : w.at) each &= 15;
   return w;

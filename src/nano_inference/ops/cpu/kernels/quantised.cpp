@@ -14,7 +14,9 @@ namespace {
 constexpr int64_t QUAD = 4, LINE = 64;
 constexpr int LINES_AHEAD = 24;  // of codes, which are fetched before they are used
 // Rows of a tile: their sums fit into registers.
-#if defined(NANO_AVX2) || defined(NANO_AVX512)
+#if defined(NANO_AVX512) && defined(NANO_VNNI)
+constexpr int MOST_ROWS = 8;
+#elif defined(NANO_AVX2) || defined(NANO_AVX512)
 constexpr int MOST_ROWS = 4;
 #else
 constexpr int MOST_ROWS = 1;
@@ -48,7 +50,7 @@ class Inputs {
     quads_ = weight.num_quads(), groups_ = weight.num_groups();
     codes_.assign(size_t(num_rows * quads_ * QUAD), 0);
     scales_.assign(size_t(num_rows * groups_), 0.f);
-    totals_.assign(size_t(num_rows * groups_), 0.f);
+    totals_.assign(size_t(num_rows * groups_), 0);
     row_.resize(size_t(groups.columns));
     for (int64_t i = 0; i < num_rows; i++) {
       as_floats(x + i * ldx, groups.columns, row_.data());
@@ -58,7 +60,7 @@ class Inputs {
 
   const int8_t* codes(int64_t row) const { return codes_.data() + row * quads_ * QUAD; }
   float scale(int64_t row, int64_t group) const { return scales_[size_t(row * groups_ + group)]; }
-  float sum(int64_t row, int64_t group) const { return totals_[size_t(row * groups_ + group)]; }  // of codes
+  int32_t total(int64_t row, int64_t group) const { return totals_[size_t(row * groups_ + group)]; }  // of codes
   int64_t num_quads() const { return quads_; }
   int64_t num_groups() const { return groups_; }
 
@@ -68,22 +70,22 @@ class Inputs {
     scales_[size_t(i * groups_ + g)] = encode(row_.data() + first, last - first, codes);
     int32_t sum = 0;
     for (int64_t k = 0; k < last - first; k++) sum += codes[k];
-    totals_[size_t(i * groups_ + g)] = float(sum);
+    totals_[size_t(i * groups_ + g)] = sum;
   }
 
   int64_t quads_ = 0, groups_ = 0;
   std::vector<int8_t> codes_;
-  std::vector<float> scales_, totals_, row_;
+  std::vector<float> scales_, row_;
+  std::vector<int32_t> totals_;
 };
 
-// Sums of HEIGHT rows by one panel over `count` quads: codes of 8 bits.
+// Adds to sums of HEIGHT rows by one panel what `count` quads give: codes of 8 bits.
 template <int HEIGHT>
 INLINE inline void add_quads(Sums (&sums)[HEIGHT], const int8_t* w, const int8_t* x, int64_t ldx, int64_t count) {
-  UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = szero();
   UNROLL for (int64_t k = 0; k < count; k++) {
-    const Line line = lload(w + k * LINE), magnitude = lmagnitude(line);
+    const Line line = lload(w + k * LINE), bytes = lbytes(line);
     fetch(w + (k + LINES_AHEAD) * LINE);
-    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sdot8(sums[i], line, magnitude, qdup(x + i * ldx + k * QUAD));
+    UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sdot8(sums[i], line, bytes, qdup(x + i * ldx + k * QUAD));
   }
 }
 
@@ -140,6 +142,7 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
     UNROLL for (int i = 0; i < HEIGHT; i++) total[i] = vset(0.f);
     for (int64_t g = first; g < last; g++) {
       Sums sums[HEIGHT];
+      UNROLL for (int i = 0; i < HEIGHT; i++) sums[i] = sstart(inputs.total(row + i, g));
       if constexpr (F::BITS == 4) {
         add_group<HEIGHT, GROUP>(sums, codes + g * (GROUP / 8) * LINE, x + g * GROUP, ldx);
       } else if constexpr (GROUP > 0) {
@@ -150,7 +153,7 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
       const Vec scales = F::WIDE ? vload(floats + g * LANES) : vof_half(halves + g * LANES);
       UNROLL for (int i = 0; i < HEIGHT; i++) {
         Vec whole = vof(sums[i]);
-        const float sum = inputs.sum(row + i, g);
+        const float sum = float(inputs.total(row + i, g));
         const Vec own = vset(inputs.scale(row + i, g));
         if (F::BITS == 4 && !F::MINS) whole = vsub(whole, vset(8 * sum));  // exact: below 2^24
         total[i] = vadd(total[i], vmul(whole, vmul(own, scales)));
@@ -175,6 +178,12 @@ void tile_of(int height, const Quantised& w, int64_t panel, const Inputs& inputs
     case 2: return tile<2, F>(w, panel, inputs, row, out, stride);
     case 3: return tile<3, F>(w, panel, inputs, row, out, stride);
     case 4: return tile<4, F>(w, panel, inputs, row, out, stride);
+#endif
+#if defined(NANO_AVX512) && defined(NANO_VNNI)
+    case 5: return tile<5, F>(w, panel, inputs, row, out, stride);
+    case 6: return tile<6, F>(w, panel, inputs, row, out, stride);
+    case 7: return tile<7, F>(w, panel, inputs, row, out, stride);
+    case 8: return tile<8, F>(w, panel, inputs, row, out, stride);
 #endif
   }
 }

@@ -54,7 +54,8 @@ async function watch() {
       named = true;
       byId("model").textContent = stats.model.split("/").pop();
       dashboard.take(stats, metrics);
-      say(stats.status === "ok" ? "ok" : "bad", stats.status);
+      if (stats.restarting) say("wait", "the engine starts again…");
+      else say(stats.status === "ok" ? "ok" : "bad", stats.status);
     } catch (problem) {
       named = false;
       dashboard.miss();

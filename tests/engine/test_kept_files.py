@@ -1,0 +1,249 @@
+"""Kept conversations come back from memory and from files with the same bits, and hold nobody up."""
+
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.errors import ConfigError, InvalidRequest
+from tests.models.tiny import tiny_model
+
+Build = Callable[..., InferenceEngine]
+SIZE = 4
+KINDS = [("llama", "paged"), ("llama", "radix"), ("gemma3", "paged"), ("gemma3", "radix")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {f: tiny_model(tmp_path_factory.mktemp(f), f) for f in ("llama", "gemma3")}
+
+
+@pytest.fixture
+def build(models: dict[str, Path]) -> Iterator[Build]:
+    built: list[InferenceEngine] = []
+    threads = torch.get_num_threads()
+
+    def make(family: str = "llama", **options: Any) -> InferenceEngine:
+        given = {
+            "block_size": SIZE,
+            "device": "cpu",
+            "num_threads": 1,
+            "kv_cache_memory": 2**15,
+            "backend": "reference",
+        }
+        built.append(
+            InferenceEngine(EngineConfig(model_path=str(models[family]), **(given | options)))
+        )
+        return built[-1]
+
+    yield make
+    for engine in built:
+        engine.shutdown()
+    torch.set_num_threads(threads)
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=5, ignore_eos=True, seed=3, **options)
+
+
+def prompt_of(length: int, stem: int = 0) -> list[int]:
+    return [(11 * place + 17 * stem) % 290 + 3 for place in range(length)]
+
+
+def bits(sample: TrainingSample) -> tuple[Any, ...]:
+    return sample.completion_tokens, sample.logprobs
+
+
+def turn(engine: InferenceEngine, sample: TrainingSample) -> list[int]:
+    """The conversation goes on with what a tool said."""
+    return [*sample.prompt_tokens, *sample.completion_tokens, 9, 8, 7]
+
+
+def press(engine: InferenceEngine) -> None:
+    """Others take every block."""
+    length = engine.cache.num_blocks * SIZE - 5
+    length = min(length, engine.max_model_len - 5)
+    count = -(-engine.cache.num_blocks * SIZE // length) + 1
+    for stem in range(count):
+        engine.generate([prompt_of(length, stem + 1)], params())
+        engine.loop.check()
+
+
+@pytest.mark.parametrize(("family", "cache_type"), KINDS)
+def test_a_kept_conversation_comes_back_from_memory_with_the_same_bits(
+    build: Build, family: str, cache_type: str
+) -> None:
+    engine, alone = build(family, cache_type=cache_type), build(family, cache_type=cache_type)
+    kept = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
+    other = engine.generate([prompt_of(20, 5)], params())[0]
+    assert engine.stats().num_kept_blocks == 6
+    for stem in range(8, 40):
+        engine.generate([prompt_of(20, stem)], params())
+    engine.loop.check()
+    again = engine.generate([turn(engine, kept)], params())[0]
+    assert again.cached_tokens == 24
+    assert engine.generate([turn(engine, other)], params())[0].cached_tokens == 0
+    assert bits(again) == bits(alone.generate([turn(engine, kept)], params())[0])
+
+
+@pytest.mark.parametrize(("family", "cache_type"), KINDS)
+def test_a_kept_conversation_comes_back_from_files_with_the_same_bits(
+    build: Build, tmp_path: Path, family: str, cache_type: str
+) -> None:
+    engine = build(family, cache_type=cache_type, kept_cache_folder=str(tmp_path))
+    alone = build(family, cache_type=cache_type)
+    kept = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0, cache_priority=2))[0]
+    press(engine)
+    stats = engine.stats()
+    assert stats.num_kept_blocks == 0, "running requests took what was kept"
+    assert stats.kept_blocks_written == 6
+    assert stats.kept_file_bytes > 0
+    again = engine.generate([turn(engine, kept)], params())[0]
+    engine.loop.check()
+    assert again.cached_tokens == 24
+    assert bits(again) == bits(alone.generate([turn(engine, kept)], params())[0])
+    stats = engine.stats()
+    assert (stats.kept_blocks_read, stats.kept_file_bytes, stats.num_kept_blocks) == (6, 0, 6)
+    assert {mark.priority for mark in engine.cache.kept.marks.values()} == {2}
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+def test_files_are_private_and_go_at_the_end(build: Build, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    engine = build(kept_cache_folder=str(folder))
+    engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))
+    press(engine)
+    (own,) = [path for path in folder.iterdir() if path.is_dir()]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, own)] == [0o700, 0o700]
+    assert len(files(folder)) == 6
+    assert sum(path.stat().st_size for path in files(folder)) == engine.stats().kept_file_bytes
+    engine.shutdown()
+    assert not files(folder)
+    assert not own.exists()
+
+
+def test_files_go_when_their_time_is_over(build: Build, tmp_path: Path) -> None:
+    engine = build(kept_cache_folder=str(tmp_path))
+    assert engine.kept_files is not None
+    now = 100.0
+    engine.cache.kept.clock = lambda: now
+    kept = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
+    press(engine)
+    now = 159.0
+    engine.kept_files.sweep()
+    assert len(files(tmp_path)) == 6
+    now = 160.0
+    assert engine.generate([turn(engine, kept)], params())[0].cached_tokens == 0
+    engine.kept_files.sweep()
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["update", "flush"])
+def test_an_update_and_a_flush_drop_what_is_kept(build: Build, tmp_path: Path, how: str) -> None:
+    engine = build(kept_cache_folder=str(tmp_path))
+    first = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
+    press(engine)
+    engine.generate([prompt_of(12, 50)], params(keep_cache_seconds=60.0))
+    assert files(tmp_path)
+    assert engine.stats().num_kept_blocks
+    if how == "update":
+        engine.update_weights(
+            {"model.norm.weight": engine.model.params["norm"] * 1.5}, blocking=True
+        )
+    else:
+        engine.flush_cache()
+    assert not files(tmp_path)
+    assert not engine.stats().num_kept_blocks
+    assert engine.generate([turn(engine, first)], params())[0].cached_tokens == 0
+    engine.loop.check()
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "longer"])
+def test_a_damaged_file_is_not_read(build: Build, tmp_path: Path, damage: str) -> None:
+    engine, alone = build(kept_cache_folder=str(tmp_path)), build()
+    kept = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
+    press(engine)
+    for path in files(tmp_path):
+        content = bytearray(path.read_bytes())
+        if damage == "changed":
+            content[-5] ^= 1
+        elif damage == "cut":
+            del content[-5:]
+        elif damage == "longer":
+            content += b"1"
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(content)
+    again = engine.generate([turn(engine, kept)], params())[0]
+    assert again.cached_tokens == 0
+    assert bits(again) == bits(alone.generate([turn(engine, kept)], params())[0])
+
+
+def test_files_are_bounded_and_the_oldest_go(build: Build, tmp_path: Path) -> None:
+    engine = build(kept_cache_folder=str(tmp_path))
+    engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))
+    press(engine)
+    one = engine.stats().kept_file_bytes // 6
+    engine.shutdown()
+    engine = build(kept_cache_folder=str(tmp_path), kept_cache_bytes=3 * one)
+    kept = engine.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
+    press(engine)
+    stats = engine.stats()
+    assert (stats.kept_blocks_written, stats.kept_file_bytes) == (6, 3 * one)
+    assert len(files(tmp_path)) == 3
+    # the end of a chain is evicted first, and so is the oldest
+    assert engine.generate([turn(engine, kept)], params())[0].cached_tokens == 12
+
+
+def test_engines_of_one_folder_leave_each_other_alone(build: Build, tmp_path: Path) -> None:
+    left = tmp_path / "kept-of-a-killed-engine"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "0f").write_bytes(b"half")
+    one, two = (build(kept_cache_folder=str(tmp_path)) for _ in range(2))
+    assert not left.exists()
+    kept = one.generate([prompt_of(20)], params(keep_cache_seconds=60.0))[0]
+    press(one)
+    assert two.generate([turn(two, kept)], params())[0].cached_tokens == 0
+    two.shutdown()
+    assert one.generate([turn(one, kept)], params())[0].cached_tokens == 24
+
+
+def test_a_group_is_kept_and_pressed_while_it_runs(build: Build, tmp_path: Path) -> None:
+    """Kept conversations, and as many requests at once as the memory does not hold."""
+    engine, alone = build(kept_cache_folder=str(tmp_path)), build()
+    prompts = [prompt_of(8 + 3 * n, n) for n in range(12)]
+    keeping = [params(keep_cache_seconds=5.0 + n, cache_priority=n % 3) for n in range(12)]
+    for _ in range(3):
+        first = engine.generate(prompts, keeping, 2)
+        engine.loop.check()
+        expected = alone.generate(prompts, params(), 2)
+        assert [*map(bits, first)] == [*map(bits, expected)]
+        prompts = [turn(engine, sample) for sample in first[::2]]
+
+
+def test_what_cannot_be_kept_is_refused(build: Build, models: dict[str, Path]) -> None:
+    for seconds in (None, -1.0, float("nan"), 86401.0, "5m"):
+        with pytest.raises(InvalidRequest, match="keep_cache_seconds"):
+            params(keep_cache_seconds=seconds)
+    with pytest.raises(InvalidRequest, match="cache_priority=3 needs keep_cache_seconds"):
+        params(cache_priority=3)
+    with pytest.raises(InvalidRequest, match="cache_priority"):
+        params(keep_cache_seconds=1.0, cache_priority=2**31)
+    with pytest.raises(InvalidRequest, match="keep_cache_seconds=5 needs enable_prefix_caching"):
+        build(enable_prefix_caching=False).generate([[5, 6]], params(keep_cache_seconds=5.0))
+    path = str(models["llama"])
+    with pytest.raises(ConfigError, match="kept_cache_bytes=5 needs kept_cache_folder"):
+        EngineConfig(model_path=path, kept_cache_bytes=5)
+    with pytest.raises(ConfigError, match="one rank"):
+        EngineConfig(model_path=path, kept_cache_folder="/tmp", tensor_parallel=2)
+    with pytest.raises(ConfigError, match="kept_cache_folder"):
+        build(kept_cache_folder="/dev/null")
