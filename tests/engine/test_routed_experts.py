@@ -223,6 +223,21 @@ def test_the_first_row_of_a_fork_and_of_a_copied_block_are_there(
     assert [each.routed_experts for each in samples] == [each.routed_experts for each in again]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_what_was_preempted_is_noted_again(
+    build: Build, oracles: dict[str, Oracle], lookahead: int
+) -> None:
+    options = {"max_model_len": 40, "kv_cache_memory": 60 * 780, "lookahead": lookahead}
+    with build(enable_prefix_caching=False, **options) as engine:
+        prompts = [prompt_of(9), prompt_of(10), prompt_of(11)]
+        samples = engine.generate(prompts, drawn(20), 2)
+        assert engine.stats().num_preemptions > 0
+    known = [sample for sample in samples if sample.routed_experts is not None]
+    assert len(known) >= len(samples) - lookahead * engine.stats().num_preemptions
+    for sample in known:
+        check(sample, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
+
+
 @pytest.mark.parametrize("kv_policy", ["finish_old", "keep", "recompute"])
 def test_an_update_in_the_middle(
     build: Build, folders: dict[str, list[Path]], oracles: dict[str, Oracle], kv_policy: str

@@ -37,10 +37,17 @@ def config_of(folder: Path) -> EngineConfig:
     return replace(engine_config(folder), enable_return_routed_experts=True)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["in-process", "process"])
+WAYS: dict[str, dict[str, Any]] = {
+    "in-process": {},
+    "process": {"in_process": False},
+    "replicas": {"in_process": False, "replicas": 2},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     threads = torch.get_num_threads()
-    config: ServerConfig = replace(RL, in_process=request.param)
+    config: ServerConfig = replace(RL, **WAYS[request.param])
     with running_server(config_of(folder), config) as url:
         yield url
     torch.set_num_threads(threads)
