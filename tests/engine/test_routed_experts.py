@@ -290,7 +290,7 @@ def test_blocks_of_another_engine_leave_the_experts_unknown(
         assert foreign.cached_tokens == 16
         assert foreign.routed_experts is None
         assert foreign.routed_experts_unknown == (
-            "keys of 16 of 24 tokens came from another engine"
+            "keys of 16 of 24 tokens came from another engine or from a file"
         )
         check(own, oracles["qwen3-moe"], LAYERS["qwen3-moe"])
         target.flush_cache()  # what is computed here is known again

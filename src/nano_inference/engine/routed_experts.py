@@ -38,7 +38,7 @@ def _read(seq: Sequence, record: RouteRecord, moe: MoeSpec) -> RoutedExperts | s
         )
     ids = record.read(seq.block_ids, num_rows)
     if (foreign := int((ids < 0).flatten(1).any(1).sum())) > 0:
-        return f"keys of {foreign} of {num_rows} tokens came from another engine"
+        return f"keys of {foreign} of {num_rows} tokens came from another engine or from a file"
     return packed(ids, moe)
 
 
