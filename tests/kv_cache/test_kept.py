@@ -56,6 +56,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     cache_type: type[KVCacheManager]
     layout: BlockLayout
+    come_back: bool
 
     @initialize(num_blocks=st.integers(4, 24))
     def build(self, num_blocks: int) -> None:
@@ -63,7 +64,7 @@ class KeptMachine(RuleBasedStateMachine):
         self.now, self.version = 0.0, 0
         self.cache.kept.clock = lambda: self.now
         self.evicted = Evicted()
-        self.cache.evicted = self.evicted
+        self.cache.evicted = self.evicted if type(self).come_back else None
         self.live: list[tuple[list[int], PrefixKeys, list[int]]] = []
 
     @rule(stem=st.integers(0, 3), length=st.integers(1, 16))
@@ -74,7 +75,8 @@ class KeptMachine(RuleBasedStateMachine):
         if need > min(self.cache.num_free_blocks(), self._room()):
             return
         before = dict(self.cache.kept.marks)
-        unkept = self.cache.num_free_not_kept()
+        free = (block for block in self.cache.blocks if not block.ref_count)
+        unkept = sum(block.hash not in before for block in free)
         table = list(self.cache.allocate(tokens, prefix=prefix).block_ids)
         gone = before.keys() - self.cache.kept.marks.keys()
         if type(self).layout == UNIFORM and need <= unkept:
@@ -126,12 +128,14 @@ class KeptMachine(RuleBasedStateMachine):
         return self.cache.num_free_units() // self.cache.layout.num_units
 
 
+@pytest.mark.parametrize("come_back", [True, False])
 @pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_every_history_leaves_the_marks_right(
-    cache_type: type[KVCacheManager], layout: BlockLayout
+    cache_type: type[KVCacheManager], layout: BlockLayout, come_back: bool
 ) -> None:
-    machine = type("Machine", (KeptMachine,), {"cache_type": cache_type, "layout": layout})
+    told = {"cache_type": cache_type, "layout": layout, "come_back": come_back}
+    machine = type("Machine", (KeptMachine,), told)
     run_state_machine_as_test(
         machine,
         settings=settings(max_examples=at_depth(100), stateful_step_count=40, deadline=None),
@@ -141,11 +145,17 @@ def test_every_history_leaves_the_marks_right(
 class Case:
     """A cache of 12 blocks in which prefixes are kept, and others press."""
 
-    def __init__(self, cache_type: type[KVCacheManager], layout: BlockLayout = UNIFORM) -> None:
-        self.cache, self.now = cache_type(12, SIZE, layout=layout), 0.0
+    def __init__(
+        self,
+        cache_type: type[KVCacheManager],
+        layout: BlockLayout = UNIFORM,
+        num_blocks: int = 12,
+        come_back: bool = True,
+    ) -> None:
+        self.cache, self.now = cache_type(num_blocks, SIZE, layout=layout), 0.0
         self.cache.kept.clock = lambda: self.now
         self.evicted = Evicted()
-        self.cache.evicted = self.evicted
+        self.cache.evicted = self.evicted if come_back else None
 
     def run(self, stem: int, blocks: int, keep: tuple[float, int] | None = None) -> list[int]:
         tokens = [stem * 100 + place for place in range(blocks * SIZE)]
@@ -210,8 +220,10 @@ def test_what_is_over_goes_like_others(cache_type: type[KVCacheManager]) -> None
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_half_of_the_blocks_are_kept_at_most(cache_type: type[KVCacheManager]) -> None:
-    case = Case(cache_type)
+def test_half_of_the_blocks_are_kept_at_most_where_none_come_back(
+    cache_type: type[KVCacheManager],
+) -> None:
+    case = Case(cache_type, come_back=False)
     head = case.run(1, 10, keep=(60, 0))
     assert len(case.cache.kept.marks) == 6
     case.run(2, 6)
@@ -221,6 +233,25 @@ def test_half_of_the_blocks_are_kept_at_most(cache_type: type[KVCacheManager]) -
     case.run(5, 6)
     case.run(6, 6)
     assert [case.hits(head), case.hits(high)] == [0, 6]
+
+
+@pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_no_kept_block_is_lost_where_they_come_back(
+    cache_type: type[KVCacheManager], layout: BlockLayout
+) -> None:
+    """Of conversations that are kept one after the other every block is in memory or was handed
+    over.
+    """
+    case = Case(cache_type, layout, num_blocks=100)
+    told = [case.run(stem, 20, keep=(60, 0)) for stem in range(20)]
+    handed = {block.name for block in case.evicted.blocks}
+    for tokens in told:
+        names = keys(tokens).hashes
+        here = case.cache.count(names)
+        assert handed.issuperset(names[here:])
+    assert len(case.cache.kept.marks) == 100
+    assert len(handed) == 300
 
 
 @pytest.mark.parametrize("cache_type", CACHES)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# the part of a cache's blocks that may be kept; what is beyond it is evicted like the others
+# the part of a cache's blocks that may be kept, where none come back; what is beyond it is evicted
+# like the others
 KEPT_SHARE = 0.5
 
 

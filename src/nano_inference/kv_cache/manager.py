@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
-from nano_inference.kv_cache.kept import Kept, Mark
+from nano_inference.kv_cache.kept import KEPT_SHARE, Kept, Mark
 from nano_inference.kv_cache.news import BlockNews
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
 
@@ -96,8 +96,6 @@ class KVCacheManager(ABC):
     blocks have a name, and a named block is never written again, so sharing needs no lock; a
     partial block shared by a fork is copied on the first write.
 
-    `evicted` is given kept blocks before they are reused; None: they are lost.
-
     Where layers have a window, `units` knows what memory stands behind a block; otherwise a block
     is its memory.
     """
@@ -131,7 +129,20 @@ class KVCacheManager(ABC):
         self.num_units = num_blocks if layout == UNIFORM else num_units
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
         self._pool = BlockPool(num_blocks, self.units.give_back if self.units else None)
-        self.evicted: EvictedBlocks | None = None
+        self._evicted: EvictedBlocks | None = None
+
+    @property
+    def evicted(self) -> EvictedBlocks | None:
+        """Is given kept blocks before they are reused; None: they are lost. As nothing is lost
+        with it, all blocks may be kept.
+        """
+        return self._evicted
+
+    @evicted.setter
+    def evicted(self, evicted: EvictedBlocks | None) -> None:
+        self._evicted = evicted
+        share = KEPT_SHARE if evicted is None else 1.0
+        self._pool.kept.most = int(share * self.num_blocks)
 
     @property
     def blocks(self) -> list[Block]:
@@ -293,10 +304,6 @@ class KVCacheManager(ABC):
         """Keep a chain whose last block had this mark before it was evicted."""
         start = len(names) - 1 if mark.whole else len(names)
         self._pool.keep(names, mark.until, mark.priority, start)
-
-    def num_free_not_kept(self) -> int:
-        """Free blocks beside the kept ones, at least."""
-        return max(0, self._pool.num_free - len(self._pool.kept.marks))
 
     def expire_kept(self) -> None:
         """Blocks whose time is over are evicted like others. O(1) where there is none."""
