@@ -21,7 +21,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -110,14 +110,21 @@ class KeptFiles:
 
     @torch.inference_mode()
     def take(self, block: EvictedBlock) -> None:
-        """Write a block. What cannot be written is lost, and computed again."""
+        """Write a block, unless its file is there. What cannot be written is lost, and computed
+        again.
+        """
+        with self._lock:
+            entry = self._entries.pop(block.name, None)
+            if entry is not None:  # a name has one content
+                self._entries[block.name] = replace(entry, mark=block.mark)
+                self._wake_by(block.mark.until)
+                return
         if self._clock() < self._writes_again:
             return
         (data,) = self._runner.read_blocks([block.block_id])
         content = self._content(block.name, block.token_ids, data)
         path = self.folder / hashlib.sha256(self._key(block.name)).hexdigest()
         with self._lock:
-            self._remove([block.name] if block.name in self._entries else [])
             if self._closed or len(content) > self._most_bytes:
                 return
             self._make_room(len(content))
@@ -215,7 +222,9 @@ class KeptFiles:
             if end == start + taken or marks[end - start] != mark:
                 self._cache.keep_again(prefix.hashes[:end], mark)
         with self._lock:
-            self._remove([n for n in prefix.hashes[start : start + taken] if n in self._entries])
+            # what is kept no more, as others come first, would not be written again
+            back = self._cache.kept.marks.keys() & self._entries.keys()
+            self._remove([name for name in prefix.hashes[start : start + taken] if name in back])
         self.num_read += taken
         return table
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
-from nano_inference.kv_cache.kept import KEPT_SHARE, Kept
+from nano_inference.kv_cache.kept import KEPT_SHARE, Kept, Mark
 from nano_inference.kv_cache.news import BlockNews
 
 _NONE = -1  # not in the ring
@@ -103,9 +103,15 @@ class BlockPool:
         """Whether every free block with a name is a kept one, or there is none."""
         return self._first_not_kept() is None
 
-    def keep(self, names: list[int], until: float, priority: int, whole_from: int) -> None:
-        """Keep the blocks of a chain, from its head on, until a time of the clock."""
-        self._reorder(self.kept.keep(names, until, priority, whole_from))
+    def keep(
+        self, names: list[int], until: float, priority: int, whole_from: int
+    ) -> list[tuple[int, Mark]]:
+        """Keep the blocks of a chain, from its head on, until a time of the clock. Returns those
+        that are more than may be kept: their names, and the marks that they had.
+        """
+        changed, gone = self.kept.keep(names, until, priority, whole_from)
+        self._reorder(changed)
+        return gone
 
     def expire(self) -> None:
         """Blocks whose time has come are free like others."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
-from nano_inference.kv_cache.kept import KEPT_SHARE, Kept, Mark
+from nano_inference.kv_cache.kept import Kept, Mark
 from nano_inference.kv_cache.news import BlockNews
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
 
@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
 
 class EvictedBlock(NamedTuple):
-    """A kept block that is about to be reused, and what it holds."""
+    """A kept block that is about to be reused, or kept no more, and what it holds."""
 
     block_id: int
     name: int
@@ -77,7 +77,7 @@ class EvictedBlocks(Protocol):
     """Where kept blocks go that are evicted."""
 
     def take(self, block: EvictedBlock) -> None:
-        """This block is reused when the call has returned."""
+        """This block may be reused when the call has returned."""
         ...
 
     def forget(self, is_dead: Callable[[Namespace], bool]) -> None:
@@ -95,6 +95,9 @@ class KVCacheManager(ABC):
     A block is matchable from the launch of the step that fills it until it is reused. Only full
     blocks have a name, and a named block is never written again, so sharing needs no lock; a
     partial block shared by a fork is copied on the first write.
+
+    `evicted` is given kept blocks before they are reused, and those that are more than may be kept;
+    None: they are lost.
 
     Where layers have a window, `units` knows what memory stands behind a block; otherwise a block
     is its memory.
@@ -129,20 +132,7 @@ class KVCacheManager(ABC):
         self.num_units = num_blocks if layout == UNIFORM else num_units
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
         self._pool = BlockPool(num_blocks, self.units.give_back if self.units else None)
-        self._evicted: EvictedBlocks | None = None
-
-    @property
-    def evicted(self) -> EvictedBlocks | None:
-        """Is given kept blocks before they are reused; None: they are lost. As nothing is lost
-        with it, all blocks may be kept.
-        """
-        return self._evicted
-
-    @evicted.setter
-    def evicted(self, evicted: EvictedBlocks | None) -> None:
-        self._evicted = evicted
-        share = KEPT_SHARE if evicted is None else 1.0
-        self._pool.kept.most = int(share * self.num_blocks)
+        self.evicted: EvictedBlocks | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -298,12 +288,12 @@ class KVCacheManager(ABC):
         names = list(itertools.takewhile(self._pool.names.__contains__, prefix.hashes))
         until = self._pool.kept.clock() + seconds
         self._pool.expire()
-        self._pool.keep(names, until, priority, self.layout.num_slid(start, self.block_size))
+        self._keep(names, until, priority, self.layout.num_slid(start, self.block_size))
 
     def keep_again(self, names: list[int], mark: Mark) -> None:
         """Keep a chain whose last block had this mark before it was evicted."""
         start = len(names) - 1 if mark.whole else len(names)
-        self._pool.keep(names, mark.until, mark.priority, start)
+        self._keep(names, mark.until, mark.priority, start)
 
     def expire_kept(self) -> None:
         """Blocks whose time is over are evicted like others. O(1) where there is none."""
@@ -485,10 +475,18 @@ class KVCacheManager(ABC):
 
     def _evict(self, block: Block) -> None:
         mark = self._pool.kept.marks.get(block.hash)
-        if mark is not None and self.evicted is not None and not block.stripped:
+        if mark is not None:
+            self._hand_over(block, mark)
+        self._forget(block)
+
+    def _keep(self, names: list[int], until: float, priority: int, whole_from: int) -> None:
+        for name, mark in self._pool.keep(names, until, priority, whole_from):
+            self._hand_over(self._pool.blocks[self._pool.names[name]], mark)
+
+    def _hand_over(self, block: Block, mark: Mark) -> None:
+        if self.evicted is not None and not block.stripped:
             assert block.namespace is not None, "a named block without a namespace"
             tokens = tuple(self._contents([block.block_id]))
             self.evicted.take(
                 EvictedBlock(block.block_id, block.hash, tokens, block.namespace, mark)
             )
-        self._forget(block)
