@@ -249,6 +249,38 @@ def test_no_kept_block_is_lost_where_they_come_back(
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
+def test_a_block_that_is_kept_is_passed_over_once(
+    cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are kept, each is looked at once while others come and go."""
+    num_units, tokens = 700, [place % 97 for place in range(200 * SIZE)]
+    cache = cache_type(600, SIZE, layout=WINDOW, num_units=num_units)
+    cache.evicted, prefix = Evicted(), keys(tokens)
+    asked, ask = list[int](), cache._is_kept_whole  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(
+        cache, "_is_kept_whole", lambda block: (asked.append(block.block_id), ask(block))[1]
+    )
+
+    def run(tokens: list[int], prefix: PrefixKeys, seconds: float = 0.0) -> None:
+        table = list[int]()
+        for end in range(SIZE, len(tokens) + 1, SIZE):
+            cache.extend(table, end - SIZE, end)
+            cache.publish(table, tokens, prefix, range(end // SIZE - 1, end // SIZE))
+            cache.slide(table, end - SIZE, end)
+        if seconds:
+            cache.keep(prefix, 0, seconds, 0)
+        cache.deallocate(table, WINDOW.num_slid(len(tokens), SIZE))
+
+    run(tokens, prefix, 60)
+    for stem in range(1, 21):
+        other = [stem * 1000 + place for place in range(150 * SIZE)]
+        run(other, keys(other))
+    assert cache.count(prefix.hashes) == 200
+    assert len(asked) < 20 * 150 + 2 * 200
+    cache.check([])
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
 def test_blocks_of_an_old_adapter_are_not_kept(cache_type: type[KVCacheManager]) -> None:
     case = Case(cache_type)
     tokens = [*range(8)]

@@ -131,7 +131,8 @@ class KVCacheManager(ABC):
         # without a window a block is its unit
         self.num_units = num_blocks if layout == UNIFORM else num_units
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
-        self._pool = BlockPool(num_blocks, self.units.give_back if self.units else None)
+        told = (self.units.give_back, self.units.spare_no_more) if self.units is not None else ()
+        self._pool = BlockPool(num_blocks, *told)
         self.evicted: EvictedBlocks | None = None
 
     @property
@@ -424,6 +425,9 @@ class KVCacheManager(ABC):
                 b for table, slid in zip(tables, outside, strict=True) for b in table[slid:]
             )
             self.units.check(self.blocks, users)
+            assert all(map(self._is_kept_whole, self.units.spared.values())), (
+                "a block is spared that is not kept"
+            )
 
     def _usable(self, found: Sequence[int]) -> int:
         """How many of these blocks a sequence can start from: the last ones, those in its window,
@@ -465,13 +469,16 @@ class KVCacheManager(ABC):
 
     def _free_units(self, units: UnitPool) -> None:
         """Take units from what is needed least: what is kept comes last."""
-        marks = self._pool.kept.marks
-        if units.reclaim(lambda block: block.hash in marks and marks[block.hash].whole):
+        if units.reclaim(self._is_kept_whole):
             return
         # a block that is evicted as a whole can come back, one that is stripped cannot
         strips = self.evicted is None or self._pool.kept.first() is None
         if not (strips and self._pool.only_kept_left() and units.reclaim()):
             self._evict(self._pool.first_named())
+
+    def _is_kept_whole(self, block: Block) -> bool:
+        mark = self._pool.kept.marks.get(block.hash)
+        return mark is not None and mark.whole
 
     def _evict(self, block: Block) -> None:
         mark = self._pool.kept.marks.get(block.hash)
