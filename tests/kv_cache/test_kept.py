@@ -59,7 +59,10 @@ class KeptMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(4, 24))
     def build(self, num_blocks: int) -> None:
-        self.cache = type(self).cache_type(num_blocks, SIZE, layout=type(self).layout)
+        layout = type(self).layout
+        # so few that blocks outside a window must give theirs
+        num_units = max(2 * layout.num_units, num_blocks * layout.num_units * 2 // 3)
+        self.cache = type(self).cache_type(num_blocks, SIZE, layout=layout, num_units=num_units)
         self.now, self.version = 0.0, 0
         self.cache.kept.clock = lambda: self.now
         self.evicted = Evicted()
@@ -81,6 +84,7 @@ class KeptMachine(RuleBasedStateMachine):
         if type(self).layout == UNIFORM and need <= unkept:
             assert not gone, "a kept block was taken while another one was free"
         self.cache.publish(table, tokens, prefix, range(len(tokens) // SIZE))
+        self.cache.slide(table, 0, len(tokens))
         self.live.append((tokens, prefix, table))
 
     @precondition(lambda self: self.live)
@@ -91,7 +95,7 @@ class KeptMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 2),
     )
     def end(self, pick: int, keep: bool, seconds: int, priority: int) -> None:
-        _, prefix, table = self.live.pop(pick % len(self.live))
+        tokens, prefix, table = self.live.pop(pick % len(self.live))
         if keep:
             self.cache.keep(prefix, 0, seconds, priority)
             found = self.cache.find(prefix.hashes).block_ids
@@ -101,7 +105,7 @@ class KeptMachine(RuleBasedStateMachine):
             assert all(mark.priority >= priority for mark in kept)
             if len(self.cache.kept.marks) < self.cache.kept.most:
                 assert len(kept) == len(found), "a block was not kept, and there was room"
-        self.cache.deallocate(table)
+        self.cache.deallocate(table, self._num_slid(tokens))
 
     @rule(seconds=st.integers(1, 9))
     def wait(self, seconds: int) -> None:
@@ -119,9 +123,12 @@ class KeptMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_consistent(self) -> None:
         tables = [table for _, _, table in self.live]
-        self.cache.check(tables)
+        self.cache.check(tables, [self._num_slid(tokens) for tokens, _, _ in self.live])
         for block in self.evicted.blocks:
             assert len(block.token_ids) == SIZE
+
+    def _num_slid(self, tokens: list[int]) -> int:
+        return self.cache.layout.num_slid(len(tokens), SIZE)
 
     def _room(self) -> int:
         return self.cache.num_free_units() // self.cache.layout.num_units
