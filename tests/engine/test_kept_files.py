@@ -1,5 +1,9 @@
 """Kept conversations come back from memory and from files with the same bits, and hold nobody up."""
 
+import errno
+import fcntl
+import logging
+import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +13,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.engine import kept_files
+from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from tests.models.tiny import tiny_model
 
 Build = Callable[..., InferenceEngine]
@@ -112,7 +117,7 @@ def test_a_kept_conversation_comes_back_from_files_with_the_same_bits(
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith("lock")]
 
 
 def test_files_are_private_and_go_at_the_end(build: Build, tmp_path: Path) -> None:
@@ -204,8 +209,8 @@ def test_files_are_bounded_and_the_oldest_go(build: Build, tmp_path: Path) -> No
 
 
 def test_engines_of_one_folder_leave_each_other_alone(build: Build, tmp_path: Path) -> None:
-    left = tmp_path / "kept-of-a-killed-engine"
-    left.mkdir()
+    left = tmp_path / f"nano-kept-{'0f' * 16}"
+    left.mkdir(mode=0o700)
     (left / "lock").touch()
     (left / "0f").write_bytes(b"half")
     one, two = (build(kept_cache_folder=str(tmp_path)) for _ in range(2))
@@ -228,6 +233,147 @@ def test_a_group_is_kept_and_pressed_while_it_runs(build: Build, tmp_path: Path)
         expected = alone.generate(prompts, params(), 2)
         assert [*map(bits, first)] == [*map(bits, expected)]
         prompts = [turn(engine, sample) for sample in first[::2]]
+
+
+@pytest.mark.parametrize("why", ["sequences", "memory"])
+def test_nothing_is_read_for_a_newcomer_that_is_not_admitted(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """A long conversation waits in line while others run; when they end, it comes back at once."""
+    limits: dict[str, Any] = {"max_batch_size": 2} if why == "sequences" else {}
+    length = 20 if limits else 100
+    engine = build(kept_cache_folder=str(tmp_path), kv_cache_memory=2**17, **limits)
+    alone = build(kv_cache_memory=2**17)
+    kept = engine.generate([prompt_of(length)], params(keep_cache_seconds=60.0))[0]
+    press(engine)
+    files, written = engine.kept_files, engine.stats().kept_blocks_written
+    assert files is not None
+    assert len(files) == written
+    reads, read = list[int](), files._read  # pyright: ignore[reportPrivateUsage]
+
+    def counted(name: int, token_ids: Any) -> Any:
+        reads.append(name)
+        return read(name, token_ids)
+
+    monkeypatch.setattr(files, "_read", counted)
+    busy = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+    for stem in (3, 4):
+        engine.add_request(prompt_of(20 if limits else 110, stem), busy)
+    engine.step()
+    engine.add_request(turn(engine, kept), params())
+    while len(engine.loop.sequences.running) == 2:
+        assert not reads
+        assert engine.stats().kept_blocks_written == written
+        engine.step()
+    last: list[TrainingSample] = []
+    while engine.has_pending():
+        last += engine.step()
+        engine.loop.check()
+    (again,) = [each for each in last if len(each.completion_tokens) == 5]
+    assert again.cached_tokens == 4 * written
+    assert len(reads) == written, "what was read was evicted and read again"
+    assert bits(again) == bits(alone.generate([turn(engine, kept)], params())[0])
+
+
+@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+def test_twenty_conversations_in_a_memory_of_few_all_come_back(
+    build: Build, tmp_path: Path, cache_type: str
+) -> None:
+    engine = build(cache_type=cache_type, kept_cache_folder=str(tmp_path))
+    alone = build(cache_type=cache_type)
+    assert engine.cache.num_blocks < 20 * 6
+    told = [
+        engine.generate([prompt_of(20, n)], params(keep_cache_seconds=60.0))[0] for n in range(20)
+    ]
+    for sample in told:
+        again = engine.generate([turn(engine, sample)], params(keep_cache_seconds=60.0))[0]
+        engine.loop.check()
+        assert again.cached_tokens == 24
+        assert bits(again) == bits(alone.generate([turn(engine, sample)], params())[0])
+    together = [turn(engine, sample) for sample in told]
+    samples = engine.generate(together, params())
+    assert sum(sample.cached_tokens for sample in samples) > 20 * 20, "few come back together"
+
+
+def test_a_disk_that_fails_ends_nothing(
+    build: Build,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, now = build(kept_cache_folder=str(tmp_path)), 100.0
+    assert engine.kept_files is not None
+    engine.cache.kept.clock = lambda: now
+    kept = engine.generate([prompt_of(20)], params(keep_cache_seconds=600.0))[0]
+    press(engine)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "write_bytes", "replace"):
+            patch.setattr(Path, name, fail)
+        with caplog.at_level(logging.WARNING):
+            assert engine.generate([turn(engine, kept)], params())[0].cached_tokens == 24
+            press(engine)
+        assert len(caplog.records) == 1, "each block is one warning"
+        engine.generate([prompt_of(20, 7)], params(keep_cache_seconds=600.0))
+        engine.kept_files.forget(lambda _: True)
+    written = engine.stats().kept_blocks_written
+    now = 129.0
+    press(engine)
+    assert engine.stats().kept_blocks_written == written
+    now = 130.0
+    engine.generate([prompt_of(20)], params(keep_cache_seconds=600.0))
+    press(engine)
+    assert engine.stats().kept_blocks_written == written + 6
+
+
+def test_what_others_put_into_the_folder_is_neither_followed_nor_removed(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = ["nano-kept-photos", "kept-photos", f"nano-kept-{'1e' * 16}"]
+    for name in mine:
+        (tmp_path / name).mkdir(mode=0o755)
+        (tmp_path / name / "lock").touch()
+    held = tmp_path / f"nano-kept-{'2e' * 16}"
+    held.mkdir(mode=0o700)
+    os.mkfifo(held / "lock")
+    (tmp_path / f"nano-kept-{'3e' * 16}").symlink_to(tmp_path / "kept-photos")
+    build(kept_cache_folder=str(tmp_path)).shutdown()
+    assert all((tmp_path / name / "lock").exists() for name in mine)
+    assert held.exists()
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="not a folder itself"):
+        build(kept_cache_folder=str(link))
+    lock = tmp_path / "nano-kept.lock"
+    lock.unlink()
+    lock.symlink_to(target)
+    with pytest.raises(ConfigError, match="kept_cache_folder"):
+        build(kept_cache_folder=str(tmp_path))
+    assert not target.exists()
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        build(kept_cache_folder=str(tmp_path))
+    lock.unlink()
+    tmp_path.chmod(0o770)
+    with pytest.raises(ConfigError, match="others own it or may write there"):
+        build(kept_cache_folder=str(tmp_path))
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(kept_files, "_PATIENCE", 0.05)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process has held"):
+            build(kept_cache_folder=str(tmp_path))
+    build(kept_cache_folder=str(tmp_path))
+
+
+def test_an_engine_that_cannot_be_built_leaves_no_folder(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError):
+        build(kept_cache_folder=str(tmp_path), max_loras=1, loras=(f"own={tmp_path / 'missing'}",))
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def test_what_cannot_be_kept_is_refused(build: Build, models: dict[str, Path]) -> None:

@@ -59,7 +59,10 @@ class KeptMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(4, 24))
     def build(self, num_blocks: int) -> None:
-        self.cache = type(self).cache_type(num_blocks, SIZE, layout=type(self).layout)
+        layout = type(self).layout
+        # so few that blocks outside a window must give theirs
+        num_units = max(2 * layout.num_units, num_blocks * layout.num_units * 2 // 3)
+        self.cache = type(self).cache_type(num_blocks, SIZE, layout=layout, num_units=num_units)
         self.now, self.version = 0.0, 0
         self.cache.kept.clock = lambda: self.now
         self.evicted = Evicted()
@@ -74,12 +77,14 @@ class KeptMachine(RuleBasedStateMachine):
         if need > min(self.cache.num_free_blocks(), self._room()):
             return
         before = dict(self.cache.kept.marks)
-        unkept = self.cache.num_free_not_kept()
+        free = (block for block in self.cache.blocks if not block.ref_count)
+        unkept = sum(block.hash not in before for block in free)
         table = list(self.cache.allocate(tokens, prefix=prefix).block_ids)
         gone = before.keys() - self.cache.kept.marks.keys()
         if type(self).layout == UNIFORM and need <= unkept:
             assert not gone, "a kept block was taken while another one was free"
         self.cache.publish(table, tokens, prefix, range(len(tokens) // SIZE))
+        self.cache.slide(table, 0, len(tokens))
         self.live.append((tokens, prefix, table))
 
     @precondition(lambda self: self.live)
@@ -90,7 +95,7 @@ class KeptMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 2),
     )
     def end(self, pick: int, keep: bool, seconds: int, priority: int) -> None:
-        _, prefix, table = self.live.pop(pick % len(self.live))
+        tokens, prefix, table = self.live.pop(pick % len(self.live))
         if keep:
             self.cache.keep(prefix, 0, seconds, priority)
             found = self.cache.find(prefix.hashes).block_ids
@@ -100,7 +105,7 @@ class KeptMachine(RuleBasedStateMachine):
             assert all(mark.priority >= priority for mark in kept)
             if len(self.cache.kept.marks) < self.cache.kept.most:
                 assert len(kept) == len(found), "a block was not kept, and there was room"
-        self.cache.deallocate(table)
+        self.cache.deallocate(table, self._num_slid(tokens))
 
     @rule(seconds=st.integers(1, 9))
     def wait(self, seconds: int) -> None:
@@ -118,9 +123,12 @@ class KeptMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_consistent(self) -> None:
         tables = [table for _, _, table in self.live]
-        self.cache.check(tables)
+        self.cache.check(tables, [self._num_slid(tokens) for tokens, _, _ in self.live])
         for block in self.evicted.blocks:
             assert len(block.token_ids) == SIZE
+
+    def _num_slid(self, tokens: list[int]) -> int:
+        return self.cache.layout.num_slid(len(tokens), SIZE)
 
     def _room(self) -> int:
         return self.cache.num_free_units() // self.cache.layout.num_units
@@ -141,8 +149,13 @@ def test_every_history_leaves_the_marks_right(
 class Case:
     """A cache of 12 blocks in which prefixes are kept, and others press."""
 
-    def __init__(self, cache_type: type[KVCacheManager], layout: BlockLayout = UNIFORM) -> None:
-        self.cache, self.now = cache_type(12, SIZE, layout=layout), 0.0
+    def __init__(
+        self,
+        cache_type: type[KVCacheManager],
+        layout: BlockLayout = UNIFORM,
+        num_blocks: int = 12,
+    ) -> None:
+        self.cache, self.now = cache_type(num_blocks, SIZE, layout=layout), 0.0
         self.cache.kept.clock = lambda: self.now
         self.evicted = Evicted()
         self.cache.evicted = self.evicted
@@ -221,6 +234,57 @@ def test_half_of_the_blocks_are_kept_at_most(cache_type: type[KVCacheManager]) -
     case.run(5, 6)
     case.run(6, 6)
     assert [case.hits(head), case.hits(high)] == [0, 6]
+
+
+@pytest.mark.parametrize("layout", [UNIFORM, WINDOW])
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_no_kept_block_is_lost_where_they_come_back(
+    cache_type: type[KVCacheManager], layout: BlockLayout
+) -> None:
+    """Of conversations that are kept one after the other every block is in memory or was handed
+    over.
+    """
+    case = Case(cache_type, layout, num_blocks=100)
+    told = [case.run(stem, 20, keep=(60, 0)) for stem in range(20)]
+    handed = {block.name for block in case.evicted.blocks}
+    for tokens in told:
+        names = keys(tokens).hashes
+        here = case.cache.count(names)
+        assert handed.issuperset(names[here:])
+    assert len(case.cache.kept.marks) == 50
+    assert len(handed) == 350
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_a_block_that_is_kept_is_passed_over_once(
+    cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are kept, each is looked at once while others come and go."""
+    num_units, tokens = 700, [place % 97 for place in range(200 * SIZE)]
+    cache = cache_type(600, SIZE, layout=WINDOW, num_units=num_units)
+    cache.evicted, prefix = Evicted(), keys(tokens)
+    asked, ask = list[int](), cache._is_kept_whole  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(
+        cache, "_is_kept_whole", lambda block: (asked.append(block.block_id), ask(block))[1]
+    )
+
+    def run(tokens: list[int], prefix: PrefixKeys, seconds: float = 0.0) -> None:
+        table = list[int]()
+        for end in range(SIZE, len(tokens) + 1, SIZE):
+            cache.extend(table, end - SIZE, end)
+            cache.publish(table, tokens, prefix, range(end // SIZE - 1, end // SIZE))
+            cache.slide(table, end - SIZE, end)
+        if seconds:
+            cache.keep(prefix, 0, seconds, 0)
+        cache.deallocate(table, WINDOW.num_slid(len(tokens), SIZE))
+
+    run(tokens, prefix, 60)
+    for stem in range(1, 21):
+        other = [stem * 1000 + place for place in range(150 * SIZE)]
+        run(other, keys(other))
+    assert cache.count(prefix.hashes) == 200
+    assert len(asked) < 20 * 150 + 2 * 200
+    cache.check([])
 
 
 @pytest.mark.parametrize("cache_type", CACHES)

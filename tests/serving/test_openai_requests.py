@@ -114,6 +114,11 @@ BOTH = [
         {"prompt_cache_retention": "24h", "keep_cache_seconds": 5},
         "prompt_cache_retention",
     ),
+    (
+        {"prompt_cache_retention": "in-memory", "keep_cache_seconds": 5},
+        "prompt_cache_retention",
+    ),
+    ({"prompt_cache_retention": "in_memory", "cache_priority": 5}, None),
     ({"priority": 2**31}, "priority"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -99,7 +99,6 @@ class InferenceEngine:
         if lockstep is not None:
             self.shared.join(lockstep, self.model.device)
             self.runner.gate = lockstep
-        self.kept_files = self._make_kept_files(lockstep is not None)
         self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
         self.weight_sync = self._updates.manager
         self.adapter_table = self._make_adapters()
@@ -111,6 +110,8 @@ class InferenceEngine:
             if lockstep is None:
                 self.drafter.costs = measure_costs(self.loop, self.max_model_len)
             self.loop.drafter = self.drafter
+        # last: an engine that could not be built would leave its files
+        self.kept_files = self._make_kept_files(lockstep is not None)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -7,18 +7,21 @@ when it is whole, and is known to the engine that wrote it alone: another one, a
 the same folder, never reads it.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import itertools
 import logging
 import os
+import re
+import secrets
 import shutil
-import tempfile
+import stat
 import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +38,11 @@ from nano_inference.regular_files import open_regular
 logger = logging.getLogger("nano_inference")
 
 DEFAULT_BYTES = 4 << 30
-PREFIX, LOCK = "kept-", "lock"
+# of a folder, one for each engine, and of the file that holds its lock; of the lock of all of them
+_PREFIX, _LOCK, _COMMON_LOCK = "nano-kept-", "lock", "nano-kept.lock"
+_OWN = re.compile(_PREFIX + "[0-9a-f]{32}")
+_PATIENCE = 10.0  # seconds to wait for the common lock, which is held for moments
+_PAUSE = 30.0  # seconds without an attempt, after one to write has failed
 _MAGIC = b"nano-kv1"
 _DIGEST = 32
 _FARTHEST = 3600.0  # seconds that a timer waits at most
@@ -84,6 +91,7 @@ class KeptFiles:
         self._entries: dict[int, _Entry] = {}  # by the block's name, the oldest first
         self._timer: threading.Timer | None = None
         self._wakes = 0.0
+        self._writes_again = float("-inf")  # by the clock
         self._closed = False
         self.num_bytes = 0
         self.num_written = 0
@@ -102,16 +110,25 @@ class KeptFiles:
 
     @torch.inference_mode()
     def take(self, block: EvictedBlock) -> None:
-        """Write a block. What cannot be written is lost, and computed again."""
+        """Write a block, unless its file is there. What cannot be written is lost, and computed
+        again.
+        """
+        with self._lock:
+            entry = self._entries.pop(block.name, None)
+            if entry is not None:  # a name has one content
+                self._entries[block.name] = replace(entry, mark=block.mark)
+                self._wake_by(block.mark.until)
+                return
+        if self._clock() < self._writes_again:
+            return
         (data,) = self._runner.read_blocks([block.block_id])
         content = self._content(block.name, block.token_ids, data)
         path = self.folder / hashlib.sha256(self._key(block.name)).hexdigest()
         with self._lock:
-            self._remove([block.name] if block.name in self._entries else [])
             if self._closed or len(content) > self._most_bytes:
                 return
             self._make_room(len(content))
-            if not _write(path, content):
+            if not self._write(path, content):
                 return
             self._entries[block.name] = _Entry(path, len(content), block.namespace, block.mark)
             self.num_bytes += len(content)
@@ -156,11 +173,13 @@ class KeptFiles:
             return range(here, here + sum(1 for _ in found))
 
     @torch.inference_mode()
-    def bring_back(self, token_ids: Sequence[int], prefix: PrefixKeys, places: range) -> None:
+    def bring_back(self, token_ids: Sequence[int], prefix: PrefixKeys, places: range) -> list[int]:
         """Put these blocks of a chain into the cache again. Nothing may be in flight.
 
+        Returns a block table that holds them and those before them, for the caller to let go of.
         A file that is not as it was written, and those behind it, are not read.
         """
+        held: list[int] = []
         at, size = places.start, self._cache.block_size
         most = max(1, MOST_BYTES // self._block_bytes)
         while at < places.stop:
@@ -173,10 +192,14 @@ class KeptFiles:
                     break
                 marks.append(read[0])
                 parts.append(read[1])
-            taken = self._put(token_ids, prefix, at, marks, parts) if parts else 0
-            at += taken
-            if taken < len(names):
-                return
+            if parts:
+                table = self._put(token_ids, prefix, at, marks, parts)
+                self._cache.deallocate(held)
+                held = table
+            at += len(names)
+            if len(held) < at:
+                break
+        return held
 
     def _put(
         self,
@@ -185,8 +208,10 @@ class KeptFiles:
         start: int,
         marks: Sequence[Mark],
         parts: Sequence[Tensor],
-    ) -> int:
-        """Blocks from place `start` on; returns how many there was room for."""
+    ) -> list[int]:
+        """Blocks from place `start` on, as far as there is room; returns a table that holds
+        them.
+        """
         table, cached = self._cache.reserve(token_ids, prefix, start, start + len(parts))
         if len(table) > cached:
             data = torch.stack(list(parts[cached - start : len(table) - start]))
@@ -196,11 +221,12 @@ class KeptFiles:
         for end, mark in enumerate(marks[:taken], start + 1):
             if end == start + taken or marks[end - start] != mark:
                 self._cache.keep_again(prefix.hashes[:end], mark)
-        self._cache.deallocate(table)
         with self._lock:
-            self._remove([n for n in prefix.hashes[start : start + taken] if n in self._entries])
+            # what is kept no more, as others come first, would not be written again
+            back = self._cache.kept.marks.keys() & self._entries.keys()
+            self._remove([name for name in prefix.hashes[start : start + taken] if name in back])
         self.num_read += taken
-        return taken
+        return table
 
     def _read(self, name: int, token_ids: Sequence[int]) -> tuple[Mark, Tensor] | None:
         with self._lock:
@@ -245,7 +271,29 @@ class KeptFiles:
         for name in names:
             entry = self._entries.pop(name)
             self.num_bytes -= entry.size
-            entry.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder goes with the engine, or the next one
+                entry.path.unlink()
+
+    def _write(self, path: Path, content: bytes) -> bool:
+        """Write a file, which is there when it is whole. False: it could not be written, nor will
+        others be for a while.
+        """
+        part = path.with_suffix(".part")
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        except OSError as problem:
+            logger.warning(
+                "A kept block cannot be written: %s. For %g seconds those that are evicted are "
+                "lost.",
+                problem,
+                _PAUSE,
+            )
+            self._writes_again = self._clock() + _PAUSE
+            with contextlib.suppress(OSError):
+                part.unlink()
+            return False
+        return True
 
     def _wake_by(self, until: float) -> None:
         """Sweep at that time, also where no step is run until then."""
@@ -274,38 +322,64 @@ def _product(shape: Sequence[int]) -> int:
     return count
 
 
-def _write(path: Path, content: bytes) -> bool:
-    """Write a file, which is there when it is whole. False: it could not be written."""
-    part = path.with_suffix(".part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError as problem:
-        logger.warning("A kept block cannot be written, and is lost: %s", problem)
-        part.unlink(missing_ok=True)
-        return False
-    return True
-
-
 def _own_folder(folder: Path) -> tuple[Path, int]:
     """A new private folder in this one, and the descriptor that holds its lock; those that nobody
-    holds are removed.
+    holds are removed. Raises `OSError`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / LOCK).open("a", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for path in folder.glob(PREFIX + "*"):
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError("it is not a folder itself; name the folder")
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError("others own it or may write there; name one of your own (chmod go-w)")
+    common = _open_lock(folder / _COMMON_LOCK, os.O_CREAT)
+    try:
+        _wait_for(common)
+        for path in folder.glob(_PREFIX + "*"):
             _remove_if_left(path)
-        own = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))  # mode 0700
-        held = os.open(own / LOCK, os.O_WRONLY | os.O_CREAT, 0o600)
+        own = folder / f"{_PREFIX}{secrets.token_hex(16)}"
+        own.mkdir(mode=0o700)
+        held = _open_lock(own / _LOCK, os.O_CREAT)
         fcntl.flock(held, fcntl.LOCK_EX)
+    finally:
+        os.close(common)
     return own, held
 
 
+def _open_lock(path: Path, flags: int = 0) -> int:
+    """Open a regular file, which is no link, without waiting. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return descriptor
+
+
+def _wait_for(lock: int) -> None:
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"another process has held {_COMMON_LOCK} for {_PATIENCE:g} seconds"
+                ) from None
+            time.sleep(0.02)
+        else:
+            return
+
+
 def _remove_if_left(path: Path) -> None:
-    try:
-        with (path / LOCK).open("r", encoding="ascii") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Remove a folder that an engine of this user made and does not hold any more."""
+    with contextlib.suppress(OSError):  # it is gone, has no lock, or another engine holds that
+        found = path.lstat()
+        private = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+        if not (private and found.st_uid == os.getuid() and _OWN.fullmatch(path.name)):
+            return
+        lock = _open_lock(path / _LOCK)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-    except OSError:  # another engine holds it, or it is none of ours
-        return
+        finally:
+            os.close(lock)

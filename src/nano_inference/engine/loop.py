@@ -159,8 +159,8 @@ class Returning(Protocol):
         """The places in a chain, behind what the cache has, whose blocks can be brought back."""
         ...
 
-    def bring_back(self, token_ids: Listed[int], prefix: PrefixKeys, places: range) -> None:
-        """Put them into the cache again."""
+    def bring_back(self, token_ids: Listed[int], prefix: PrefixKeys, places: range) -> list[int]:
+        """Put them into the cache again; returns a block table that holds them."""
         ...
 
 
@@ -345,18 +345,43 @@ class EngineLoop:
         return finished + self._retire(keep=self.lookahead)
 
     def _bring_back(self, files: Returning) -> list[TrainingSample]:
-        """Let the cache have again what the next newcomers begin with. For all but the first only
-        as far as nothing else that is kept has to go.
+        """Let the cache have again what those newcomers begin with that this step will admit. What
+        others begin with would be evicted again before they are.
         """
-        finished: list[TrainingSample] = []
-        for index, seq in enumerate(self.sequences.waiting[:_LOOKED_UP]):
+        if self._first_in_files(files, ()) is None:
+            return []
+        finished = self._retire(keep=0)  # what is in flight may still read what is free
+        tried: set[int] = set()
+        tables: list[list[int]] = []
+        while (found := self._first_in_files(files, tried)) is not None:
+            seq, places = found
+            tried.add(seq.seq_id)
+            # held until all are there: one's blocks must not be evicted for another's
+            tables.append(files.bring_back(seq.token_ids, seq.prefix, places))
+        for table in tables:
+            self.cache.deallocate(table)
+        return finished
+
+    def _first_in_files(
+        self, files: Returning, tried: Container[int]
+    ) -> tuple[Sequence, range] | None:
+        """The first newcomer that would be admitted now and begins with blocks in files, and
+        their places; not one of `tried`.
+        """
+        newcomers = self.sequences.waiting[:_LOOKED_UP]
+        found: dict[int, tuple[Sequence, range]] = {}
+        for seq in newcomers:
             most = seq.num_matchable // self.config.block_size
             places = files.missing(seq.prefix.hashes[:most])
-            if not places or (index and len(places) > self.cache.num_free_not_kept()):
-                continue
-            finished += self._retire(keep=0)  # what is in flight may still read what is free
-            files.bring_back(seq.token_ids, seq.prefix, places)
-        return finished
+            if places and seq.seq_id not in tried:
+                found[seq.seq_id] = seq, places
+        if not found:
+            return None
+        # a newcomer needs as much memory for blocks that come back as for those it computes
+        running, pending = self.sequences.running, self._pending()
+        plan = schedule(newcomers, running, self.cache, self.config, pending, len(self.in_flight))
+        admitted = (each.seq_id for each in plan.admitted)
+        return next((found[seq_id] for seq_id in admitted if seq_id in found), None)
 
     def _accompany(self) -> None:
         """Compute nothing, where other engines may be computing."""

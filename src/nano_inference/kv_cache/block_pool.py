@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
-from nano_inference.kv_cache.kept import KEPT_SHARE, Kept
+from nano_inference.kv_cache.kept import KEPT_SHARE, Kept, Mark
 from nano_inference.kv_cache.news import BlockNews
 
 _NONE = -1  # not in the ring
@@ -59,7 +59,7 @@ class BlockPool:
     First those without a name; then named ones, the longest unused first, none before a block below
     it; then those that are pinned: something below them is in use, so their reuse would cost more
     than one block's contents; last those that are kept, in the order of `kept`. `emptied` is called
-    with a block that is free and has no name (any more).
+    with a block that is free and has no name (any more), `unkept` with one that is kept no more.
 
     Attributes:
         num_cached: free blocks with a name: what they hold can still be found.
@@ -69,14 +69,19 @@ class BlockPool:
         kept: names that requests asked to keep.
     """
 
-    def __init__(self, num_blocks: int, emptied: Callable[[Block], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        emptied: Callable[[Block], None] | None = None,
+        unkept: Callable[[Block], None] | None = None,
+    ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_free = num_blocks
         self.num_cached = self.num_shared = 0
         self.names: dict[int, int] = {}
         self.news: BlockNews | None = None
         self.kept = Kept(int(KEPT_SHARE * num_blocks), self._is_free)
-        self._emptied = emptied
+        self._emptied, self._unkept = emptied, unkept
         # Four elements of the ring are no blocks: the head, the gate before the named ones, the
         # bar before the pinned, the rail before the kept.
         self._head, self._gate, self._bar, self._rail = range(num_blocks, num_blocks + 4)
@@ -103,9 +108,15 @@ class BlockPool:
         """Whether every free block with a name is a kept one, or there is none."""
         return self._first_not_kept() is None
 
-    def keep(self, names: list[int], until: float, priority: int, whole_from: int) -> None:
-        """Keep the blocks of a chain, from its head on, until a time of the clock."""
-        self._reorder(self.kept.keep(names, until, priority, whole_from))
+    def keep(
+        self, names: list[int], until: float, priority: int, whole_from: int
+    ) -> list[tuple[int, Mark]]:
+        """Keep the blocks of a chain, from its head on, until a time of the clock. Returns those
+        that are more than may be kept: their names, and the marks that they had.
+        """
+        changed, gone = self.kept.keep(names, until, priority, whole_from)
+        self._reorder(changed)
+        return gone
 
     def expire(self) -> None:
         """Blocks whose time has come are free like others."""
@@ -191,6 +202,8 @@ class BlockPool:
                 self.news.dropped(block.hash)
         self.num_cached -= block.ref_count == 0 and block.hash != NO_PREFIX
         block.forget()
+        if self._unkept is not None:
+            self._unkept(block)
         if block.ref_count:
             self._unpin(above)
         else:
@@ -278,6 +291,8 @@ class BlockPool:
         """Put free blocks where their marks say."""
         for name in names:
             block = self.blocks[self.names[name]]
+            if self._unkept is not None and name not in self.kept:
+                self._unkept(block)
             if block.ref_count == 0:
                 self._requeue(block)
 

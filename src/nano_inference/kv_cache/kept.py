@@ -84,11 +84,11 @@ class Kept:
 
     def keep(
         self, names: Sequence[int], until: float, priority: int, whole_from: int = 0
-    ) -> list[int]:
+    ) -> tuple[list[int], list[tuple[int, Mark]]]:
         """Keep a chain of blocks from its head on, those from place `whole_from` on as a whole.
 
         Returns the names whose marks have come, changed or gone, in the order in which they would
-        be evicted.
+        be evicted; and those whose marks are gone, with these.
         """
         changed: dict[int, None] = {}
         for place in reversed(range(len(names))):
@@ -104,7 +104,8 @@ class Kept:
             if mark != old:
                 self._put(name, mark)
                 changed[name] = None
-        return list(changed) + self._cut()
+        gone = self._cut()
+        return [*changed, *(name for name, _ in gone)], gone
 
     def free(self, name: int) -> None:
         """The block of a kept name has no holder any more."""
@@ -159,13 +160,12 @@ class Kept:
         self._all.push(_key(mark), name)
         self._ends.push(_end(mark), name)
 
-    def _cut(self) -> list[int]:
-        gone: list[int] = []
+    def _cut(self) -> list[tuple[int, Mark]]:
+        gone: list[tuple[int, Mark]] = []
         while len(self.marks) > self.most:
             found = self._all.first()
             assert found is not None, "a mark stands in no queue"
-            del self.marks[found[1]]
-            gone.append(found[1])
+            gone.append((found[1], self.marks.pop(found[1])))
         return gone
 
 

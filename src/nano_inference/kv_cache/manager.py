@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
 
 class EvictedBlock(NamedTuple):
-    """A kept block that is about to be reused, and what it holds."""
+    """A kept block that is about to be reused, or kept no more, and what it holds."""
 
     block_id: int
     name: int
@@ -77,7 +77,7 @@ class EvictedBlocks(Protocol):
     """Where kept blocks go that are evicted."""
 
     def take(self, block: EvictedBlock) -> None:
-        """This block is reused when the call has returned."""
+        """This block may be reused when the call has returned."""
         ...
 
     def forget(self, is_dead: Callable[[Namespace], bool]) -> None:
@@ -96,7 +96,8 @@ class KVCacheManager(ABC):
     blocks have a name, and a named block is never written again, so sharing needs no lock; a
     partial block shared by a fork is copied on the first write.
 
-    `evicted` is given kept blocks before they are reused; None: they are lost.
+    `evicted` is given kept blocks before they are reused, and those that are more than may be kept;
+    None: they are lost.
 
     Where layers have a window, `units` knows what memory stands behind a block; otherwise a block
     is its memory.
@@ -130,7 +131,8 @@ class KVCacheManager(ABC):
         # without a window a block is its unit
         self.num_units = num_blocks if layout == UNIFORM else num_units
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
-        self._pool = BlockPool(num_blocks, self.units.give_back if self.units else None)
+        told = (self.units.give_back, self.units.spare_no_more) if self.units is not None else ()
+        self._pool = BlockPool(num_blocks, *told)
         self.evicted: EvictedBlocks | None = None
 
     @property
@@ -287,16 +289,12 @@ class KVCacheManager(ABC):
         names = list(itertools.takewhile(self._pool.names.__contains__, prefix.hashes))
         until = self._pool.kept.clock() + seconds
         self._pool.expire()
-        self._pool.keep(names, until, priority, self.layout.num_slid(start, self.block_size))
+        self._keep(names, until, priority, self.layout.num_slid(start, self.block_size))
 
     def keep_again(self, names: list[int], mark: Mark) -> None:
         """Keep a chain whose last block had this mark before it was evicted."""
         start = len(names) - 1 if mark.whole else len(names)
-        self._pool.keep(names, mark.until, mark.priority, start)
-
-    def num_free_not_kept(self) -> int:
-        """Free blocks beside the kept ones, at least."""
-        return max(0, self._pool.num_free - len(self._pool.kept.marks))
+        self._keep(names, mark.until, mark.priority, start)
 
     def expire_kept(self) -> None:
         """Blocks whose time is over are evicted like others. O(1) where there is none."""
@@ -427,6 +425,9 @@ class KVCacheManager(ABC):
                 b for table, slid in zip(tables, outside, strict=True) for b in table[slid:]
             )
             self.units.check(self.blocks, users)
+            assert all(map(self._is_kept_whole, self.units.spared.values())), (
+                "a block is spared that is not kept"
+            )
 
     def _usable(self, found: Sequence[int]) -> int:
         """How many of these blocks a sequence can start from: the last ones, those in its window,
@@ -468,20 +469,31 @@ class KVCacheManager(ABC):
 
     def _free_units(self, units: UnitPool) -> None:
         """Take units from what is needed least: what is kept comes last."""
-        marks = self._pool.kept.marks
-        if units.reclaim(lambda block: block.hash in marks and marks[block.hash].whole):
+        if units.reclaim(self._is_kept_whole):
             return
         # a block that is evicted as a whole can come back, one that is stripped cannot
         strips = self.evicted is None or self._pool.kept.first() is None
         if not (strips and self._pool.only_kept_left() and units.reclaim()):
             self._evict(self._pool.first_named())
 
+    def _is_kept_whole(self, block: Block) -> bool:
+        mark = self._pool.kept.marks.get(block.hash)
+        return mark is not None and mark.whole
+
     def _evict(self, block: Block) -> None:
         mark = self._pool.kept.marks.get(block.hash)
-        if mark is not None and self.evicted is not None and not block.stripped:
+        if mark is not None:
+            self._hand_over(block, mark)
+        self._forget(block)
+
+    def _keep(self, names: list[int], until: float, priority: int, whole_from: int) -> None:
+        for name, mark in self._pool.keep(names, until, priority, whole_from):
+            self._hand_over(self._pool.blocks[self._pool.names[name]], mark)
+
+    def _hand_over(self, block: Block, mark: Mark) -> None:
+        if self.evicted is not None and not block.stripped:
             assert block.namespace is not None, "a named block without a namespace"
             tokens = tuple(self._contents([block.block_id]))
             self.evicted.take(
                 EvictedBlock(block.block_id, block.hash, tokens, block.namespace, mark)
             )
-        self._forget(block)

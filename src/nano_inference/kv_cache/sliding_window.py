@@ -7,6 +7,7 @@ holds it.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ class UnitPool:
             is none.
         changed: blocks whose units changed; a mirror of `unit_of` clears it.
         num_in_window: blocks that at least one table has in its window.
+        spared: blocks, by id, that `reclaim` passed over; see `spare_no_more`.
     """
 
     def __init__(self, num_units: int, num_blocks: int, layout: BlockLayout) -> None:
@@ -95,7 +97,8 @@ class UnitPool:
         self.num_in_window = 0
         self.free = list(range(num_units - 1, -1, -1))  # a stack
         # held or named, in no table's window: in the order of being let go
-        self._slid: dict[int, Block] = {}
+        self._slid: OrderedDict[int, Block] = OrderedDict()
+        self.spared: OrderedDict[int, Block] = OrderedDict()
 
     def assign(self, block: Block) -> None:
         """All units of a fresh block, which its one holder has in its window."""
@@ -107,23 +110,31 @@ class UnitPool:
 
     def give_back(self, block: Block) -> None:
         """Take all units from a block without a holder and a name."""
-        self._slid.pop(block.block_id, None)
+        self._withdraw(block)
         self._drop(block, self._places(block))
 
-    def reclaim(self, spares: Callable[[Block], bool] = lambda _: False) -> bool:
+    def reclaim(self, spares: Callable[[Block], bool] | None = None) -> bool:
         """Take the sliding units of the block that was let go first, of those that `spares` does
-        not name. False where there is none.
+        not name. False where there is none. A block that was spared is not asked about again.
         """
-        found = next((at for at, block in self._slid.items() if not spares(block)), None)
-        if found is None:
+        while spares is not None and self._slid and spares(next(iter(self._slid.values()))):
+            at, block = self._slid.popitem(last=False)
+            self.spared[at] = block
+        queue = self.spared if spares is None and not self._slid else self._slid
+        if not queue:
             return False
-        block = self._slid.pop(found)
+        _, block = queue.popitem(last=False)
         self._drop(block, self._places(block)[self.layout.num_full :])
         return True
 
+    def spare_no_more(self, block: Block) -> None:
+        """There is no reason any more to spare this block."""
+        if self.spared.pop(block.block_id, None) is not None:
+            self.offer(block)
+
     def enter(self, block: Block) -> None:
         """One more table has this block in its window."""
-        self._slid.pop(block.block_id, None)
+        self._withdraw(block)
         self.num_in_window += block.num_users == 0
         block.num_users += 1
 
@@ -143,7 +154,7 @@ class UnitPool:
         The end of a finished sequence is not offered: requests meet at ends, and a block there is
         reused as a whole.
         """
-        if not block.num_users and not block.stripped:
+        if not block.num_users and not block.stripped and block.block_id not in self.spared:
             self._slid.setdefault(block.block_id, block)
 
     def check(self, blocks: list[Block], users: dict[int, int]) -> None:
@@ -167,7 +178,7 @@ class UnitPool:
             )
             assert block.num_users == users.get(block.block_id, 0), "users and tables disagree"
             assert there or not block.num_users, "a block within a window lacks its units"
-            offered = block.block_id in self._slid
+            offered = block.block_id in {**self._slid, **self.spared}
             assert not offered or (there and not block.num_users), (
                 "units are offered that are needed or gone"
             )
@@ -175,6 +186,10 @@ class UnitPool:
                 "units are held back"
             )
         assert self.num_in_window == sum(block.num_users > 0 for block in blocks)
+
+    def _withdraw(self, block: Block) -> None:
+        self._slid.pop(block.block_id, None)
+        self.spared.pop(block.block_id, None)
 
     def _places(self, block: Block) -> range:
         return range(block.block_id, len(self.unit_of), self.num_blocks)

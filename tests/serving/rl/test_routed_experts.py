@@ -169,3 +169,25 @@ def test_a_server_without_a_record_says_how_to_get_one(rl_server: str) -> None:
         told = ask(rl_server, path, body, 400)
         assert "start it with --enable-return-routed-experts" in json.dumps(told)
     assert vllm(rl_server)["choices"][0]["routed_experts"] is None
+
+
+def test_experts_that_were_not_asked_for_cost_nothing(folder: Path) -> None:
+    """A token has 9 ids of experts, one entry; the request fits without them and not with them."""
+    config = replace(config_of(folder), max_request_entries=3 * (5 + 4) + 8)
+    with running_server(config, RL) as url:
+        assert vllm(url, n=1)["choices"][0]["routed_experts"] is not None
+        many = vllm(url, n=3)["choices"]
+        assert [choice["routed_experts"] for choice in many] == [None] * 3
+        assert "max_request_entries=35" in json.dumps(vllm(url, 400, n=3, routed_experts=True))
+        body = {"prompt": [PROMPT] * 3, "max_tokens": 4, "ignore_eos": True, "seed": 1}
+        for given, told in [(1, False), (3, True)]:
+            body = body | {"prompt": [PROMPT] * given, "return_token_ids": True}
+            choices = ask(url, "/v1/completions", body)["choices"]
+            assert [choice["routed_experts"] is None for choice in choices] == [told] * given
+        ask(url, "/v1/completions", body | {"routed_experts": True}, 400)
+        chat = {"messages": [{"role": "user", "content": "a" * 8}], "max_tokens": 4}
+        ask(url, "/v1/chat/completions", chat | {"return_token_ids": True})
+
+
+def test_a_start_says_nothing_where_no_experts_are_asked_for(rl_server: str) -> None:
+    assert "routed_experts" not in sglang(rl_server, routed_experts_start_len=6)["meta_info"]

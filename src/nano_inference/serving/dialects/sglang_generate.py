@@ -492,16 +492,16 @@ class SglangBuilder(Builder):
     def _experts_from(
         self, sampling: SglangSampling, place: int, count: int, num_tokens: int
     ) -> int | None:
-        request, name = self.request, "routed_experts_start_len"
-        start = one_of(request.routed_experts_start_len, place, count, name) or 0
-        if not 0 <= start <= num_tokens:
-            raise bad_request(f"{name} is {start}, and the prompt has {num_tokens} tokens.", name)
-        name = "return_routed_experts"
+        request, name = self.request, "return_routed_experts"
         if not (
             one_of(request.return_routed_experts, place, count, name) or sampling.routed_experts
         ):
             return None
         require_routed_experts(self.served, name)
+        name = "routed_experts_start_len"
+        start = one_of(request.routed_experts_start_len, place, count, name) or 0
+        if not 0 <= start <= num_tokens:
+            raise bad_request(f"{name} is {start}, and the prompt has {num_tokens} tokens.", name)
         return start
 
     def _ask(self, prompt: _SglangPrompt, sampling: SglangSampling, place: int) -> Ask:

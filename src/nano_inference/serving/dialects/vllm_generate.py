@@ -190,6 +190,8 @@ class VllmBuilder(Builder):
                 text=TextStyle(
                     sampling.skip_special_tokens is False, bool(sampling.include_stop_str_in_output)
                 ),
+                experts_by_default=sampling.routed_experts is None
+                and sampling.routed_experts_prompt_start is None,
             )
         ]
         self._begun = False
@@ -229,8 +231,8 @@ class VllmBuilder(Builder):
         )
 
     def _routed_experts(self) -> bool | None:
-        """Whether experts are told: where there is a record of them, as with vLLM not in a stream,
-        unless the request says otherwise.
+        """Whether experts are told: where there is a record of them and they may cost that much, as
+        with vLLM not in a stream, unless the request says otherwise.
         """
         start = self._sampling.routed_experts_prompt_start
         if start is not None and start > len(self._prompt):

@@ -56,6 +56,7 @@ from nano_inference.serving.protocols.requests import (
     behind_reasoning,
     checked_prompt,
     checked_stop,
+    hinted,
     parser_of,
     read_body,
     sampling_params,
@@ -94,7 +95,7 @@ class MessageBuilder(Builder):
             max_tokens=min(request.max_tokens, room),
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
-            renamed={"adapter": adapter, "keep_cache_seconds": kept_seconds(request, served)},
+            renamed={"adapter": adapter, **hinted(kept_seconds(request), served)},
             behind=behind_reasoning(prompt, served, goes_on=goes_on),
         )
         self.asks: Sequence[Ask] = with_calls(

@@ -309,11 +309,11 @@ class Conversation:
     template_kwargs: dict[str, Any]
 
 
-def kept_seconds(request: MessagesRequest, served: Served) -> float | None:
+def kept_seconds(request: MessagesRequest) -> float | None:
     """How long the blocks of a request are kept: the longest `ttl` in it, where it does not say so
-    itself. That is a hint: without a prefix cache it has no effect.
+    itself.
     """
-    if request.keep_cache_seconds is not None or not served.engine.enable_prefix_caching:
+    if request.keep_cache_seconds is not None:
         return None
     parts: list[Any] = [request, *(request.system or ()), *(request.tools or ())]
     for message in request.messages:

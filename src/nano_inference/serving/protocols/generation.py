@@ -60,6 +60,8 @@ class Ask:
         detokenize: False: its choices have no text but what the engine makes for stop strings.
         text: what the text shows.
         repeats_prompt: the answer tells of the prompt with each sample, not once.
+        experts_by_default: `routed_experts` were not asked for, so that they are left out where
+            they cost too much.
     """
 
     prompt: list[int]
@@ -72,6 +74,7 @@ class Ask:
     text: TextStyle = PLAIN
     limits: Limits = field(default_factory=Limits)
     repeats_prompt: bool = False
+    experts_by_default: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ CODE = "request_too_large"
 
 def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
     """The asks of one request, each with its part of what they may have together
-    (`Limits.max_entries`).
+    (`Limits.max_entries`). Experts that it did not ask for are left out where they do not fit.
 
     Those of many prompts may be made one by one: none is made after the first that does not fit.
 
@@ -216,11 +219,12 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
             repeats_prompt=ask.repeats_prompt,
             experts=served.engine.experts_per_token,
         )
+        least = _without_experts(demand) if ask.experts_by_default else demand
         try:
-            require_affordable(demand, budget, names)
+            require_affordable(least, budget, names)
         except RequestTooLarge as problem:
             raise bad_request(str(problem), code=CODE) from None
-        left -= demand.entries()
+        left -= least.entries()
         if left < 0:
             raise bad_request(
                 "the prompts of the request ask for more entries than "
@@ -230,11 +234,27 @@ def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
             )
         taken.append(ask)
         demands.append(demand)
+    if sum(demand.entries() for demand in demands) > budget:
+        demands = [
+            _without_experts(demand) if ask.experts_by_default else demand
+            for ask, demand in zip(taken, demands, strict=True)
+        ]
+        taken = [
+            replace(ask, params=replace(ask.params, routed_experts=False))
+            if ask.experts_by_default
+            else ask
+            for ask in taken
+        ]
+    left = budget - sum(demand.entries() for demand in demands)
     share = left // max(1, sum(demand.num_samples for demand in demands))
     return [
         _with_share(ask, demand, share) if ask.params.sampling_mask else ask
         for ask, demand in zip(taken, demands, strict=True)
     ]
+
+
+def _without_experts(demand: Demand) -> Demand:
+    return demand._replace(routed=0)
 
 
 def _with_share(ask: Ask, demand: Demand, share: int) -> Ask:

@@ -24,6 +24,7 @@ from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamO
 from nano_inference.serving.protocols.requests import (
     adapter_of,
     checked_stop,
+    hinted,
     kept_seconds,
     num_logprobs,
     require_at_most,
@@ -160,9 +161,7 @@ class OpenAIBuilder(Builder):
             renamed={
                 "adapter": self._adapter,
                 "routed_experts": self._routed_experts(),
-                "keep_cache_seconds": kept_seconds(
-                    request.prompt_cache_retention, request, self.served
-                ),
+                **hinted(kept_seconds(request.prompt_cache_retention, request), self.served),
             },
             behind=behind,
         )
@@ -180,6 +179,7 @@ class OpenAIBuilder(Builder):
                     request.min_weight_version, self.served, "min_weight_version"
                 ),
             ),
+            experts_by_default=request.routed_experts is None,
             **({"stream": scored_prompt is None} | more),  # scores come with the whole sample
         )
 

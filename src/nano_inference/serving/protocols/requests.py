@@ -419,21 +419,31 @@ RETENTION: Any = Field(
 )
 
 
-def kept_seconds(
-    retention: Retention | None, fields: "SamplingFields", served: Served
-) -> float | None:
-    """How long the blocks of a request are kept, in the words of either. Raises `ApiError`. What
-    OpenAI calls retention is a hint: without a prefix cache it has no effect.
+def kept_seconds(retention: Retention | None, fields: "SamplingFields") -> float | None:
+    """How long a retention keeps the blocks of a request; None: it does not say. Raises
+    `ApiError`.
     """
-    if retention != "24h" or not served.engine.enable_prefix_caching:
+    if retention is None:
         return None
-    if fields.keep_cache_seconds not in (None, MOST_KEPT_SECONDS):
+    seconds = MOST_KEPT_SECONDS if retention == "24h" else 0.0
+    if fields.keep_cache_seconds not in (None, seconds):
         raise bad_request(
-            'prompt_cache_retention="24h" and keep_cache_seconds say different things; leave one '
-            "of them out.",
+            f'prompt_cache_retention="{retention}" and keep_cache_seconds say different things; '
+            "leave one of them out.",
             "prompt_cache_retention",
         )
-    return MOST_KEPT_SECONDS
+    return seconds
+
+
+def hinted(seconds: float | None, served: Served) -> dict[str, Any]:
+    """Fields of `SamplingParams` of a time in the words of another API. There it is a hint: without
+    a prefix cache it has no effect, nor has the priority that goes with it.
+    """
+    if not seconds:
+        return {}
+    if not served.engine.enable_prefix_caching:
+        return {"cache_priority": 0}
+    return {"keep_cache_seconds": seconds}
 
 
 def adapter_of(name: str | None, served: Served, field: str = "model") -> str | None:
