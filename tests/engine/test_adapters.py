@@ -297,3 +297,35 @@ def test_a_replay_does_not_know_adapters(engine: InferenceEngine, folder: Path) 
     engine.load_adapter("own", matrices(folder, 1))
     with pytest.raises(InvalidRequest, match="drawn with the adapter 'own'; a replay has the"):
         replay(engine, whole(engine))
+
+
+def test_what_an_unloaded_adapter_computed_is_kept_no_longer(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 0))
+    keeping = replace(PARAMS, keep_cache_seconds=3600.0)
+    whole(engine, keeping)
+    assert engine.stats().num_kept_blocks > 0
+    engine.add_request(PROMPT, keeping)
+    engine.step()
+    engine.unload_adapter("own")
+    assert engine.stats().num_kept_blocks == 0
+    rest(engine)
+    assert engine.stats().num_kept_blocks == 0
+
+
+@pytest.mark.parametrize("what", ["adapter", "weights"])
+def test_blocks_of_two_versions_are_not_kept(
+    engine: InferenceEngine, folder: Path, what: str
+) -> None:
+    engine.load_adapter("own", matrices(folder, 0))
+    keeping = replace(PARAMS, max_tokens=40, keep_cache_seconds=3600.0)
+    engine.add_request(PROMPT, keeping)
+    for _ in range(20):
+        engine.step()
+    if what == "adapter":
+        engine.load_adapter("own", matrices(folder, 5), kv_policy="keep")
+    else:
+        engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, kv_policy="keep")
+    rest(engine)
+    assert engine.stats().num_kept_blocks == 0

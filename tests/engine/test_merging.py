@@ -1,6 +1,7 @@
 """A merged adapter is a model that was loaded from merged weights, and goes without a trace."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.engine.weights import merging
 from nano_inference.errors import (
     AdapterError,
     AdapterNotFound,
     InvalidRequest,
+    WeightUpdateConflict,
     WeightUpdateError,
 )
 from nano_inference.models.lora import LoraSettings
+from nano_inference.rl import score
 from tests.engine.test_adapters import matrices
 from tests.models.tiny import tiny_llama
 
@@ -153,3 +157,269 @@ def test_codes_and_open_sessions_are_refused(folder: Path) -> None:
         with pytest.raises(AdapterError, match="an update is on its way"):
             engine.merge_adapter("own")
         assert bits(sample(engine, "own"))
+
+
+def params(adapter: str | None = "own", **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=12, seed=1, adapter=adapter, ignore_eos=True, **options)
+
+
+def rest(engine: InferenceEngine) -> list[TrainingSample]:
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    engine.loop.check()
+    return samples
+
+
+def amid_a_merge(
+    monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine, do: Callable[[], object]
+) -> None:
+    """Call `do` where the merged weights are computed, once, and let the merge go on."""
+    calls = iter([do])
+    inner = merging.merged
+
+    def merged(*args: Any) -> Tensor:
+        for call in calls:
+            call()
+        return inner(*args)
+
+    monkeypatch.setattr(merging, "merged", merged)
+    engine.merge_adapter("own")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_request_for_the_merged_adapter_keeps_it_merged(
+    engine: InferenceEngine, steps: int
+) -> None:
+    engine.merge_adapter("own")
+    merged, sums = sample(engine, "own"), engine.weights_checksum()
+    request = engine.add_request(PROMPT, params())
+    for _ in range(steps):
+        engine.step()
+    with pytest.raises(AdapterError, match=f"unmerged, while request {request} is computed with"):
+        engine.unmerge_adapter()
+    assert engine.weights_checksum() == sums
+    (found,) = rest(engine)
+    assert bits(found) == bits(merged)
+    assert engine.unmerge_adapter() == 2
+
+
+def test_scores_of_the_merged_adapter_are_those_of_merged_weights(engine: InferenceEngine) -> None:
+    beside = score(engine, [PROMPT], adapter="own")[0]
+    engine.merge_adapter("own")
+    (by_name,), (by_weights,) = score(engine, [PROMPT], adapter="own"), score(engine, [PROMPT])
+    assert by_name[1:].tolist() == by_weights[1:].tolist()
+    engine.unmerge_adapter()
+    assert score(engine, [PROMPT], adapter="own")[0][1:].tolist() == beside[1:].tolist()
+
+
+def test_a_request_is_computed_by_what_holds_its_adapter_when_it_enters(
+    engine: InferenceEngine,
+) -> None:
+    beside, intake = sample(engine, "own"), engine.intake
+    (early,) = intake.sequences([PROMPT], params(), 1, False)
+    (other,) = intake.sequences([PROMPT], params("other"), 1, False)
+    engine.merge_adapter("own")
+    merged = sample(engine, "own")
+    engine.shared.enqueue(early)
+    engine.shared.enqueue(other)
+    (late,) = intake.sequences([PROMPT], params(), 1, False)
+    found = {each.request_id: each for each in rest(engine)}
+    assert bits(found[early.request_id]) == bits(merged)
+    assert found[other.request_id].finish_reason == "abort"
+    assert found[other.request_id].stop_reason == "adapter 'own' is merged into the weights"
+    engine.unmerge_adapter()
+    engine.shared.enqueue(late)
+    (found_late,) = rest(engine)
+    assert bits(found_late) == bits(beside)
+    assert [span.version for span in found_late.adapter_versions] == [1]
+
+
+def test_amid_a_merge_no_adapter_is_computed_and_the_weights_alone_are(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sample(engine)
+    built = {
+        name: engine.intake.sequences([PROMPT], params(name), 1, False)[0]
+        for name in ("own", "other")
+    }
+
+    def look() -> None:
+        assert bits(sample(engine)) == bits(before)
+        for name, seq in built.items():
+            with pytest.raises(InvalidRequest, match="adapter 'own' is being merged into"):
+                sample(engine, name)
+            engine.shared.enqueue(seq)
+            (ended,) = rest(engine)
+            assert (
+                ended.stop_reason == "adapter 'own' is being merged into the weights, or unmerged"
+            )
+            assert not ended.completion_tokens
+        for call in (lambda: engine.merge_adapter("other"), engine.unmerge_adapter):
+            with pytest.raises(AdapterError, match="adapter 'own' is being merged"):
+                call()
+        with pytest.raises(WeightUpdateConflict, match="'own' is merged into the weights"):
+            engine.update_weights({"model.norm.weight": engine.model.params["norm"]})
+
+    amid_a_merge(monkeypatch, engine, look)
+    merged = sample(engine)
+    assert bits(merged) != bits(before)
+    assert bits(sample(engine, "own")) == bits(merged)
+
+
+def test_a_merge_that_fails_leaves_no_trace(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, sums = sample(engine, "own"), engine.weights_checksum()
+
+    def fail() -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        amid_a_merge(monkeypatch, engine, fail)
+    assert engine.weights_checksum() == sums
+    assert bits(sample(engine, "own")) == bits(beside)
+    engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, blocking=True)
+
+
+def test_the_merged_adapter_is_neither_updated_nor_unloaded(
+    engine: InferenceEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infos, copy = engine.adapters(), str(tmp_path / "own.safetensors")
+    new = adapter_of(folder, 7)
+    engine.adapter_table.copy_to("own", copy)
+
+    def look() -> None:
+        for call in (
+            lambda: engine.load_adapter("own", new, SETTINGS),
+            lambda: engine.adapter_table.copy_from(copy),
+            lambda: engine.unload_adapter("own"),
+        ):
+            with pytest.raises(AdapterError, match=r"'own' is merged .*; unmerge_adapter\(\) it"):
+                call()
+
+    amid_a_merge(monkeypatch, engine, look)
+    look()
+    assert engine.adapters() == infos
+    engine.load_adapter("other", new, SETTINGS)  # of others nothing is in the weights
+    engine.unload_adapter("other")
+    engine.unmerge_adapter()
+    assert engine.load_adapter("own", new, SETTINGS).version == 2
+
+
+@pytest.mark.parametrize("when", ["before", "amid", "merged"])
+def test_weights_that_sleep_are_neither_merged_nor_unmerged(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    # of whole pages alone memory is given back, and those of a tiny model are none
+    monkeypatch.setattr(
+        "nano_inference.engine.sleeping.discard", lambda tensor: tensor.untyped_storage().fill_(0)
+    )
+    beside, sums = sample(engine, "own"), engine.weights_checksum()
+    refused = pytest.raises(AdapterError, match="while the weights are asleep; wake")
+
+    def sleep() -> None:
+        engine.sleep(weights=True)
+
+    if when == "merged":
+        engine.merge_adapter("own")
+        sleep()
+        with refused:
+            engine.unmerge_adapter()
+        engine.wake()
+        engine.unmerge_adapter()
+    elif when == "amid":
+        with refused:
+            amid_a_merge(monkeypatch, engine, sleep)
+        engine.wake()
+    else:
+        sleep()
+        with refused:
+            engine.merge_adapter("own")
+        engine.wake()
+    assert engine.weights_checksum() == sums
+    assert bits(sample(engine, "own")) == bits(beside)
+
+
+def test_an_update_that_began_before_is_refused_where_it_would_be_queued(
+    engine: InferenceEngine,
+) -> None:
+    new = {"model.norm.weight": engine.model.params["norm"] * 1.5}
+    began, go_on = threading.Event(), threading.Event()
+    problems: list[Exception] = []
+
+    def buckets() -> Iterator[dict[str, Tensor]]:
+        began.set()
+        assert go_on.wait(60)
+        yield new
+
+    def update() -> None:
+        try:
+            engine.weight_sync.stage(buckets())
+        except WeightUpdateError as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    assert began.wait(60)
+    engine.merge_adapter("own")
+    sums = engine.weights_checksum()
+    go_on.set()
+    thread.join()
+    rest(engine)
+    assert [str(each) for each in problems] == [
+        "adapter 'own' is merged into the weights; unmerge_adapter() it first."
+    ]
+    assert engine.weights_checksum() == sums
+
+
+@pytest.mark.parametrize("undo", [False, True], ids=["merge", "unmerge"])
+@pytest.mark.parametrize("written", [False, True], ids=["queued", "written"])
+def test_ctrl_c_leaves_it_whole(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch, undo: bool, written: bool
+) -> None:
+    beside, plain = sample(engine, "own"), engine.weights_checksum()
+    if undo:
+        engine.merge_adapter("own")
+    before = engine.weights_checksum()
+    manager, shared = engine.weight_sync, engine.shared
+    queue, handle = manager._queue, shared.handle
+
+    def interrupted_queue(*args: Any) -> Any:
+        queue(*args)
+        raise KeyboardInterrupt
+
+    def interrupted_handle() -> None:
+        version = manager.version
+        handle()
+        if manager.version != version:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if written:
+            patch.setattr(shared, "handle", interrupted_handle)
+        else:
+            patch.setattr(manager, "_queue", interrupted_queue)
+        with pytest.raises(KeyboardInterrupt):
+            engine.unmerge_adapter() if undo else engine.merge_adapter("own")
+    rest(engine)
+    is_merged = undo != written
+    assert (engine.weights_checksum() == before) == (not written)
+    assert (engine.weights_checksum() == plain) == (not is_merged)
+    if is_merged:
+        engine.unmerge_adapter()
+    assert engine.weights_checksum() == plain
+    assert bits(sample(engine, "own")) == bits(beside)
+    engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, blocking=True)
+
+
+def test_an_embedding_amid_a_merge_is_refused_by_name(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> None:
+        with pytest.raises(InvalidRequest, match="'own' is being merged"):
+            engine.embed([PROMPT], adapter="own")
+
+    amid_a_merge(monkeypatch, engine, look)
+    (by_name,), (by_weights,) = engine.embed([PROMPT], adapter="own"), engine.embed([PROMPT])
+    assert torch.equal(by_name, by_weights)

@@ -29,7 +29,8 @@ Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "m
 Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)
 Samples = Mapping[tuple[int, int], TrainingSample]  # likewise
 MOST_STEPS = 5000  # a scenario takes a few hundred
-PLENTY = 6000  # tokens that a cache holds where memory is not short
+PLENTY = 6000  # tokens that a cache holds where memory is not short, and at least
+FEW_BLOCKS = 16  # so many blocks
 CHECKED_AT_ONCE = 512  # blocks; where there are more, `check` is called in fewer steps
 
 
@@ -68,7 +69,8 @@ class Schedule:
         """The engine configuration that makes this schedule."""
         # tiny models, and filling memory takes time
         interpreted = self.backend == "cuda" and self.device == "cpu"
-        plenty = 2**20 if interpreted else min(4 * 2**20, PLENTY * bytes_per_token)
+        tokens = max(PLENTY, FEW_BLOCKS * self.block_size)
+        plenty = 2**20 if interpreted else min(4 * 2**20, tokens * bytes_per_token)
         memory = (
             plenty
             if self.num_blocks is None

@@ -1,6 +1,7 @@
 """Stages that are processes: as one rank, and what is left when one of them is killed."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def life(engine: InferenceEngine, new: dict[str, torch.Tensor]) -> list[Any]:
     return [found, [(s.prompt_logprobs or ())[1:] for s in samples], engine.weights_checksum()]
 
 
+def stages() -> list[psutil.Process]:
+    """The workers of this process. Children of other tests may have ended without being waited for."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # a zombie too
+            if "engine.workers.worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "gemma3", num_hidden_layers=4)
     new = {name: tensor * 1.1 for name, tensor in read_tensors(model)}
@@ -97,11 +108,7 @@ def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None
         request = engine.add_request([5] * 30, SamplingParams(max_tokens=150, ignore_eos=True))
         while len(engine.loop.in_flight) == 0 or engine.loop.num_steps % 20:
             engine.step()
-        [stage] = [
-            child
-            for child in psutil.Process().children()
-            if "engine.workers.worker" in " ".join(child.cmdline())
-        ]
+        [stage] = stages()
         began = time.monotonic()
         stage.kill()
         with pytest.raises(
@@ -125,11 +132,7 @@ def test_a_stage_that_hangs_is_named_though_others_end_before_it(tmp_path: Path)
         engine.add_request([5] * 30, SamplingParams(max_tokens=150, ignore_eos=True))
         for _ in range(20):
             engine.step()
-        workers = [
-            child
-            for child in psutil.Process().children()
-            if "engine.workers.worker" in " ".join(child.cmdline())
-        ]
+        workers = stages()
         workers[-1].suspend()  # its neighbour waits for it too, and gives up
         with pytest.raises(EngineDead, match=r"rank 3 .*does not go on"):
             engine.generate([[1]], SamplingParams(max_tokens=2))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
+from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.lora import (
@@ -121,7 +122,9 @@ class Adapters:
                 loaded = ", ".join(map(repr, sorted(self._loaded))) or "none is"
                 raise AdapterNotFound(f"adapter {name!r} is not loaded; these are: {loaded}.")
             with self._shared.lock:
-                del self._loaded[name]
+                self._require_apart(name)
+                gone = self._loaded.pop(name)
+                self._shared.loop.cache.let_go_adapter(adapter_key(gone.name, gone.version))
             del self._infos[name]
 
     def infos(self) -> list[AdapterInfo]:
@@ -184,10 +187,22 @@ class Adapters:
             )
 
     def _serve(self, adapter: Adapter, info: AdapterInfo, kv_policy: KvPolicy) -> AdapterInfo:
-        self._shared.change_adapter(adapter, kv_policy)
+        with self._shared.lock:
+            self._require_apart(info.name)
+            self._shared.change_adapter(adapter, kv_policy)
         self._newest[info.name] = info.version
         self._infos[info.name] = info
         return info
+
+    def _require_apart(self, name: str) -> None:
+        """Raise `AdapterError` for an adapter that is part of the weights, or about to be. With the
+        loop's lock: so it stays.
+        """
+        live = self._shared.loop.sequences
+        if name in (live.merged, live.merging):
+            raise AdapterError(
+                f"adapter {name!r} is merged into the weights; unmerge_adapter() it first."
+            )
 
     def _require_place(self, name: str) -> None:
         if name not in self._loaded and len(self._loaded) >= self._most:

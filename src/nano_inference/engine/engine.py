@@ -462,8 +462,8 @@ class InferenceEngine:
         return self.adapter_table.load(name, source, settings, version, kv_policy)
 
     def unload_adapter(self, name: str) -> None:
-        """No new request may ask for an adapter; those that have it finish with it. Raises
-        `AdapterError`.
+        """No new request may ask for an adapter; those that have it finish with it, and what they
+        asked to keep is let go. Raises `AdapterError`, also while it is merged.
         """
         self.adapter_table.unload(name)
 
@@ -475,13 +475,16 @@ class InferenceEngine:
         """Write an adapter into the weights, until `unmerge_adapter`: each becomes W + scale * B A,
         computed in float32 and rounded once. Returns the new version.
 
-        Requests for no adapter, or for this one, are computed by these weights; those for others,
-        and updates of the weights, are refused meanwhile. The weights as they were are kept. Bits
-        are those of a model that was loaded from merged weights, not those of the adapter beside
-        its base. On one rank, of weights that are not kept as codes.
+        Requests for no adapter, or for this one, are then computed by these weights. Refused are
+        those for others, updates of the weights, and a new version or `unload_adapter` of this
+        adapter; while it is being merged or unmerged, requests for any adapter too. The weights as
+        they were are kept. Bits are those of a model that was loaded from merged weights, not those
+        of the adapter beside its base.
 
-        Raises `AdapterError`, with nothing changed: also while a request is computed with an
-        adapter, or an update is on its way.
+        Raises `AdapterError`, with nothing changed: for weights that are kept as codes
+        (`quantization`), an adapter of a tied head, while the weights are asleep, while a request
+        is computed with an adapter, and while an update is on its way. Adapters are of one rank,
+        and so is this.
         """
         self.shared.require_alive()
         if self.config.quantization is not None:
@@ -493,7 +496,10 @@ class InferenceEngine:
 
     def unmerge_adapter(self) -> int:
         """Write the weights back as they were before `merge_adapter`, to the bit; returns the new
-        version. Raises `AdapterError` where none is merged.
+        version. Requests for the adapter are computed beside them from then on.
+
+        Raises `AdapterError`, with nothing changed, where none is merged, while the weights are
+        asleep, and while a request for the adapter runs or waits.
         """
         self.shared.require_alive()
         return self._merging.unmerge()

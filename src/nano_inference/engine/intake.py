@@ -23,6 +23,7 @@ from nano_inference.scheduling.sequence import (
     Sequences,
     ServedAdapter,
 )
+from nano_inference.scheduling.versions import being_merged
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.matching import GrammarState
@@ -152,15 +153,21 @@ class Intake:
         )
 
     def adapter_of(self, name: str | None) -> ServedAdapter | None:
-        """The newest version of the adapter that a request asks for; None: the weights alone, also
-        where they hold it. Raises `AdapterNotFound` and `InvalidRequest`.
+        """The newest version of the adapter that a request asks for; None: it asks for none. What
+        that means while one is merged, `settle_adapter` says. Raises `AdapterNotFound` and
+        `InvalidRequest`.
         """
-        if name is None or name == self.live.merged:
+        if name is None:
             return None
-        if self.live.merged is not None:
+        if (merging := self.live.merging) is not None:
             raise InvalidRequest(
-                f"adapter={name!r} cannot be computed while adapter {self.live.merged!r} is merged "
-                "into the weights; unmerge_adapter() first."
+                f"adapter={name!r} cannot be computed now: {being_merged(merging)}; ask again "
+                "later."
+            )
+        if (merged := self.live.merged) not in (None, name):
+            raise InvalidRequest(
+                f"adapter={name!r} cannot be computed while adapter {merged!r} is merged into the "
+                "weights; unmerge_adapter() first."
             )
         if (found := self.live.adapters.get(name)) is None:
             loaded = ", ".join(map(repr, sorted(self.live.adapters))) or "none is"

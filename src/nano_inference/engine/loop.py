@@ -51,6 +51,7 @@ from nano_inference.scheduling.versions import (
     of_adapter,
     outdated,
     release_held,
+    settle_adapter,
 )
 from nano_inference.types import GROUP_COMPLETE, Delta, KvPolicy, TrainingSample
 
@@ -60,7 +61,6 @@ ABORTED = Finish("abort")
 NOT_WANTED = Finish("abort", GROUP_COMPLETE)
 # of a step, as `StepClock` times them
 PHASES = ("handle", "schedule", "apply", "build", "forward", "wait", "commit", "sample")
-MERGED = Finish("abort", "an adapter was merged into the weights")
 _LOOKED_UP = 16  # newcomers whose blocks are looked for in files
 _FINISHED = SequenceStatus.FINISHED  # finding a member of an enum takes 0.1 µs
 
@@ -518,8 +518,7 @@ class EngineLoop:
         # else the update would wait for ever
         if waits and waits[-1] is not None and seq.weight_set == POLICY:
             seq.behind = waits[-1]
-        if seq.adapter is not None and not seq.num_completion_tokens:  # it may be newer by now
-            seq.adapter = self.sequences.adapters.get(seq.adapter.name, seq.adapter)
+        refused = settle_adapter(seq, self.sequences)
         if seq.grammar is not None:
             self.start_grammar(seq)
             if not seq.grammar.is_ready:
@@ -527,8 +526,8 @@ class EngineLoop:
         if not self.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
-        if seq.adapter is not None and self.sequences.merged is not None:  # it came just before
-            return self._end([seq], MERGED)
+        if refused is not None:
+            return self._end([seq], refused)
         if seq.grammar is not None and seq.grammar.problem is not None:
             return self._release(seq)
         return self._end_outdated() if seq.request.exact_version is not None else []

@@ -277,11 +277,12 @@ def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 def _keep(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
     """Keep the blocks of a sequence that ends, if its request asked for that. What an old version
-    computed is of no use any more.
+    computed, even a part of it, is of no use any more.
     """
     params, adapter = seq.request.params, seq.adapter
     newest = adapter is None or sequences.adapters.get(adapter.name) is adapter
-    if params.keep_cache_seconds and seq.weight_set == POLICY and newest:
+    is_current = seq.publishable and seq.weight_set == POLICY and newest
+    if params.keep_cache_seconds and is_current:
         start = seq.request.num_prompt_tokens
         cache.keep(seq.prefix, start, params.keep_cache_seconds, params.cache_priority)
 

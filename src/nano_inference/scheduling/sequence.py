@@ -246,6 +246,7 @@ class Sequence:
         stop_string: the one that the newest token completed.
         grammar: that its completion follows, where there is one.
         adapter: that computes it, on top of the weights, where there is one.
+        is_of_merged: it asks for the adapter that is part of the weights, which compute it alone.
         adapter_starts: (version of the adapter, first completion token).
         routed_experts: of its tokens, once it has ended, where they are wanted; or why they are not
             known.
@@ -276,6 +277,7 @@ class Sequence:
     stop_string: str | None = None
     grammar: GrowingGrammar | None = None
     adapter: ServedAdapter | None = None
+    is_of_merged: bool = False
     adapter_starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     output_logprobs: list[float] = field(default_factory=list[float])
     output_raw_logprobs: list[float] = field(default_factory=list[float])
@@ -444,6 +446,7 @@ class Sequences:
         # the newest version of each adapter that requests may ask for
         self.adapters: dict[str, ServedAdapter] = {}
         self.merged: str | None = None  # of them, the one that is part of the weights now
+        self.merging: str | None = None  # the one that is about to be, or to be no more
         self._ids = itertools.count()
 
     def new_id(self) -> int:

@@ -108,6 +108,33 @@ def change_adapter(
         cache.let_go_adapter(adapter_key(old.name, old.version))
 
 
+def settle_adapter(seq: Sequence, sequences: Sequences) -> Finish | None:
+    """Find what computes a newcomer's adapter now: its newest version, or the weights alone where
+    they hold it. Where neither can: returns how it ends.
+
+    Asked here and not where the request was checked: the adapter may have been merged, or unmerged,
+    in between.
+    """
+    own, merged = seq.adapter, sequences.merged
+    if own is None:
+        return None
+    if sequences.merging is not None:
+        return Finish("abort", being_merged(sequences.merging))
+    if merged is None:
+        if not seq.num_completion_tokens:
+            seq.adapter = sequences.adapters.get(own.name, own)
+        return None
+    if own.name != merged:
+        return Finish("abort", f"adapter {merged!r} is merged into the weights")
+    seq.adapter, seq.is_of_merged = None, True
+    return None
+
+
+def being_merged(name: str) -> str:
+    """Why no request for an adapter is taken."""
+    return f"adapter {name!r} is being merged into the weights, or unmerged"
+
+
 def of_adapter(sequences: Sequences, name: str) -> list[Sequence]:
     """Live sequences that have begun with an adapter."""
     return [

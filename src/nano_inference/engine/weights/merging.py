@@ -4,20 +4,25 @@ once to the dtype of W. A step then computes no adapter.
 Merged weights are other numbers than weights with an adapter beside them, so samples of the two
 have other bits. That is why it is a setting and never done by itself. It is an update of the
 weights like any other: the version rises, and no cached block of the old one matches.
+
+`Sequences.merging` and `merged` say which adapter that is; they change under the loop's lock alone,
+`merged` in the same hold of it as the weights. What a request for an adapter means is asked when it
+enters the loop (`settle_adapter`), under that lock too.
 """
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.engine.weights.sync import Updates
-from nano_inference.errors import AdapterError, AdapterNotFound
+from nano_inference.errors import AdapterError, AdapterNotFound, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.lora import targets_of
 from nano_inference.ops.lora import HEAD, Adapter, LoraPart
+from nano_inference.scheduling.versions import being_merged
 
 
 class Merging:
@@ -32,48 +37,85 @@ class Merging:
     def __init__(self, model: Decoder, updates: Updates, shared: SharedLoop) -> None:
         self._model, self._updates, self._shared = model, updates, shared
         self._live = shared.loop.sequences
-        self._lock = threading.Lock()
         self._originals: dict[str, Tensor] = {}
 
     def merge(self, name: str) -> int:
         """See `InferenceEngine.merge_adapter`."""
-        with self._lock:
-            adapter = self._mergeable(name)
-            own = self._parts(adapter)
+        with ExitStack() as stack:
             with self._shared.lock:
                 self._shared.handle()
+                own = self._parts(self._mergeable(name))
                 self._require_quiet(name)
-                self._live.merged = name
                 self._reserve(name)
-            try:
+                stack.enter_context(self._refusing(name))
                 tensor = self._updates.manager.tensor
                 originals = {key: tensor(key).clone() for key in own}
-                self._write({key: merged(originals[key], part) for key, part in own.items()})
-            except BaseException:
-                self._free()
-                raise
-            self._originals = originals
-            self._updates.manager.reserved = (_why(name), 0)
-            return self._updates.manager.version
+            # without the lock: it takes long, and requests without an adapter go on meanwhile
+            weights = {key: merged(originals[key], part) for key, part in own.items()}
+            return self._write(name, weights, name, originals)
 
     def unmerge(self) -> int:
         """See `InferenceEngine.unmerge_adapter`."""
-        with self._lock:
+        with self._shared.lock:
+            self._shared.handle()
+            self._require_settled()
             name = self._live.merged
             if name is None:
                 raise AdapterError("no adapter is merged.")
-            self._reserve(name)
+            self._require_quiet(name)
+            with self._refusing(name):
+                return self._write(name, self._originals, None, {})
+
+    @contextmanager
+    def _refusing(self, name: str) -> Iterator[None]:
+        """Requests for adapters are refused meanwhile; afterwards updates may come again, unless an
+        adapter is merged.
+        """
+        self._live.merging = name
+        try:
+            yield
+        finally:
+            with self._shared.lock:
+                self._live.merging = None
+                if self._live.merged is None:
+                    self._updates.manager.reserved = None
+
+    def _write(
+        self, name: str, weights: dict[str, Tensor], after: str | None, originals: dict[str, Tensor]
+    ) -> int:
+        """Write these weights, and note in the same hold of the lock which adapter they hold and
+        what they were before. Both or, also after Ctrl-C, neither; returns the version.
+        """
+        manager = self._updates.manager
+        with self._shared.lock:
+            self._require_awake(name)
+            before = manager.version
             try:
-                self._write(self._originals)
-            except BaseException:
-                self._updates.manager.reserved = (_why(name), 0)
-                raise
-            self._originals = {}
-            self._free()
-            return self._updates.manager.version
+                update = manager.stage_reserved(weights, kv_policy="recompute")
+                self._shared.handle()  # nothing keeps it waiting: no update, no sleep
+                return update.result(0)
+            finally:
+                for left in list(manager.pending):  # it alone can be
+                    manager.withdraw(left, WeightUpdateError("it was interrupted."))
+                if manager.version != before:
+                    self._live.merged, self._originals = after, originals
+
+    def _require_settled(self) -> None:
+        """Raise `AdapterError` while another thread merges one."""
+        if (merging := self._live.merging) is not None:
+            raise AdapterError(f"{being_merged(merging)}; wait for it.")
+
+    def _require_awake(self, name: str) -> None:
+        """Raise `AdapterError` while there are no weights to read, or to write."""
+        if self._shared.has_no_weights():
+            raise AdapterError(
+                f"adapter {name!r} cannot be merged, or unmerged, while the weights are asleep; "
+                "wake() the engine first."
+            )
 
     def _mergeable(self, name: str) -> Adapter:
         """Raise `AdapterError` for an adapter, or a model, that cannot be merged."""
+        self._require_settled()
         if self._live.merged is not None:
             raise AdapterError(
                 f"adapter {self._live.merged!r} is merged already; unmerge_adapter() it first."
@@ -111,25 +153,19 @@ class Merging:
 
     def _require_quiet(self, name: str) -> None:
         """Raise `AdapterError` while something would see half of it: with the lock."""
-        manager = self._updates.manager
-        if manager.pending or manager.is_open:
-            raise AdapterError(f"adapter {name!r} cannot be merged while an update is on its way.")
+        self._require_awake(name)
         for seq in self._live.by_id.values():
-            if seq.adapter is not None:
+            if seq.adapter is not None or seq.is_of_merged:
+                own = name if seq.adapter is None else seq.adapter.name
                 raise AdapterError(
-                    f"adapter {name!r} cannot be merged while request {seq.request_id} is computed "
-                    f"with adapter {seq.adapter.name!r}; wait for it, or abort it."
+                    f"adapter {name!r} cannot be merged, or unmerged, while request "
+                    f"{seq.request_id} is computed with adapter {own!r}; wait for it, or abort it."
                 )
 
-    def _write(self, weights: Mapping[str, Tensor]) -> None:
-        self._updates.update(dict(weights), True)
-
     def _reserve(self, name: str) -> None:
-        self._updates.manager.reserved = (_why(name), threading.get_ident())
-
-    def _free(self) -> None:
-        self._live.merged = None
-        self._updates.manager.reserved = None
+        why = f"adapter {name!r} is merged into the weights; unmerge_adapter() it first."
+        if not self._updates.manager.reserve(why):
+            raise AdapterError(f"adapter {name!r} cannot be merged while an update is on its way.")
 
 
 def merged(weight: Tensor, part: LoraPart) -> Tensor:
@@ -140,7 +176,3 @@ def merged(weight: Tensor, part: LoraPart) -> Tensor:
     for row, column in zip(part.a, part.b, strict=True):  # [in], [out]
         added += column[:, None] * row[None, :]
     return (weight.float() + added * part.scale).to(weight.dtype)
-
-
-def _why(name: str) -> str:
-    return f"adapter {name!r} is merged into the weights; unmerge_adapter() it first."

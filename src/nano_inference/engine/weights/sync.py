@@ -68,7 +68,7 @@ class WeightSyncManager:
         version: the version that serves.
         shapes: of every tensor that an update may name; some names are parts of others.
         num_tensors: of the checkpoint.
-        reserved: why no update may begin, and the thread whose may; None: any may.
+        reserved: why no update may begin, or be queued; None: any may.
         pending: updates that were checked and wait for `finish`, oldest first.
         lock: held while an update is queued, announced or written; a caller that queues and
             announces in two steps holds it.
@@ -92,7 +92,7 @@ class WeightSyncManager:
         self._agreeing, self._is_agreed = with_others or (nullcontext(), lambda _: False)
         self._newest = 0
         self._open: WeightSession | None = None
-        self.reserved: tuple[str, int] | None = None
+        self.reserved: str | None = None
         self._closed: str | None = None  # why nothing will be written any more
 
     @property
@@ -277,6 +277,23 @@ class WeightSyncManager:
             self._fail(list(self.pending)[self.pending.index(update) :], reason)
             return True
 
+    def reserve(self, why: str) -> bool:
+        """Refuse updates from now on, for this reason; False where one is on its way."""
+        with self.lock:
+            if self.pending or self.is_open:
+                return False
+            self.reserved = why
+            return True
+
+    def stage_reserved(self, weights: Weights, **options: Unpack[UpdateOptions]) -> WeightUpdate:
+        """`stage` what is borrowed, past `reserved`: for its owner, who asks for one at a time."""
+        with self.lock:  # so no other update is queued meanwhile
+            why, self.reserved = self.reserved, None
+            try:
+                return self.stage(weights, copy=False, **options)
+            finally:
+                self.reserved = why
+
     def close(self, reason: str) -> None:
         """Nothing is written from now on: what waits or is still received fails, and so does what
         comes later.
@@ -342,8 +359,7 @@ class WeightSyncManager:
         return self._open is not None
 
     def _new_session(self, options: UpdateOptions) -> WeightSession:
-        if self.reserved is not None and self.reserved[1] != threading.get_ident():
-            raise WeightUpdateConflict(self.reserved[0])
+        self._require_not_reserved()
         self.check_version(options.get("version"))
         return WeightSession(self.weights, room=self._room(), **options)
 
@@ -399,8 +415,13 @@ class WeightSyncManager:
         if self._closed is not None:
             raise WeightUpdateError(f"{self._closed}: there is nothing to update.")
 
+    def _require_not_reserved(self) -> None:
+        if self.reserved is not None:
+            raise WeightUpdateConflict(self.reserved)
+
     def _require_whole(self, session: WeightSession, version: int | None) -> None:
         self._require_not_closed()
+        self._require_not_reserved()  # it may have begun before
         if session.is_empty:
             raise WeightUpdateError(EMPTY)
         missing = session.missing() if session.complete else []
