@@ -255,14 +255,19 @@ def test_no_kept_block_is_lost_where_they_come_back(
     assert len(handed) == 350
 
 
+@pytest.mark.parametrize("end", ["time", "flush", "flush, held"])
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_a_block_that_is_kept_is_passed_over_once(
-    cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch
+    cache_type: type[KVCacheManager], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """However many are kept, each is looked at once while others come and go."""
+    """However many are kept, each is looked at once while others come and go; until it is kept no
+    more.
+    """
+    now = 0.0
     num_units, tokens = 700, [place % 97 for place in range(200 * SIZE)]
     cache = cache_type(600, SIZE, layout=WINDOW, num_units=num_units)
     cache.evicted, prefix = Evicted(), keys(tokens)
+    cache.kept.clock = lambda: now
     asked, ask = list[int](), cache._is_kept_whole  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(
         cache, "_is_kept_whole", lambda block: (asked.append(block.block_id), ask(block))[1]
@@ -285,6 +290,20 @@ def test_a_block_that_is_kept_is_passed_over_once(
     assert cache.count(prefix.hashes) == 200
     assert len(asked) < 20 * 150 + 2 * 200
     cache.check([])
+    slid = WINDOW.num_slid(len(tokens), SIZE)
+    tables = [list(cache.find(prefix.hashes).block_ids)] if end == "flush, held" else []
+    for table in tables:
+        cache.adopt(table, slid)
+    if end == "time":
+        now = 60.0
+        cache.expire_kept()
+    else:
+        cache.flush()
+    cache.check(tables, [slid] * len(tables))
+    other = [99 + place for place in range(400 * SIZE)]
+    run(other, keys(other))
+    assert cache.count(prefix.hashes) == 0
+    cache.check(tables, [slid] * len(tables))
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
