@@ -21,7 +21,7 @@ import pytest
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
 from nano_inference.serving import client as client_module
-from nano_inference.serving import process_client
+from nano_inference.serving import engine_process, process_client
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.engine_host import encoded
 from nano_inference.serving.errors import ApiError, EngineReplaced, api_error_of
@@ -273,6 +273,27 @@ def test_the_engine_ends_with_a_killed_parent(slow_model: Path, length: int) -> 
         while is_alive(int(pid)) or Path(folder).exists():
             assert time.monotonic() - began < 15.0, "it waits for the step"
             time.sleep(0.01)
+
+
+def test_it_leaves_nothing_although_its_socket_is_made_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent that is killed at once: the input thread binds while the folder is removed."""
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    (folder / "api").touch()
+    rmdir, codes = os.rmdir, list[int]()
+
+    def bind_before(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(os, "rmdir", rmdir)
+        (folder / "engine").touch()
+        rmdir(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", bind_before)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    engine_process._leave(folder)
+    assert codes == [1]
+    assert not folder.exists()
 
 
 FORK = """

@@ -79,7 +79,8 @@ def _folder_of(address: str) -> Path:
 
 def _leave(folder: Path) -> None:
     """End now, with nothing left behind."""
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(2):  # the input thread may make its socket while the first one looks
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
