@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nano_inference.ops.cpu import build
 from nano_inference.ops.kv_codes import KvFormat
 
 KERNELS = Path(__file__).parents[2] / "src/nano_inference/ops/cpu/kernels"
@@ -30,6 +31,7 @@ FLAGS = (
     "-shared",
 )
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DNANO_AVX512")
+AMX = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DNANO_BF16", "-DNANO_AMX")
 MACHINES = {  # name -> (compiler flags, what the processor must have)
     "avx512_bf16": (
         (*AVX512, "-mavx512bf16", "-DNANO_BF16"),
@@ -39,6 +41,14 @@ MACHINES = {  # name -> (compiler flags, what the processor must have)
     "avx2": (("-mavx2", "-mfma", "-DNANO_AVX2"), ("avx2", "fma")),
     "neon": (("-DNANO_NEON",), ("asimd",)),
     "portable": ((), ()),
+    "amx": (
+        (*AVX512, *AMX, "-DNANO_TILES"),
+        ("avx512f", "avx512bw", "avx512dq", "avx512_bf16", "amx_tile"),
+    ),
+    "avx512+tiles": ((*AVX512, "-DNANO_TILES"), ("avx512f", "avx512bw", "avx512dq")),
+    "avx2+tiles": (("-mavx2", "-mfma", "-DNANO_AVX2", "-DNANO_TILES"), ("avx2", "fma")),
+    "neon+tiles": (("-DNANO_NEON", "-DNANO_TILES"), ("asimd",)),
+    "portable+tiles": (("-DNANO_TILES",), ()),
 }
 
 Floats = NDArray[np.float32]
@@ -60,9 +70,13 @@ def compile_kernels(machine: str, target: Path) -> ctypes.CDLL:
 
 def runs_here(machine: str) -> bool:
     """Whether this processor has what the build needs."""
-    info = Path("/proc/cpuinfo")
-    has = info.read_text().split() if info.exists() else []
+    has = build._processor_flags()
     return all(feature in has for feature in MACHINES[machine][1])
+
+
+def law_of(machine: str) -> str:
+    """The law of sums that a build keeps."""
+    return "tiles" if "-DNANO_TILES" in MACHINES[machine][0] else "pairs"
 
 
 class _Shape(ctypes.Structure):

@@ -11,7 +11,9 @@ What does not have the bytes that its manifest tells of is built anew: a library
 would end the process that loads it.
 """
 
+import ctypes
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -24,6 +26,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal, get_args
 
 from nano_inference.cache_folder import cache_folder, unfinished
 from nano_inference.errors import ConfigError
@@ -48,6 +51,8 @@ LIBRARY = "libnano.so"
 CPUINFO = Path("/proc/cpuinfo")
 MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
 
+_ARCH_PRCTL, _ASK_FOR_REGISTERS, _TILE_DATA = 158, 0x1023, 18
+
 # what this process need not try again: the same source with the same compiler
 _failed: dict[Path, str] = {}
 
@@ -60,17 +65,22 @@ _AVX512 = (
     "-mf16c",
     "-DNANO_AVX512",
 )
+_AVX512_VNNI = (*_AVX512, "-mavx512vnni", "-DNANO_VNNI")
+_AVX512_BF16 = (*_AVX512_VNNI, "-mavx512bf16", "-DNANO_BF16")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-DNANO_AVX2")
+_HAS_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"})
+_HAS_BF16 = _HAS_AVX512 | {"avx512_vnni", "avx512_bf16"}
 # Instruction set -> (flags of the processor that it needs, flags of the compiler). Best first. All
-# give the same bits (but for one rounding: see simd_neon.h).
+# builds that keep one law of sums (`LAWS`) give the same bits (but for one rounding: see
+# simd_neon.h). AMX has the law of tiles in its instructions.
 INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "avx512_bf16": (
-        frozenset(
-            {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
-        ),
-        (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-DNANO_BF16", "-DNANO_VNNI"),
+    "amx": (
+        _HAS_BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
+        (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DNANO_AMX"),
     ),
-    "avx512": (frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}), _AVX512),
+    "avx512_bf16": (_HAS_BF16 | {"fast_pairs"}, _AVX512_BF16),
+    "avx512_vnni": (_HAS_AVX512 | {"avx512_vnni"}, _AVX512_VNNI),
+    "avx512": (_HAS_AVX512, _AVX512),
     "avx2_vnni": (
         frozenset({"avx2", "fma", "f16c", "avx_vnni"}),
         (*_AVX2, "-mavxvnni", "-DNANO_VNNI"),
@@ -79,8 +89,12 @@ INSTRUCTION_SETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "neon": (frozenset({"asimd"}), ("-DNANO_NEON",)),
     "portable": (frozenset(), ()),
 }
+AMX, TILES = "amx", "+tiles"
 
 
+Law = Literal["pairs", "tiles"]
+# How the kernels add up products of bfloat16: in pairs (`simd.h`) or in tiles (`tiles.h`).
+LAWS = get_args(Law)
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 
 
@@ -88,17 +102,31 @@ class KernelsUnavailable(ConfigError):
     """The CPU kernels cannot be built here; the message says why."""
 
 
-def best_instruction_set() -> str:
-    """The fastest one that this machine has."""
+def best_instruction_set(law: Law | None = None) -> str:
+    """The fastest build for this machine: an instruction set, with `TILES` behind it where it keeps
+    the law of tiles without AMX.
+
+    Args:
+        law: that it keeps; None: that of the fastest one.
+    """
     has = _processor_flags()
-    return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has)
+    if law != "pairs" and INSTRUCTION_SETS[AMX][0] <= has:
+        return AMX
+    sets = (name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has and name != AMX)
+    return next(sets) + (TILES if law == "tiles" else "")
+
+
+def law_of(instruction_set: str) -> Law:
+    """The law of sums that a build keeps."""
+    return "tiles" if instruction_set == AMX or instruction_set.endswith(TILES) else "pairs"
 
 
 def compiler_flags(instruction_set: str, machine: str) -> tuple[str, ...]:
     """Of a build for such a processor, as `platform.machine()` names it."""
     # Not every compiler for ARM knows -mtune=native, and one that does not would build nothing.
     tuning = (NATIVE,) if machine in X86 else ()
-    return (*FLAGS, *tuning, *INSTRUCTION_SETS[instruction_set][1])
+    law = ("-DNANO_TILES",) if law_of(instruction_set) == "tiles" else ()
+    return (*FLAGS, *tuning, *INSTRUCTION_SETS[instruction_set.removesuffix(TILES)][1], *law)
 
 
 def build(
@@ -114,7 +142,7 @@ def build(
         defines: macros of special builds; the kernels say what they do.
     """
     name = instruction_set or best_instruction_set()
-    if name not in INSTRUCTION_SETS:
+    if name.removesuffix(TILES) not in INSTRUCTION_SETS:
         raise KernelsUnavailable(
             f"instruction set {name!r} is unknown; choose one of {', '.join(INSTRUCTION_SETS)}."
         )
@@ -257,9 +285,28 @@ def _processor_flags() -> frozenset[str]:
     if platform.system() == "Darwin":  # has no such file; every ARM Mac has NEON
         return frozenset({"asimd"} if platform.machine() in ARM else ())
     try:
-        return flags_in(CPUINFO.read_text(encoding="utf-8"))
+        return usable(flags_in(CPUINFO.read_text(encoding="utf-8")))
     except OSError:
         return frozenset()
+
+
+def usable(flags: frozenset[str]) -> frozenset[str]:
+    """The flags, with "fast_pairs" where pairs of bfloat16 are multiplied at full speed, and without
+    those of AMX where the system does not let this process use it.
+    """
+    # With AMX comes a vdpbf16ps that takes four times as long as one of the two fma that it is.
+    if "avx512_bf16" in flags and "amx_tile" not in flags:
+        flags |= {"fast_pairs"}
+    if "amx_tile" in flags and not _may_use_tiles():
+        flags -= {"amx_tile"}
+    return flags
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Ask the system for the registers of AMX, for all threads of this process."""
+    system = ctypes.CDLL(None, use_errno=True)
+    return system.syscall(_ARCH_PRCTL, _ASK_FOR_REGISTERS, _TILE_DATA) == 0
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:

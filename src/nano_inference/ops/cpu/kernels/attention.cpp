@@ -121,6 +121,7 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
   const Plan::Item& item = plan.item(index);
   bool packed = in_place<T, S>(plan.shape().block_size), turned = packed && layer.keys_are_values();
   Tile<T> tile = locate(plan, plan.job(item.first_job), item.head, walk, layer);
+  LineTiles tiles;
   for (int32_t number = item.first_job; number < item.last_job; number++) {
     const Plan::Job& job = plan.job(number);
     bool last = number + 1 == item.last_job;
@@ -131,10 +132,10 @@ void walk_jobs(const Plan& plan, int64_t index, int64_t next_index, const Walk<T
       next = locate(plan, plan.job(other.first_job), other.head, walk, layer);
     }
     if (turned) tile = with_values(tile, walk);
-    int64_t lines = job.last - job.first, parts = (lines + MOST_LINES - 1) / MOST_LINES;
+    int64_t lines = job.last - job.first, parts = (lines + MOST_LINES<T> - 1) / MOST_LINES<T>;
     for (int64_t part = 0; part < parts; part++) {  // the first part fetches the next tile
       int64_t from = job.first + lines * part / parts, to = job.first + lines * (part + 1) / parts;
-      attend_lines(walk, from, to - from, job.start, tile, part == 0 ? next : tile);
+      attend_lines(walk, from, to - from, job.start, tile, part == 0 ? next : tile, tiles);
     }
     if (last) return;
     const Plan::Job& following = plan.job(number + 1);

@@ -3,9 +3,21 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "tiles.h"
 
 namespace nano {
 namespace {
+
+#if defined(NANO_TILES)
+template <class T>
+constexpr bool BY_TILES = sizeof(T) == 2;  // the law of sums
+#else
+template <class T>
+constexpr bool BY_TILES = false;
+#endif
+// Keys that are weighed together: a pair of bfloat16, or a group, whose 8 pairs are a chunk.
+template <class T>
+constexpr int UNIT = BY_TILES<T> ? LANES : DEPTH<T>;
 
 // Lines of q lie so far apart: a constant, and no power of two, which would crowd into few places of the cache.
 constexpr int NARROW = 256, Q_STRIDE = NARROW + 32, WIDE_STRIDE = MAX_HEAD_DIM + 32;
@@ -13,13 +25,23 @@ constexpr float MASKED = -1e30f;  // a score that weighs nothing; finite, since 
 
 // Lines by vectors of a product: as many sums as there are registers for.
 #if defined(NANO_AVX512)
-constexpr int MOST_LINES = 6, MOST_VECS = 4;
+template <class T>
+constexpr int MOST_LINES = BY_TILES<T> ? 2 : 6;
+constexpr int MOST_VECS = 4;
 #elif defined(NANO_AVX2) || defined(NANO_NEON)  // NEON: the halves of pairs take as many registers as the sums of two
-constexpr int MOST_LINES = 3, MOST_VECS = 1;
+template <class T>
+constexpr int MOST_LINES = BY_TILES<T> ? 2 : 3;
+constexpr int MOST_VECS = 1;
 #else
-constexpr int MOST_LINES = 2, MOST_VECS = 1;
+template <class T>
+constexpr int MOST_LINES = 2;
+constexpr int MOST_VECS = 1;
 #endif
 static_assert(GROUPS % MOST_VECS == 0);
+#if defined(NANO_AMX)
+template <>
+constexpr int MOST_LINES<bf16> = 16;  // rows of a tile
+#endif
 
 #define NANO_INLINE inline __attribute__((always_inline))
 #define NANO_APART __attribute__((noinline))  // so that its registers are its own
@@ -50,6 +72,30 @@ NANO_INLINE void multiply(Vec (&acc)[R][C], const T* a, const T* const (&b)[C], 
     }
   }
 }
+
+#if defined(NANO_TILES)
+// The same in chunks.
+template <int LDA, int R, int C>
+NANO_INLINE void multiply(Vec (&acc)[R][C], const bf16* a, const bf16* const (&b)[C], int64_t ldb, int64_t num_steps,
+                          const bf16* const (&ahead)[C]) {
+  for (int64_t from = 0; from < num_steps; from += CHUNK) {
+    Vec firsts[R][C], seconds[R][C];
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < C; j++) firsts[i][j] = seconds[i][j] = vset(0);
+    for (int64_t k = from; k < std::min(from + CHUNK, num_steps); k++) {
+      IVec pairs[C];
+      for (int j = 0; j < C; j++) pairs[j] = iload(b[j] + k * ldb), fetch2(ahead[j] + k * ldb);
+      for (int i = 0; i < R; i++)
+        for (int j = 0; j < C; j++) {
+          firsts[i][j] = vfma(vset(widen1(a[i * LDA + 2 * k])), firsts_of(pairs[j]), firsts[i][j]);
+          seconds[i][j] = vfma(vset(widen1(a[i * LDA + 2 * k + 1])), seconds_of(pairs[j]), seconds[i][j]);
+        }
+    }
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < C; j++) acc[i][j] = vadd(acc[i][j], vadd(firsts[i][j], seconds[i][j]));
+  }
+}
+#endif
 
 // 64 keys and values, in groups of 16.
 template <class T>
@@ -113,9 +159,37 @@ NANO_INLINE float mask(Vec (&s)[GROUPS], Vec scale, float cap, Sight sight) {
   return vhighest(vmax(vmax(s[0], s[1]), vmax(s[2], s[3])));
 }
 
+// Of scores q * k of `num_lines` lines the weights of values; their states go on.
+template <class T, int R>
+NANO_INLINE void soften(const Walk<T>& walk, int64_t line, int num_lines, int32_t start, const Tile<T>& tile,
+                        Vec (&s)[R][GROUPS], Weights<T, R>& weights) {
+  const Vec scale = vset(walk.scale);
+  float highest[R];
+  for (int i = 0; i < num_lines; i++) {
+    State state = walk.state(line + i);
+    weights.sights[i] = sight(walk, line + i, start);
+    if (tile.key_scales)
+      for (int j = 0; j < GROUPS; j++) s[i][j] = vmul(s[i][j], vload(tile.key_scales + j * LANES));
+    float found = mask(s[i], scale, walk.cap, weights.sights[i]), before = state.highest();
+    state.highest() = highest[i] = found > before ? found : before;
+    weights.rescale[i] = before - highest[i];
+    state.seen() = 1;
+  }
+  vstore(weights.rescale, vexp2(vload(weights.rescale)));
+  for (int i = 0; i < num_lines; i++) {
+    float* total = walk.state(line + i).total();
+    for (int j = 0; j < GROUPS; j++) s[i][j] = vexp2(vsub(s[i][j], vset(highest[i])));
+    Vec sum = vadd(vadd(s[i][0], s[i][1]), vadd(s[i][2], s[i][3]));
+    vstore(total, vfma(vload(total), vset(weights.rescale[i]), sum));
+    if (tile.value_scales)
+      for (int j = 0; j < GROUPS; j++) s[i][j] = vmul(s[i][j], vload(tile.value_scales + j * LANES));
+    store_two(weights.p[i], s[i][0], s[i][1]), store_two(weights.p[i] + 2 * LANES, s[i][2], s[i][3]);
+  }
+}
+
 template <int STRIDE, class T, int R>
 NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Tile<T>& tile, const Tile<T>& next,
-           Weights<T, R>& weights) {
+                      Weights<T, R>& weights) {
   Vec s[R][GROUPS];
   for (int first = 0; first < GROUPS; first += MOST_VECS) {
     Vec acc[R][MOST_VECS];
@@ -127,31 +201,10 @@ NANO_APART void score(const Walk<T>& walk, int64_t line, int32_t start, const Ti
     for (int i = 0; i < R; i++)
       for (int j = 0; j < MOST_VECS; j++) s[i][first + j] = acc[i][j];
   }
-  const Vec scale = vset(walk.scale);
-  float highest[R];
-  for (int i = 0; i < R; i++) {
-    State state = walk.state(line + i);
-    weights.sights[i] = sight(walk, line + i, start);
-    if (tile.key_scales)
-      for (int j = 0; j < GROUPS; j++) s[i][j] = vmul(s[i][j], vload(tile.key_scales + j * LANES));
-    float found = mask(s[i], scale, walk.cap, weights.sights[i]), before = state.highest();
-    state.highest() = highest[i] = found > before ? found : before;
-    weights.rescale[i] = before - highest[i];
-    state.seen() = 1;
-  }
-  vstore(weights.rescale, vexp2(vload(weights.rescale)));
-  for (int i = 0; i < R; i++) {
-    float* total = walk.state(line + i).total();
-    for (int j = 0; j < GROUPS; j++) s[i][j] = vexp2(vsub(s[i][j], vset(highest[i])));
-    Vec sum = vadd(vadd(s[i][0], s[i][1]), vadd(s[i][2], s[i][3]));
-    vstore(total, vfma(vload(total), vset(weights.rescale[i]), sum));
-    if (tile.value_scales)
-      for (int j = 0; j < GROUPS; j++) s[i][j] = vmul(s[i][j], vload(tile.value_scales + j * LANES));
-    store_two(weights.p[i], s[i][0], s[i][1]), store_two(weights.p[i] + 2 * LANES, s[i][2], s[i][3]);
-  }
+  soften(walk, line, R, start, tile, s, weights);
 }
 
-// out = out * rescale + p * values for keys [begin, end), whole pairs that all lines see; C vectors from `column` on.
+// out = out * rescale + p * values for keys [begin, end), whole units that all lines see; C vectors from `column` on.
 template <class T, int R, int C>
 NANO_APART void weigh(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Tile<T>& next, const Weights<T, R>& weights,
            int64_t column, int begin, int end) {
@@ -196,72 +249,202 @@ void weigh_all(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const Til
   }
 }
 
-// One step of a line on its own: where a pair holds one key that it sees and one that it does not, that one's value,
-// which may be anything, is replaced by zero.
-NANO_INLINE Vec add_edge(Vec acc, const bf16* p, const bf16* values, bool first, bool second) {
-  const IVec halves = iset((first ? 0xffffu : 0) | (second ? 0xffff0000u : 0));
+// One step of a line on its own, a pair of which it sees keys [begin, end) of 2, or a group of 16. Where it sees one number
+// of a pair and not the other, that one's value, which may be anything, counts as zero.
+NANO_INLINE Vec add_edge(Vec acc, const bf16* p, const bf16* values, [[maybe_unused]] int64_t head_dim, int begin, int end) {
+#if defined(NANO_TILES)
+  Vec firsts = vset(0), seconds = vset(0);
+  for (int key = begin / 2 * 2; key < end; key += 2) {
+    const IVec pairs = iload(values + key * head_dim);
+    if (key >= begin) firsts = vfma(vset(widen1(p[key])), firsts_of(pairs), firsts);
+    if (key + 1 < end) seconds = vfma(vset(widen1(p[key + 1])), seconds_of(pairs), seconds);
+  }
+  return vadd(acc, vadd(firsts, seconds));
+#else
+  const IVec halves = iset((begin == 0 ? 0xffffu : 0) | (end == 2 ? 0xffff0000u : 0));
   return vdot(acc, iand(bdup(p), halves), iand(bload(values), halves));
+#endif
 }
-NANO_INLINE Vec add_edge(Vec acc, const float* p, const float* values, bool, bool) {
+NANO_INLINE Vec add_edge(Vec acc, const float* p, const float* values, int64_t, int, int) {
   return vfma(vset(*p), vload(values), acc);
 }
 
 // Keys [begin, end) for one line.
 template <class T>
 void weigh_edge(const Walk<T>& walk, int64_t line, const Tile<T>& tile, const T* p, int begin, int end) {
-  constexpr int depth = DEPTH<T>;
+  constexpr int unit = UNIT<T>;
   float* out = walk.state(line).out();
   for (int64_t d = 0; d < walk.head_dim && begin < end; d += LANES) {
     Vec acc = vload(out + d);
-    for (int key = begin / depth * depth; key < end; key += depth) {
-      const T* values = tile.values[key / LANES] + key % LANES * walk.head_dim + d * depth;
-      acc = add_edge(acc, p + key, values, key >= begin, key + 1 < end);
+    for (int key = begin / unit * unit; key < end; key += unit) {
+      const T* values = tile.values[key / LANES] + key % LANES * walk.head_dim + d * DEPTH<T>;
+      acc = add_edge(acc, p + key, values, walk.head_dim, std::max(begin - key, 0), std::min(end - key, unit));
     }
     vstore(out + d, acc);
   }
 }
 
-// R lines from `line` on over one tile, each in the same order of keys as if it were alone.
+#if defined(NANO_AMX)
+// The tiles of up to 16 lines: 0 to 3 are sums; 4 and 5 a chunk of q and of keys; 6 and 7 half a chunk: the last of a head
+// whose size is no multiple of 32, or weights and 16 values.
+class LineTiles {
+ public:
+  void shape(int num_lines) {
+    if (num_lines == num_lines_) return;
+    num_lines_ = num_lines;
+    for (int i = 0; i < 5; i++) shapes_.set(i, num_lines, 64);
+    shapes_.set(5, 16, 64), shapes_.set(6, num_lines, 32), shapes_.set(7, 8, 64);
+    shapes_.load();
+  }
+
+ private:
+  TileShapes shapes_;
+  int num_lines_ = 0;
+};
+
+inline void fetch_all(const bf16* const (&groups)[GROUPS], int64_t head_dim) {
+  for (const bf16* group : groups)
+    for (int64_t i = 0; i < head_dim * LANES; i += 32) fetch2(group + i);
+}
+
+NANO_APART inline void score_in_tiles(const Walk<bf16>& walk, int64_t line, int num_lines, int32_t start, const Tile<bf16>& tile,
+                               Weights<bf16, 16>& weights) {
+  const int64_t stride = walk.q_stride(), a_row = stride * int64_t(sizeof(bf16)), chunk = 32 * LANES;
+  const bf16 *q = walk.q + line * stride, *const(&keys)[GROUPS] = tile.keys;
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  const int64_t whole = walk.head_dim / 32;
+  for (int64_t c = 0; c < whole; c++) {
+    TILE_LOAD(4, q + 32 * c, a_row);
+    TILE_LOAD(5, keys[0] + c * chunk, 64);
+    TILE_PAIRS(0, 4, 5);
+    TILE_LOAD(5, keys[1] + c * chunk, 64);
+    TILE_PAIRS(1, 4, 5);
+    TILE_LOAD(5, keys[2] + c * chunk, 64);
+    TILE_PAIRS(2, 4, 5);
+    TILE_LOAD(5, keys[3] + c * chunk, 64);
+    TILE_PAIRS(3, 4, 5);
+  }
+  if (walk.head_dim % 32) {
+    TILE_LOAD(6, q + 32 * whole, a_row);
+    TILE_LOAD(7, keys[0] + whole * chunk, 64);
+    TILE_PAIRS(0, 6, 7);
+    TILE_LOAD(7, keys[1] + whole * chunk, 64);
+    TILE_PAIRS(1, 6, 7);
+    TILE_LOAD(7, keys[2] + whole * chunk, 64);
+    TILE_PAIRS(2, 6, 7);
+    TILE_LOAD(7, keys[3] + whole * chunk, 64);
+    TILE_PAIRS(3, 6, 7);
+  }
+  Vec s[16][GROUPS];
+  TILE_STORE(0, &s[0][0], sizeof(s[0]));
+  TILE_STORE(1, &s[0][1], sizeof(s[0]));
+  TILE_STORE(2, &s[0][2], sizeof(s[0]));
+  TILE_STORE(3, &s[0][3], sizeof(s[0]));
+  soften(walk, line, num_lines, start, tile, s, weights);
+}
+
+// As `weigh`, of all columns; `begin` and `end` are multiples of 16.
+NANO_APART inline void weigh_in_tiles(const Walk<bf16>& walk, int64_t line, int num_lines, const Tile<bf16>& tile,
+                               const Weights<bf16, 16>& weights, int begin, int end) {
+  const int64_t head_dim = walk.head_dim, a_row = walk.state_size * int64_t(sizeof(float)), pair_row = head_dim * 4;
+  for (int i = 0; i < num_lines; i++) {
+    float* out = walk.state(line + i).out();
+    for (int64_t d = 0; d < head_dim; d += LANES) vstore(out + d, vmul(vload(out + d), vset(weights.rescale[i])));
+  }
+  for (int64_t column = 0; column < head_dim && begin < end; column += 4 * LANES) {
+    float* out = walk.state(line).out() + column;
+    const int64_t vecs = (head_dim - column) / LANES;
+    TILE_LOAD(0, out, a_row);
+    if (vecs > 1) TILE_LOAD(1, out + LANES, a_row);
+    if (vecs > 2) TILE_LOAD(2, out + 2 * LANES, a_row);
+    if (vecs > 3) TILE_LOAD(3, out + 3 * LANES, a_row);
+    for (int key = begin; key < end; key += LANES) {
+      const bf16* values = tile.values[key / LANES] + 2 * column;
+      TILE_LOAD(6, weights.p[0] + key, sizeof(weights.p[0]));
+      TILE_LOAD(7, values, pair_row);
+      TILE_PAIRS(0, 6, 7);
+      if (vecs > 1) {
+        TILE_LOAD(7, values + 2 * LANES, pair_row);
+        TILE_PAIRS(1, 6, 7);
+      }
+      if (vecs > 2) {
+        TILE_LOAD(7, values + 4 * LANES, pair_row);
+        TILE_PAIRS(2, 6, 7);
+      }
+      if (vecs > 3) {
+        TILE_LOAD(7, values + 6 * LANES, pair_row);
+        TILE_PAIRS(3, 6, 7);
+      }
+    }
+    TILE_STORE(0, out, a_row);
+    if (vecs > 1) TILE_STORE(1, out + LANES, a_row);
+    if (vecs > 2) TILE_STORE(2, out + 2 * LANES, a_row);
+    if (vecs > 3) TILE_STORE(3, out + 3 * LANES, a_row);
+  }
+}
+#else
+struct LineTiles {};
+#endif
+
+// `num_lines` lines from `line` on over one tile, each in the same order of keys as if it were alone.
 template <class T, int R>
-void attend(const Walk<T>& walk, int64_t line, int32_t start, const Tile<T>& tile, const Tile<T>& next) {
-  constexpr int depth = DEPTH<T>;
+void attend(const Walk<T>& walk, int64_t line, int num_lines, int32_t start, const Tile<T>& tile, const Tile<T>& next) {
+  constexpr int unit = UNIT<T>;
   Weights<T, R> weights;
-  walk.head_dim <= NARROW ? score<Q_STRIDE>(walk, line, start, tile, next, weights)
-                          : score<WIDE_STRIDE>(walk, line, start, tile, next, weights);
-  int begin = 0, end = KEY_TILE, first = KEY_TILE;  // what all lines see, in whole pairs; the first key that any sees
-  for (Sight sight : weights.sights) {
-    begin = std::max(begin, (sight.begin + depth - 1) / depth * depth);
-    end = std::min(end, sight.end / depth * depth);
+  if constexpr (R == 16) {
+    score_in_tiles(walk, line, num_lines, start, tile, weights);
+  } else {
+    walk.head_dim <= NARROW ? score<Q_STRIDE>(walk, line, start, tile, next, weights)
+                            : score<WIDE_STRIDE>(walk, line, start, tile, next, weights);
+  }
+  int begin = 0, end = KEY_TILE, first = KEY_TILE;  // what all lines see, in whole units; the first key that any sees
+  for (int i = 0; i < num_lines; i++) {
+    const Sight sight = weights.sights[i];
+    begin = std::max(begin, (sight.begin + unit - 1) / unit * unit);
+    end = std::min(end, sight.end / unit * unit);
     first = std::min(first, sight.begin);
   }
   if (begin > end) begin = end = KEY_TILE;
   if (first < begin) {  // some begin earlier
-    for (int i = 0; i < R; i++) {
+    for (int i = 0; i < num_lines; i++) {
       float* out = walk.state(line + i).out();
       for (int64_t d = 0; d < walk.head_dim; d += LANES) vstore(out + d, vmul(vload(out + d), vset(weights.rescale[i])));
       weights.rescale[i] = 1;
       weigh_edge<T>(walk, line + i, tile, weights.p[i], weights.sights[i].begin, std::min(begin, weights.sights[i].end));
     }
   }
-  weigh_all<T, R>(walk, line, tile, next, weights, begin, end);
-  for (int i = 0; i < R; i++)
+  if constexpr (R == 16) weigh_in_tiles(walk, line, num_lines, tile, weights, begin, end);
+  else weigh_all<T, R>(walk, line, tile, next, weights, begin, end);
+  for (int i = 0; i < num_lines; i++)
     weigh_edge<T>(walk, line + i, tile, weights.p[i], std::max(end, weights.sights[i].begin), weights.sights[i].end);
 }
 
 template <class T>
 void attend_lines(const Walk<T>& walk, int64_t line, int64_t num_lines, int32_t start, const Tile<T>& tile,
-                  const Tile<T>& next) {
-  auto run = [&](auto lines) {
-    if constexpr (decltype(lines)::value <= MOST_LINES)
-      attend<T, decltype(lines)::value>(walk, line, start, tile, next);
-  };
-  switch (num_lines) {
-    case 1: return run(std::integral_constant<int, 1>());
-    case 2: return run(std::integral_constant<int, 2>());
-    case 3: return run(std::integral_constant<int, 3>());
-    case 4: return run(std::integral_constant<int, 4>());
-    case 5: return run(std::integral_constant<int, 5>());
-    case 6: return run(std::integral_constant<int, 6>());
+                  const Tile<T>& next, [[maybe_unused]] LineTiles& tiles) {
+#if defined(NANO_AMX)
+  if constexpr (BY_TILES<T>) {
+    tiles.shape(int(num_lines));
+    if (next.keys[0] != tile.keys[0]) fetch_all(next.keys, walk.head_dim), fetch_all(next.values, walk.head_dim);
+    return attend<T, 16>(walk, line, int(num_lines), start, tile, next);
+  } else
+#endif
+  {
+    auto run = [&](auto lines) {
+      constexpr int R = decltype(lines)::value;
+      if constexpr (R <= MOST_LINES<T>) attend<T, R>(walk, line, R, start, tile, next);
+    };
+    switch (num_lines) {
+      case 1: return run(std::integral_constant<int, 1>());
+      case 2: return run(std::integral_constant<int, 2>());
+      case 3: return run(std::integral_constant<int, 3>());
+      case 4: return run(std::integral_constant<int, 4>());
+      case 5: return run(std::integral_constant<int, 5>());
+      case 6: return run(std::integral_constant<int, 6>());
+    }
   }
 }
 

@@ -58,8 +58,10 @@ struct Panels {
 // A tile is up to ROWS rows by up to WIDE panels: as many sums as fit into registers, with few loads for each product.
 // 4 x 6 makes 24 sums from 10 loads. A gate takes half of its panels from the gate and half from up. With AVX2 a tile of
 // four rows and more goes through its panels one after the other: twelve sums of 6 x 1 from 4 loads and 6 broadcasts.
-#if defined(NANO_AVX512)
+#if defined(NANO_AVX512) && defined(NANO_BF16)
 constexpr int ROWS = 4, WIDE = 6;
+#elif defined(NANO_AVX512)  // halves of weights take instructions, which more rows share
+constexpr int ROWS = 6, WIDE = 4;
 #elif defined(NANO_AVX2)
 constexpr int ROWS = 6, WIDE = 2;
 #elif defined(NANO_NEON)  // 24 of 32 registers are sums

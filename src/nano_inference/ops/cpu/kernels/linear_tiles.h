@@ -30,7 +30,8 @@ template <class T>
 struct InputOf {
   using Type = T;
 };
-#if defined(NANO_AVX2) || defined(NANO_NEON)
+#if defined(NANO_AVX2) || defined(NANO_NEON) || (defined(NANO_AVX512) && !defined(NANO_BF16))
+#define NANO_WIDENED
 template <>
 struct InputOf<bf16> {
   using Type = float;
@@ -52,11 +53,11 @@ struct InputRows {
 #define UNROLL _Pragma("GCC unroll 8")
 #define INLINE __attribute__((always_inline))
 
-#if defined(NANO_AVX2)
 // sum += a * b in the sum's own register: left to itself, a compiler puts sums into those of a or b, and has none left.
-INLINE inline void add_product(__m256& sum, __m256 a, __m256 b) {
-  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-}
+#if defined(NANO_AVX512) && defined(NANO_WIDENED)
+INLINE inline void add_product(__m512& sum, __m512 a, __m512 b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+#elif defined(NANO_AVX2)
+INLINE inline void add_product(__m256& sum, __m256 a, __m256 b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
 
 alignas(32) constexpr uint32_t UPPER[] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
                                           0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
@@ -132,6 +133,9 @@ struct Steps<bf16> {  // a step is a pair of columns
       UNROLL for (int j = 0; j < WIDTH; j++) asm("" : "+r"(k), "+x"(acc[i][j].lo), "+x"(acc[i][j].hi));
 #endif
     half<1>(acc, x + 2 * k, ldx, w, k);
+#elif defined(NANO_WIDENED)
+    half<0>(acc, x + 2 * k + 1, ldx, w, k);
+    half<1>(acc, x + 2 * k, ldx, w, k);
 #else
     Pairs b[WIDTH];
     for (int j = 0; j < WIDTH; j++) b[j] = bload(panel_of<WIDTH>(w, j) + k * SIZE);
@@ -142,11 +146,15 @@ struct Steps<bf16> {  // a step is a pair of columns
 #endif
   }
 
-#if defined(NANO_AVX2) || defined(NANO_NEON)
+#if defined(NANO_WIDENED)
  private:
   // `vdot` in two halves, the second of each pair first. The registers hold the sums, and the numbers of one half only.
   template <int HALF, int HEIGHT, int WIDTH>
   INLINE static void half(Vec (&acc)[HEIGHT][WIDTH], const float* x, int64_t ldx, const Panels<bf16>& w, int64_t& k) {
+#if defined(NANO_AVX512)
+    Vec a[HEIGHT];
+    UNROLL for (int i = 0; i < HEIGHT; i++) a[i] = vset(x[i * ldx]);
+#endif
     UNROLL for (int j = 0; j < WIDTH; j++) {
 #if defined(NANO_NEON)
       Vec a[HEIGHT];
@@ -155,6 +163,10 @@ struct Steps<bf16> {  // a step is a pair of columns
         const uint32x4_t pairs = words_at(p);
         return vreinterpretq_f32_u32(HALF ? vshlq_n_u32(pairs, 16) : vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
       });
+#elif defined(NANO_AVX512)
+      const IVec pairs = iload(panel_of<WIDTH>(w, j) + k * SIZE);
+      const Vec b = vbits(HALF ? ishl<16>(pairs) : iand(pairs, iset(0xffff0000)));
+      UNROLL for (int i = 0; i < HEIGHT; i++) add_product(acc[i][j], a[i], b);
 #else
       const auto* p = reinterpret_cast<const __m256i*>(panel_of<WIDTH>(w, j) + k * SIZE);
       by_halves(acc, j, x, ldx, [&](int part) INLINE {
@@ -323,6 +335,10 @@ inline void tile_of(const Linear<T>& job, const InputRows<T>& inputs, int64_t ro
     case 6: one_by_one<T, 6, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums); break;
 #elif defined(NANO_AVX512)
     case 4: tile<T, 4, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
+#if !defined(NANO_BF16)
+    case 5: tile<T, 5, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
+    case 6: tile<T, 6, WIDTH, FETCH>(x, ldx, w, segments, next, next_panel, sums, WIDTH); break;
+#endif
 #endif
   }
   finish_tile(job, row, height, panel, WIDTH, sums);
@@ -377,7 +393,7 @@ void walk_panels(const Linear<T>& job, const InputRows<T>& inputs, int64_t end_r
                  Panels<T> next) {
   Walk<T> walk(job, inputs, end_row, panel, end_panel, next);
 #if defined(NANO_AVX512)
-  walk.template run<6>();
+  if constexpr (WIDE == 6) walk.template run<6>();
   walk.template run<4>();
 #endif
   walk.template run<2>();
