@@ -54,6 +54,34 @@ void add_chunks(const Rows& rows, const Panels<bf16>& w, int64_t from, int64_t t
 }
 
 #if defined(NANO_AMX)
+// Whole chunks of one row, for which vectors read memory faster than tiles.
+template <int WIDTH>
+int64_t whole_chunks_of_one(const bf16* x, const Panels<bf16>& w, const Panels<bf16>& next, int64_t from, int64_t to, float* sums) {
+  const int64_t size = 2 * LANES, turn = w.size / size - PAIRS_AHEAD;
+  Vec acc[WIDTH];
+  UNROLL for (int j = 0; j < WIDTH; j++) acc[j] = vset(0.f);
+  int64_t k = from;
+  for (; k + CHUNK <= to; k += CHUNK) {
+    const bf16* ahead[WIDTH];
+    UNROLL for (int j = 0; j < WIDTH; j++)
+      ahead[j] = k < turn ? panel_of<WIDTH>(w, j) + (k + PAIRS_AHEAD) * size : panel_of<WIDTH>(next, j) + (k - turn) * size;
+    Vec firsts[WIDTH], seconds[WIDTH];
+    UNROLL for (int j = 0; j < WIDTH; j++) firsts[j] = seconds[j] = vset(0.f);
+    for (int64_t pair = 0; pair < CHUNK; pair++) {
+      const Vec one = vset(widen1(x[2 * (k + pair)])), two = vset(widen1(x[2 * (k + pair) + 1]));
+      UNROLL for (int j = 0; j < WIDTH; j++) {
+        const IVec pairs = iload(panel_of<WIDTH>(w, j) + (k + pair) * size);
+        fetch(ahead[j] + pair * size);
+        firsts[j] = vfma(one, firsts_of(pairs), firsts[j]);
+        seconds[j] = vfma(two, seconds_of(pairs), seconds[j]);
+      }
+    }
+    UNROLL for (int j = 0; j < WIDTH; j++) acc[j] = vadd(acc[j], vadd(firsts[j], seconds[j]));
+  }
+  UNROLL for (int j = 0; j < WIDTH; j++) vstore(sums + j * LANES, acc[j]);
+  return k;
+}
+
 // Sums of whole chunks, from pair `from` on; returns the pair behind them. Tiles 0 to 3 are sums, of one half of the rows
 // by four panels or of two by two; 4 and 5 inputs, 6 and 7 weights.
 template <int HALVES, int WIDTH>
@@ -103,7 +131,7 @@ int64_t whole_chunks(const Rows& rows, const Panels<bf16>& w, const Panels<bf16>
 }
 #endif
 
-// Some rows by the panels of one tile. `wait`: for memory, since no other rows read these panels.
+// Some rows by the panels of one tile. `wait`: for memory, as the first rows that read these panels.
 template <int HALVES, int WIDTH>
 void block_of(const Linear<bf16>& job, const Rows& rows, int64_t row, int64_t panel, const Panels<bf16>& w,
               const Panels<bf16>& next, bool wait) {
@@ -116,7 +144,10 @@ void block_of(const Linear<bf16>& job, const Rows& rows, int64_t row, int64_t pa
     int64_t from = segments.bounds[s] / 2;
     const int64_t to = (segments.bounds[s + 1] + 1) / 2;
 #if defined(NANO_AMX)
-    from = whole_chunks<HALVES, WIDTH>(rows, w, next, from, to - (to * 2 > columns), wait, sums);
+    if (WIDTH == 6 || (HALVES == 1 && rows.height == 1))
+      from = whole_chunks_of_one<WIDTH>(rows.x, w, next, from, to - (to * 2 > columns), sums);
+    else if constexpr (WIDTH < 6)
+      from = whole_chunks<HALVES, WIDTH>(rows, w, next, from, to - (to * 2 > columns), wait, sums);
 #else
     memset(sums, 0, size_t(used) * sizeof(float));
 #endif
@@ -161,13 +192,13 @@ void walk_chunks(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t 
   if (row >= end_row || panel >= end_panel) return;
   const Blocks blocks(job, row, end_row);
   const int64_t num_rows = end_row - row;
-  const bool one_half = num_rows <= HALF, wait = num_rows <= BLOCK;
+  const bool one_half = num_rows <= HALF;
 #if defined(NANO_AMX)
   TileShapes shapes;
-  const int64_t upper = std::min(num_rows, HALF), lower = wait ? num_rows - upper : HALF;
+  const int64_t upper = std::min(num_rows, HALF), lower = std::min(num_rows - upper, HALF);
   for (int i = 0; i < 4; i++) shapes.set(i, one_half || i < 2 ? upper : lower, 64);
   shapes.set(4, upper, 64), shapes.set(5, one_half ? upper : lower, 64), shapes.set(6, HALF, 64), shapes.set(7, HALF, 64);
-  shapes.load();
+  if (num_rows > 1) shapes.load();
 #endif
   for (int64_t first = 0; first < blocks.count(); first += BLOCKS_AT_ONCE) {
     int64_t at = panel;
@@ -182,13 +213,14 @@ void walk_chunks(const Linear<bf16>& job, int64_t row, int64_t end_row, int64_t 
           const Rows rows = blocks.at(b);
           if constexpr (WIDTH <= 2)
             if (rows.height > HALF) {
-              block_of<2, WIDTH>(job, rows, blocks.row(b), at, w, next, wait);
+              block_of<2, WIDTH>(job, rows, blocks.row(b), at, w, next, b == first);
               continue;
             }
-          block_of<1, WIDTH>(job, rows, blocks.row(b), at, w, next, wait);
+          block_of<1, WIDTH>(job, rows, blocks.row(b), at, w, next, b == first);
         }
       }
     };
+    if (num_rows == 1) run(std::integral_constant<int, 6>());
     if (one_half) run(std::integral_constant<int, 4>());
     run(std::integral_constant<int, 2>());
     if (!job.gated()) run(std::integral_constant<int, 1>());

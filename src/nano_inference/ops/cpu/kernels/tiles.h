@@ -29,10 +29,16 @@ inline Vec seconds_of(IVec pairs) { return vbits(iand(pairs, iset(0xffff0000)));
 class TileShapes {
  public:
   void set(int tile, int64_t rows, int64_t bytes) { at_.rows[tile] = uint8_t(rows), at_.bytes[tile] = uint16_t(bytes); }
-  void load() const { asm volatile("ldtilecfg %0" : : "m"(at_) : "memory"); }
-  ~TileShapes() { asm volatile("tilerelease"); }
+  void load() {
+    asm volatile("ldtilecfg %0" : : "m"(at_) : "memory");
+    loaded_ = true;
+  }
+  ~TileShapes() {
+    if (loaded_) asm volatile("tilerelease");
+  }
 
  private:
+  bool loaded_ = false;
   struct {
     uint8_t palette = 1, start = 0, unused[14] = {};
     uint16_t bytes[16] = {};
