@@ -93,6 +93,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "device": "auto",
         "backend": "auto",
         "attention": "auto",
+        "cpu_sums": "auto",
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "lookahead": None,

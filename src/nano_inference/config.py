@@ -24,6 +24,7 @@ Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int8-32", "int4", "file"]
 KVCacheDType = Literal["auto", "int8"]
+CpuSums = Literal["auto", "pairs", "tiles"]
 SELF = "self"  # the model that drafts is the policy, with fewer layers
 # groups of options in `--help`
 ENGINE, RANKS, DRAFTS = "The engine", "Several processes", "Drafts"
@@ -41,6 +42,11 @@ class SchedulerConfig:
             running set: then the oldest requests come first, and the samples of one go on evenly.
         block_size: tokens in a KV block.
         max_chunk_tokens: tokens of one sequence in a step, or None for no limit but the step's.
+        cpu_sums: in which order the CPU kernels add up products of bfloat16. `"pairs"`: the same
+            bits on every processor. `"tiles"`: as the matrix instructions of Intel's servers (AMX)
+            do it, on which it is several times faster; other processors compute the same bits more
+            slowly, with kernels that a compiler has to build. `"auto"`: tiles where there is AMX,
+            else pairs. Samples say which (`TrainingSample.numerics`).
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
         groups: groups of sequences that take turns, as many as steps are on their way at once: the
@@ -208,6 +214,9 @@ class EngineConfig:
     device: str = option("auto", ENGINE, "cpu, cuda, cuda:1 … auto: cuda if there is one.")
     backend: Backend = option("auto", ENGINE, "Whose operations run.")
     attention: Attention = option("auto", ENGINE, "Whose attention, where there is a choice.")
+    cpu_sums: CpuSums = option(
+        "auto", ENGINE, "Order of sums of bfloat16. pairs: the same bits on every processor."
+    )
     enable_prefix_caching: bool = option(
         True,
         ENGINE,

@@ -64,7 +64,7 @@ CHOICES |= {
     "max_pending_bytes": 1 << 30,
 }
 CHOICES |= {"generation_config": "none", "grammar_backend": "outlines", "speculation": "suffix"}
-CHOICES |= {"quantization": "int8", "kv_cache_dtype": "int8"}
+CHOICES |= {"quantization": "int8", "kv_cache_dtype": "int8", "cpu_sums": "pairs"}
 CHOICES |= {
     "log_level": "error",
     "log_format": "json",

@@ -12,10 +12,17 @@ from nano_inference.ops.cpu.weights import PackedWeight
 
 
 @functools.cache
-def available() -> tuple[str, ...]:
-    """The instruction sets that run here, best first."""
-    has = build._processor_flags()
-    return tuple(name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has)
+def available(law: build.Law = "pairs") -> tuple[str, ...]:
+    """The builds that keep this law of sums and run here, best first; without AMX the law of tiles
+    has two of them, the best and the portable one.
+    """
+    has = build._processor_flags() | {"fast_pairs"}
+    found = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has]
+    pairs = [name for name in found if name != build.AMX]
+    if law == "pairs":
+        return tuple(pairs)
+    emulated = dict.fromkeys(each + build.TILES for each in (pairs[0], pairs[-1]))
+    return (*(name for name in found if name == build.AMX), *emulated)
 
 
 def kernels(name: str | None = None) -> ctypes.CDLL:

@@ -28,10 +28,8 @@ from nano_inference.ops.cpu import build, library
 from nano_inference.ops.cpu.backend import cpu_ops
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
+from tests.ops.cpu_kernels import available
 
-SETS = [
-    name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= build._processor_flags()
-]
 SOURCE = 'extern "C" int nano_answer() { return 42; }\n'
 BUILD = """
 import sys
@@ -341,6 +339,7 @@ def test_a_cache_that_cannot_be_made_is_named(sources: Path, tmp_path: Path) -> 
 
 # -- instruction sets ------------------------------------------------------------------------------
 
+AVX512, AMX = "avx512f avx512bw avx512vl avx512dq", "amx_tile amx_bf16 amx_int8"
 X86 = "processor\t: 0\nflags\t\t: fpu avx avx2 f16c {} fma\nbugs\t\t:\nflags\t\t: fpu\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU part\t: 0xd49\n"
 
@@ -352,9 +351,11 @@ ARM = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd evtstrm bf16\nCPU
         (
             "Linux",
             "x86_64",
-            X86.format("avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni"),
+            X86.format(f"{AVX512} avx512_bf16 avx512_vnni"),
             "avx512_bf16",
         ),
+        ("Linux", "x86_64", X86.format(f"{AVX512} avx512_vnni"), "avx512_vnni"),
+        ("Linux", "x86_64", X86.format(f"{AVX512} avx512_bf16 avx512_vnni {AMX}"), "amx"),
         ("Linux", "x86_64", X86.format("avx_vnni"), "avx2_vnni"),
         ("Linux", "x86_64", "flags\t\t: fpu sse2\n", "portable"),
         ("Linux", "aarch64", ARM, "neon"),
@@ -378,7 +379,14 @@ def test_the_best_instruction_set(
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
     assert build.best_instruction_set() == best
+    assert build.best_instruction_set("pairs") == ("avx512_vnni" if best == "amx" else best)
+    tiles = build.best_instruction_set("tiles")
+    assert tiles == ("amx" if best == "amx" else f"{best}+tiles")
+    assert build.law_of(tiles) == "tiles"
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)  # by the system
+    assert build.best_instruction_set() == ("avx512_vnni" if best == "amx" else best)
 
 
 def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:
@@ -388,25 +396,29 @@ def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:
 
 
 @NEEDS_COMPILER
+@pytest.mark.parametrize("law", build.LAWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_whole_generation_has_the_same_bits_on_every_instruction_set(
-    model: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    model: str, dtype: str, law: build.Law, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(
         temperature=0.8, top_p=0.9, max_tokens=24, seed=5, raw_logprobs=True, prompt_logprobs=True
     )
     found: dict[str, list[TrainingSample]] = {}
     threads = torch.get_num_threads()
-    for name in SETS:
+    for name in available(law):
         monkeypatch.setattr(
-            backends, "cpu_ops", lambda num_threads, name=name: cpu_ops(num_threads, name)
+            backends, "cpu_ops", lambda num_threads, name=name, **_: cpu_ops(num_threads, name)
         )
         with InferenceEngine(config(model, dtype=dtype, backend="cpu")) as engine:
             assert engine.model.ops.linear.__self__.kernels is library.load(name)  # pyright: ignore
             found[name] = engine.generate([list(range(3, 80)), [5, 6]], params, 2)
     torch.set_num_threads(threads)
-    assert "portable" in found
-    first = bits(found["portable"])
+    fingerprints = {sample.numerics for samples in found.values() for sample in samples}
+    assert [each.endswith("/tiles") for each in fingerprints] == [
+        law == "tiles" and dtype == "bfloat16"
+    ]
+    first = bits(next(samples for name, samples in found.items() if name.startswith("portable")))
     for samples in found.values():
         assert bits(samples) == first
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams
+from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling import sample as reference
@@ -342,18 +343,20 @@ def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(
     assert len(set(drawn.token_ids.tolist())) > 16
 
 
+@pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype) -> None:
-    if len(cpu_kernels.available()) < 2:
+def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, law: Law) -> None:
+    builds = cpu_kernels.available(law)
+    if len(builds) < 2:
         pytest.skip("this machine has one instruction set only")
     hidden, weight = hidden_and_weight(8193, 31, 6, dtype)
     hidden[5, 0] = math.nan
     requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
     draws = {
         name: CpuHead(cpu_kernels.kernels(name), 2).sample(hidden, weight, CAPPED, _raw(requests))
-        for name in cpu_kernels.available()
+        for name in builds
     }
-    first = draws[cpu_kernels.available()[0]]
+    first = draws[builds[0]]
     assert all(same_bits(first, other) for other in draws.values()), draws.keys()
 
 

@@ -17,14 +17,15 @@ from nano_inference.models.spec import spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
+from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.settings import Latent
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config
 from tests.ops.compiler import NEEDS_COMPILER
+from tests.ops.cpu_kernels import available
 from tests.ops.test_cpu_ops import (
     ROWS,
-    SETS,
     ULP,
     numbers,
     require_within_ulps,
@@ -41,9 +42,11 @@ FEW = settings(
 )
 
 
-@pytest.fixture(scope="module")
-def each_set() -> list[CpuOps]:
-    return [CpuOps(1, name) for name in SETS]
+@pytest.fixture(scope="module", params=LAWS)
+def each_set(request: pytest.FixtureRequest) -> list[CpuOps]:
+    """Of one law, the best twice: with one thread and with two."""
+    names = available(request.param)
+    return [*(CpuOps(1, name) for name in names), CpuOps(2, names[0]), CpuOps(3, names[0])]
 
 
 def plain_weight(heads: int, sizes: Latent, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -175,7 +178,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
 ) -> None:
     """Beside other rows, by other numbers of threads, on other instruction sets."""
     case = Case(*shape, dtype, num_rows)
-    results = [(case.meet(ops), case.values(ops)) for ops in (*each_set, CpuOps(2), CpuOps(3))]
+    results = [(case.meet(ops), case.values(ops)) for ops in each_set]
     for met, values in results[1:]:
         assert torch.equal(met, results[0][0])
         assert torch.equal(values, results[0][1])

@@ -17,14 +17,13 @@ from nano_inference.engine.storage import KVStorage
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
-from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
+from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.cpu.weights import PackedWeight
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
-from tests.ops.cpu_kernels import as_packed
+from tests.ops.cpu_kernels import as_packed, available
 
 pytestmark = NEEDS_COMPILER
-SETS = [name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= _processor_flags()]
 FEW = settings(
     max_examples=at_depth(40), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -39,9 +38,10 @@ def ops() -> CpuOps:
     return CpuOps(2)
 
 
-@pytest.fixture(scope="module")
-def each_set() -> list[CpuOps]:
-    return [CpuOps(1, name) for name in SETS]
+@pytest.fixture(scope="module", params=LAWS)
+def each_set(request: pytest.FixtureRequest) -> list[CpuOps]:
+    """Of one law, which all agree."""
+    return [CpuOps(1, name) for name in available(request.param)]
 
 
 def numbers(

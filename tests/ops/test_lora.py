@@ -11,13 +11,13 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
-from nano_inference.ops.cpu.build import INSTRUCTION_SETS, _processor_flags
+from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.lora import Adapter, LoraPart, Place, placed
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
+from tests.ops.cpu_kernels import available
 
 pytestmark = NEEDS_COMPILER
-SETS = [name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= _processor_flags()]
 SIZES = st.sampled_from([1, 3, 15, 16, 17, 48, 64, 65, 130])
 
 
@@ -44,10 +44,11 @@ def batch(num_rows: int, adapters: tuple[Adapter, ...], own: list[int]) -> Forwa
     return replace(rows, adapters=adapters, row_adapters=torch.tensor(own))
 
 
-@pytest.fixture(scope="module")
-def backends() -> list[CpuOps]:
-    """The best set first."""
-    return [*(CpuOps(1, name) for name in SETS), CpuOps(2)]
+@pytest.fixture(scope="module", params=LAWS)
+def backends(request: pytest.FixtureRequest) -> list[CpuOps]:
+    """Of one law, the best set first."""
+    names = available(request.param)
+    return [*(CpuOps(1, name) for name in names), CpuOps(2, names[0])]
 
 
 @settings(max_examples=at_depth(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,6 +17,7 @@ from nano_inference.models.expert_exchange import ExpertExchange
 from nano_inference.models.spec import spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
+from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.moe import Biases, Exchange, Experts, MoeSteps, Shared
 from nano_inference.ops.settings import Routing
 from tests.depth import at_depth
@@ -193,15 +194,19 @@ def test_the_sum_over_a_rows_experts(name: str, routing: str) -> None:
     assert backend.run(x[:0], experts_of(backend, **options), None).shape == (0, HIDDEN)
 
 
-@pytest.mark.parametrize("instruction_set", available())
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_instruction_set_routes_to_the_same_bits(instruction_set: str, routing: str) -> None:
-    x, experts = rows_of(40), experts_of(BACKENDS["cpu"], **ROUTINGS[routing])
-    ids, weights = CPU.moe.route(x, experts)
-    other = CpuOps(1, instruction_set).moe
-    assert torch.equal(other.route(x, experts)[0], ids)
-    assert torch.equal(other.route(x, experts)[1], weights)
-    assert torch.equal(other(x, experts), CPU.moe(x, experts))
+def test_every_instruction_set_routes_to_the_same_bits(
+    law: Law, dtype: torch.dtype, routing: str
+) -> None:
+    x, experts = rows_of(40, dtype), experts_of(BACKENDS["cpu"], dtype=dtype, **ROUTINGS[routing])
+    best, *others = (CpuOps(1, name).moe for name in available(law))
+    ids, weights = best.route(x, experts)
+    for other in others:
+        assert torch.equal(other.route(x, experts)[0], ids)
+        assert torch.equal(other.route(x, experts)[1], weights)
+        assert torch.equal(other(x, experts), best(x, experts))
 
 
 def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:

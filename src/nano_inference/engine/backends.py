@@ -102,13 +102,22 @@ def choose_ops(
         if asked != "auto":
             raise ConfigError(f"backend={backend!r} is not available: {problem}")
         _warn_of_the_reference(backend, problem)
+    _require_sums_and_invariance(config, ops, device)
+    return lambda num_blocks: ops
+
+
+def _require_sums_and_invariance(config: EngineConfig, ops: Ops, device: torch.device) -> None:
+    if config.cpu_sums != "auto" and ops.name != "cpu":
+        raise ConfigError(
+            f"cpu_sums={config.cpu_sums!r} is for backend='cpu', and the {ops.name} backend runs; "
+            "leave it out."
+        )
     if config.batch_invariant and not keeps_invariance(ops, device):
         raise ConfigError(
             f"batch_invariant=True is not kept by the {ops.name} backend on {device}; use "
             "backend='cuda' there, or "
             "leave it out."
         )
-    return lambda num_blocks: ops
 
 
 def _require_products_of_codes(
@@ -226,6 +235,7 @@ def numerics_of(
         state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
         quantization=config.quantization,
         kv_cache=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        sums="tiles" if ops.sums == "tiles" and dtype == torch.bfloat16 else None,
     )
 
 
@@ -297,7 +307,7 @@ def num_threads(config: EngineConfig) -> int:
 
 
 def _cpu_kernels(config: EngineConfig) -> Ops:
-    return cpu_ops(num_threads(config))
+    return cpu_ops(num_threads(config), sums=None if config.cpu_sums == "auto" else config.cpu_sums)
 
 
 def _cuda_kernels(config: EngineConfig) -> Ops:

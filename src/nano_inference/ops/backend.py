@@ -116,6 +116,8 @@ class Ops:
         in_segments: whether `linear` adds up in the segments that it is given, so that 1, 2, 4 and
             8 ranks agree to the bit. Else a rank adds up its columns in one piece, and the number
             of ranks is part of the fingerprint.
+        sums: the order in which products of bfloat16 are added up, `"pairs"` or `"tiles"`, where
+            there is a choice (`EngineConfig.cpu_sums`).
         embed: (input_ids [N], weight [V, H], scale, part) -> scaled rows as the residual [N, H].
             With a part (first, vocab_size) the weight holds the tokens from `first` on alone; of
             others the row is zeros, negative ones: a sum over ranks changes no bit.
@@ -226,6 +228,7 @@ class Ops:
     latent: LatentOps | None = None
     lora: Callable[[Any, Any, str, Any], Any] | None = None
     placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]] = placed
+    sums: str | None = None
 
 
 class HeadParts(NamedTuple):
@@ -302,6 +305,7 @@ class Numerics:
         state_tokens: from one state to the next, where that decides bits; else 0.
         quantization: of the weights, one of `ops.quantised.QUANTIZATIONS`; None: there is none.
         kv_cache: how keys and values are kept, where that is not `dtype`; else None.
+        sums: `Ops.sums`, where it decides bits and is not `"pairs"`; else None.
     """
 
     backend: str
@@ -314,6 +318,7 @@ class Numerics:
     state_tokens: int = 0
     quantization: str | None = None
     kv_cache: str | None = None
+    sums: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -322,5 +327,6 @@ class Numerics:
         states = f"/states-of-{self.state_tokens}" if self.state_tokens else ""
         codes = "" if self.quantization is None else f"/{self.quantization}"
         kept = "" if self.kv_cache is None else f"/kv-{self.kv_cache}"
+        sums = "" if self.sums is None else f"/{self.sums}"
         own = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
-        return own + ranks + states + codes + kept
+        return own + ranks + states + codes + kept + sums

@@ -193,7 +193,10 @@ class _Schedules:
         torch.set_num_threads(1)
         try:
             return self._one_by_one(
-                cpu_ops(1) if self.model.ops.name == "cpu" else self.model.ops, self.whole
+                cpu_ops(1, sums=self.model.ops.sums)
+                if self.model.ops.name == "cpu"
+                else self.model.ops,
+                self.whole,
             )
         finally:
             torch.set_num_threads(before)

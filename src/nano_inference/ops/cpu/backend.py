@@ -13,6 +13,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch
 from nano_inference.ops.backend import HeadNorms, KvcacheView, Norm, Ops, call
 from nano_inference.ops.cpu import library
+from nano_inference.ops.cpu.build import Law, best_instruction_set, law_of
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.memory import Arena
@@ -38,6 +39,7 @@ class CpuOps:
 
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
         self.num_threads = num_threads
+        self.sums = law_of(instruction_set or best_instruction_set())
         self.kernels = library.load(instruction_set)
         self.moe = CpuMoe(self.kernels, num_threads)
         self.states = CpuStates(self.kernels, num_threads)
@@ -221,9 +223,17 @@ class CpuOps:
         )
 
 
-def cpu_ops(num_threads: int, instruction_set: str | None = None) -> Ops:
-    """The backend as a value. Raises `KernelsUnavailable` where its kernels cannot be built."""
-    ops = CpuOps(num_threads, instruction_set)
+def cpu_ops(
+    num_threads: int, instruction_set: str | None = None, *, sums: Law | None = None
+) -> Ops:
+    """The backend as a value. Raises `KernelsUnavailable` where its kernels cannot be built.
+
+    Args:
+        num_threads: that share a step.
+        instruction_set: of the build; None: the best one that keeps `sums`.
+        sums: the order of sums of products of bfloat16; None: that of the fastest build.
+    """
+    ops = CpuOps(num_threads, instruction_set or best_instruction_set(sums))
     names = (field.name for field in fields(Ops))
     found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
     return Ops(name="cpu", version=VERSION, schedule_invariant=True, in_segments=True, **found)

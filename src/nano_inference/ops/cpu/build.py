@@ -291,8 +291,8 @@ def _processor_flags() -> frozenset[str]:
 
 
 def usable(flags: frozenset[str]) -> frozenset[str]:
-    """The flags, with "fast_pairs" where pairs of bfloat16 are multiplied at full speed, and without
-    those of AMX where the system does not let this process use it.
+    """The flags, with "fast_pairs" where pairs of bfloat16 are multiplied at full speed, and
+    without those of AMX where the system does not let this process use it.
     """
     # With AMX comes a vdpbf16ps that takes four times as long as one of the two fma that it is.
     if "avx512_bf16" in flags and "amx_tile" not in flags:
