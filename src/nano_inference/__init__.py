@@ -4,6 +4,7 @@ Token ids in; tokens, exact logprobs and weight versions out; policy weights swa
 decodes.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
     from nano_inference.sampling.sample import sample_with_logprobs
 
 __version__ = "0.1.0"
+
+# MKL, which computes torch's products on x86: the same bits with any number of threads. It reads
+# this before its first product; without it, it cuts long sums between threads on Intel's servers.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait
 # seconds for it.
