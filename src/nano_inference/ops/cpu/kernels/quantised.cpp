@@ -7,11 +7,17 @@
 #include "linear_tiles.h"
 #include "pool.h"
 #include "round_codes.h"
+#include "tiles.h"
 
 namespace nano {
 namespace {
 
 constexpr int64_t QUAD = 4, LINE = 64;
+#if defined(NANO_AMX)
+constexpr int64_t PADDED = 32;  // rows of two tiles
+#else
+constexpr int64_t PADDED = 1;
+#endif
 constexpr int LINES_AHEAD = 24;  // of codes, which are fetched before they are used
 // Rows of a tile: their sums fit into registers.
 #if defined(NANO_AVX512) && defined(NANO_VNNI)
@@ -48,7 +54,7 @@ class Inputs {
   void take(const T* x, int64_t ldx, int64_t num_rows, const Quantised& weight) {
     const Groups groups(weight);
     quads_ = weight.num_quads(), groups_ = weight.num_groups();
-    codes_.assign(size_t(num_rows * quads_ * QUAD), 0);
+    codes_.assign(size_t((num_rows + PADDED - 1) / PADDED * PADDED * quads_ * QUAD), 0);
     scales_.assign(size_t(num_rows * groups_), 0.f);
     totals_.assign(size_t(num_rows * groups_), 0);
     row_.resize(size_t(groups.columns));
@@ -221,6 +227,94 @@ void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t
     }
 }
 
+#if defined(NANO_AMX)
+constexpr int64_t VECTOR_ROWS = 4;  // so many and fewer read weights as fast without tiles
+
+// Sums over `quads` of 32 rows by two panels, [32][2][16] whole numbers: tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7
+// weights. What is no whole tile of 16 quads is added up in lines.
+void code_sums(const int8_t* x, int64_t ldx, int height, const int8_t* const (&w)[2], int64_t quads, bool wait, int32_t* sums) {
+  constexpr int64_t AT_ONCE = 16, A_ROW = 2 * LANES * sizeof(int32_t);
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  int64_t q = 0;
+  for (; q + AT_ONCE <= quads; q += AT_ONCE) {
+    if (wait)
+      for (const int8_t* panel : w)
+        UNROLL for (int64_t line = 0; line < AT_ONCE; line++) fetch(panel + (q + line + 2 * LINES_AHEAD) * LINE);
+    TILE_LOAD(4, x + q * QUAD, ldx);
+    TILE_LOAD(6, w[0] + q * LINE, LINE);
+    TILE_CODES(0, 4, 6);
+    TILE_LOAD(7, w[1] + q * LINE, LINE);
+    TILE_CODES(1, 4, 7);
+    if (height > LANES) {
+      TILE_LOAD(5, x + LANES * ldx + q * QUAD, ldx);
+      TILE_CODES(2, 5, 6);
+      TILE_CODES(3, 5, 7);
+    }
+  }
+  TILE_STORE(0, sums, A_ROW);
+  TILE_STORE(1, sums + LANES, A_ROW);
+  if (height > LANES) {
+    TILE_STORE(2, sums + 2 * LANES * LANES, A_ROW);
+    TILE_STORE(3, sums + (2 * LANES + 1) * LANES, A_ROW);
+  }
+  if (q == quads) return;
+  for (int i = 0; i < height; i++) {
+    int32_t total = 0;
+    for (int64_t k = q * QUAD; k < quads * QUAD; k++) total += x[i * ldx + k];
+    for (int j = 0; j < 2; j++) {
+      int32_t* at = sums + (2 * i + j) * LANES;
+      Sums more[1] = {sadd(iload(at), sstart(total))};
+      add_quads<1>(more, w[j] + q * LINE, x + i * ldx + q * QUAD, ldx, quads - q);
+      istore(at, more[0]);
+    }
+  }
+}
+
+// As `walk_codes`, of codes of 8 bits with a scale a segment.
+template <class T>
+void walk_tiles(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
+  TileShapes shapes;
+  for (int i = 0; i < 8; i++) shapes.set(i, 16, 64);
+  shapes.load();
+  const Quantised& w = *job.w.codes;
+  const int64_t ldx = inputs.num_quads() * QUAD, groups = inputs.num_groups(), panel_size = inputs.num_quads() * LINE;
+  const auto* codes = static_cast<const int8_t*>(w.codes);
+  alignas(64) int32_t whole[PADDED * 2 * LANES];
+  alignas(64) float sums[PADDED * 2 * LANES], waiting[Segments::DEPTH][PADDED * 2 * LANES];
+  for (; panel < end_panel; panel += job.gated() ? 1 : 2) {
+    const int width = job.gated() || panel + 1 < end_panel ? 2 : 1;
+    const int64_t first = job.w.first + panel, second = job.gated() ? first + job.num_panels() : first + width - 1;
+    const int8_t* const from[2] = {codes + first * panel_size, codes + second * panel_size};
+    for (int64_t at = 0; at < num_rows; at += PADDED) {
+      const int height = int(std::min(PADDED, num_rows - at));
+      int depth = 0;
+      for (int64_t s = 0; s < w.segments.count; s++) {
+        const int64_t start = w.segments.bounds[s] / QUAD, quads = (w.segments.bounds[s + 1] + QUAD - 1) / QUAD - start;
+        const int8_t* const parts[2] = {from[0] + start * LINE, from[1] + start * LINE};
+        code_sums(inputs.codes(at) + start * QUAD, ldx, height, parts, quads, at == 0, whole);
+        for (int j = 0; j < width; j++) {
+          const Vec scales = vload(static_cast<const float*>(w.scales) + ((j ? second : first) * groups + s) * LANES);
+          for (int i = 0; i < height; i++) {
+            const Vec product = vmul(vof(iload(whole + (2 * i + j) * LANES)), vmul(vset(inputs.scale(at + i, s)), scales));
+            vstore(sums + (i * width + j) * LANES, vadd(vset(0.f), product));
+          }
+        }
+        const int64_t used = height * width * LANES;
+        for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
+          const float* partner = waiting[--depth];
+          for (int64_t i = 0; i < used; i += LANES) vstore(sums + i, vadd(vload(partner + i), vload(sums + i)));
+        }
+        if (s + 1 < w.segments.count) memcpy(waiting[depth++], sums, size_t(used) * sizeof(float));
+      }
+      finish_tile(job, row + at, height, panel, width, sums);
+    }
+  }
+}
+#endif
+
 }  // namespace
 
 template <class T>
@@ -228,6 +322,10 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
   if (row >= end_row || panel >= end_panel) return;
   static thread_local Inputs inputs;
   inputs.take(job.x + row * job.ldx, job.ldx, end_row - row, *job.w.codes);
+#if defined(NANO_AMX)
+  if (job.w.codes->bits == 8 && job.w.codes->group == 0 && end_row - row > VECTOR_ROWS)
+    return walk_tiles(job, inputs, row, end_row - row, panel, end_panel);
+#endif
   walk_codes(job, inputs, row, end_row - row, panel, end_panel);
 }
 template void quantised_linear(const Linear<bf16>&, int64_t, int64_t, int64_t, int64_t);

@@ -26,11 +26,16 @@ inline Range range_of(const float* x, int64_t count) {
 // Codes of x / scale, nearest, ties to even.
 inline void round_codes(const float* x, int64_t count, float inverse, float low, float high, int8_t* codes) {
   const Vec factor = vset(inverse), least = vset(low), most = vset(high);
-  int32_t whole[LANES];
   for (int64_t k = 0; k < count; k += LANES) {
     const int n = count - k < LANES ? int(count - k) : LANES;
-    istore(whole, ito_int(vmin(most, vmax(least, vround(vmul(vload_n(x + k, n), factor))))));
-    for (int i = 0; i < n; i++) codes[k + i] = int8_t(whole[i]);
+    const IVec whole = ito_int(vmin(most, vmax(least, vround(vmul(vload_n(x + k, n), factor)))));
+#if defined(NANO_AVX512)
+    _mm_mask_storeu_epi8(codes + k, __mmask16(first_lanes(n)), _mm512_cvtepi32_epi8(whole));
+#else
+    int32_t each[LANES];
+    istore(each, whole);
+    for (int i = 0; i < n; i++) codes[k + i] = int8_t(each[i]);
+#endif
   }
 }
 
