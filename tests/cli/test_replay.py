@@ -62,13 +62,15 @@ def written(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "sums"), [("float32", "auto"), ("bfloat16", "pairs"), ("bfloat16", "tiles")]
+)
 def test_what_generate_writes_replays(
-    folders: dict[str, str], written: Path, tmp_path: Path, dtype: str
+    folders: dict[str, str], written: Path, tmp_path: Path, dtype: str, sums: str
 ) -> None:
-    """The file says which dtype and backend it was made with."""
+    """The file says which dtype, backend and order of sums it was made with."""
     path, model = tmp_path / "samples.jsonl", folders["chat"]
-    more = ("--dtype", dtype, "--ref-model", model)
+    more = ("--dtype", dtype, "--cpu-sums", sums, "--ref-model", model)
     made = run("generate", model, "-p", "ab", "-n", "4", "--json", *SAMPLING, *more, *FAST)
     path.write_text(made.stdout)
     result = run("replay", str(path), "--model", model, "--ref-model", model, *FAST)
@@ -79,6 +81,7 @@ def test_what_generate_writes_replays(
         in result.stdout
     )
     assert f"/{dtype}/cpu/" in result.stdout
+    assert ("/tiles" in result.stdout) == (sums == "tiles")
     write_parquet(read_jsonl(written), tmp_path / "samples.parquet")
     result = run(
         "replay", str(tmp_path / "samples.parquet"), "--model", model, "--limit", "2", *FAST

@@ -60,7 +60,7 @@ def digests(programs: tuple[Path, ...], emulator: tuple[str, ...] = ()) -> dict[
 def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Of each instruction set here."""
     found: dict[str, dict[str, str]] = {}
-    for name in available():
+    for name in (*available("pairs"), *available("tiles")):
         kernels(name)
         library = build.build(name)
         command = (build._compiler()[0], *build.compiler_flags(name, platform.machine()))
@@ -72,16 +72,22 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
 def test_every_operation_has_the_same_bits_on_every_instruction_set(
     native: dict[str, dict[str, str]],
 ) -> None:
-    portable = native["portable"]
-    assert len(portable) > 50
+    assert len(native["portable"]) > 50
     for name, found in native.items():
-        assert found == portable, f"{name} computes other bits"
+        assert found == native[portable(name)], f"{name} computes other bits"
+    pairs, tiles = native["portable"], native[portable(build.AMX)]
+    assert {name for name, digest in pairs.items() if digest != tiles[name]}
+
+
+def portable(name: str) -> str:
+    """The build that says what bits this one has."""
+    return "portable" + (build.TILES if build.law_of(name) == "tiles" else "")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CROSS is None, reason="there is no cross compiler, aarch64-linux-gnu-g++")
 @pytest.mark.skipif(EMULATOR is None, reason="there is no emulator, qemu-aarch64")
-@pytest.mark.parametrize("name", ["neon", "portable"])
+@pytest.mark.parametrize("name", ["neon", "portable", "neon+tiles"])
 def test_aarch64_has_the_same_bits(
     native: dict[str, dict[str, str]], name: str, tmp_path: Path
 ) -> None:
@@ -96,7 +102,7 @@ def test_aarch64_has_the_same_bits(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, sources, objects))
     programs = compiled((*command, "-static"), objects, tmp_path)
-    found, here = digests(programs, (str(EMULATOR),)), dict(native["portable"])
+    found, here = digests(programs, (str(EMULATOR),)), dict(native[portable(name)])
     assert found.pop(EDGE) == "0"
     assert here.pop(EDGE) == ("0" if platform.machine() in build.ARM else "1")
     assert found == here

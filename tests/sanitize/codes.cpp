@@ -11,6 +11,12 @@
 extern "C" void nano_store_codes(const int8_t* source, int64_t stride, const float* scales, const float* mins,
                                  const nano::Quantised* weight, int64_t start, int64_t count, int64_t columns, int64_t num_threads);
 
+#if defined(NANO_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+__attribute__((constructor)) static void ask_for_tiles() { syscall(SYS_arch_prctl, 0x1023, 18); }
+#endif
+
 namespace {
 
 using namespace nano;

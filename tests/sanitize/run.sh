@@ -14,8 +14,16 @@ if grep -q avx512_bf16 /proc/cpuinfo 2>/dev/null; then
 elif grep -q avx2 /proc/cpuinfo 2>/dev/null; then
     flags+=(-mavx2 -mfma -mf16c -DNANO_AVX2)
 fi
-for kind in address,undefined thread; do
+tiles=(-DNANO_TILES) # the other law of sums
+if grep -q amx_int8 /proc/cpuinfo 2>/dev/null; then
+    tiles+=(-mamx-tile -mamx-bf16 -mamx-int8 -DNANO_AMX)
+fi
+for kind in address,undefined thread address,undefined+tiles; do
     echo "== $kind"
+    if [[ $kind == *+tiles ]]; then
+        flags+=("${tiles[@]}")
+        kind=${kind%+tiles}
+    fi
     for source in "$kernels"/*.cpp driver.cpp codes.cpp experts.cpp states.cpp; do
         "$compiler" "${flags[@]}" -fsanitize="$kind" -fno-sanitize-recover=all -c "$source" -o "$folder/$(basename "$source").o" &
         [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n

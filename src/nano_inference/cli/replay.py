@@ -131,16 +131,16 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
     name.
     """
     parts = fingerprint.split("/")
-    sums = parts.pop() if parts[-1] == "tiles" else "pairs"
     kept = parts.pop().removeprefix("kv-") if parts[-1].startswith("kv-") else "auto"
     quantization = parts.pop() if parts[-1] in get_args(Quantization) else None
+    sums = parts.pop() if parts[-1] == "tiles" else "pairs"
     if len(parts) != 4:
         return {}
     backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2]
     found: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}
     found["kv_cache_dtype"] = kept
-    if backend == "cpu":
-        found |= {"cpu_sums": sums if dtype == "bfloat16" else "auto"}
+    if backend == "cpu" and dtype == "bfloat16":
+        found["cpu_sums"] = sums
     return found | ({"backend": backend} if backend in ("reference", "cpu") else {})
 
 

@@ -329,4 +329,4 @@ class Numerics:
         kept = "" if self.kv_cache is None else f"/kv-{self.kv_cache}"
         sums = "" if self.sums is None else f"/{self.sums}"
         own = f"{self.backend}-{self.version}/{self.dtype}/{self.device}/torch-{self.torch}"
-        return own + ranks + states + codes + kept + sums
+        return own + sums + ranks + states + codes + kept
