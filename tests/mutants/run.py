@@ -24,6 +24,7 @@ OPERATIONS = "tests/ops/test_reference.py"
 BATCHES = "tests/test_batch.py"
 DRAFTS = "tests/speculation/test_bits.py"
 MODEL_DRAFTS = "tests/speculation/test_model_drafts.py"
+ATTENTION = "tests/ops/test_cpu_attention.py"
 STATES = "tests/ops/test_cpu_states.py"
 CODES = "tests/ops/test_quantised.py"
 KV_CODES = "tests/ops/test_kv_codes.py"
@@ -41,6 +42,10 @@ CATCHES = {
     "cpu_linear_splits_k_by_rows": ON_CPU,
     "cpu_attention_starts_at_the_chunk": ON_CPU,
     "cpu_block_tail_is_read": ON_CPU,
+    "cpu_tiles_cut_chunks_of_keys": f"{ATTENTION} -k 'however and tiles'",
+    "cpu_tiles_of_eight_pairs": "tests/ops/test_cpu_ops.py -k law",
+    "cpu_tiles_begin_before_the_segment": "tests/parallel/test_segments.py -k kernels",
+    "fingerprint_without_sums": "tests/ops/test_cpu_build.py -k whole_generation",
     "cpu_head_sums_by_thread": ON_CPU,
     "cpu_latent_products_of_one_head": "tests/ops/test_cpu_latent.py -k bound",
     "cpu_latent_values_of_another_tile": "tests/models/test_families.py -k 'agrees and v3-cpu'",

@@ -12,12 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from nano_inference.engine.storage import KVStorage
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
-from nano_inference.ops.cpu.build import LAWS
+from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.cpu.weights import PackedWeight
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
@@ -91,6 +92,24 @@ def test_instruction_sets_agree_on_linear(
     x, weight = numbers(seed, m, k, dtype=dtype), as_packed(numbers(seed + 10, n, k, dtype=dtype))
     results = [each.linear(x, weight) for each in each_set]
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@FEW
+@given(st.sampled_from(LAWS), st.sampled_from([1, 2, 17, 40]), sizes, st.integers(0, 9))
+def test_sums_of_bfloat16_keep_their_law(law: Law, m: int, k: int, seed: int) -> None:
+    """Products of two bfloat16 are float32 as they are, so each fma is a sum."""
+    x = numbers(seed, m, k, dtype=torch.bfloat16)
+    weight = numbers(seed + 10, 20, k, dtype=torch.bfloat16)
+    products = functional.pad(x.float()[:, None] * weight.float(), (0, k % 2)).unbind(2)
+    total = torch.zeros(m, 20)
+    if law == "pairs":
+        for first, second in zip(products[::2], products[1::2], strict=True):
+            total = (total + second) + first
+    else:
+        for start in range(0, k, 32):
+            chunk = products[start : start + 32]
+            total = total + (sum(chunk[::2]) + sum(chunk[1::2]))
+    assert torch.equal(CpuOps(1, available(law)[0]).linear(x, as_packed(weight)), total)
 
 
 def test_instruction_sets_agree_on_extreme_numbers(each_set: list) -> None:
