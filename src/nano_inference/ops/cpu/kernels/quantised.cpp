@@ -194,27 +194,90 @@ void tile_of(int height, const Quantised& w, int64_t panel, const Inputs& inputs
   }
 }
 
-using Tile = void (*)(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride);
-template <int BITS, int64_t GROUP, bool WIDE, bool MINS>
-constexpr Tile TILE = tile_of<Format<BITS, GROUP, WIDE, MINS>>;
-
-Tile choose(const Quantised& w) {
-  if (w.bits == 4 && w.group == 128) return w.mins ? TILE<4, 128, true, true> : TILE<4, 128, true, false>;
-  if (w.bits == 4 && w.group == 64) return w.mins ? TILE<4, 64, true, true> : TILE<4, 64, true, false>;
-  if (w.bits == 4 && w.mins) return TILE<4, 32, true, true>;
-  if (w.bits == 4) return w.wide ? TILE<4, 32, true, false> : TILE<4, 32, false, false>;
-  if (w.group == 128) return TILE<8, 128, true, false>;
-  if (w.group == 16) return w.mins ? TILE<8, 16, true, true> : TILE<8, 16, true, false>;
-  if (w.group == 32) return w.mins ? TILE<8, 32, true, true> : TILE<8, 32, false, false>;
-  return TILE<8, 0, true, false>;
+// use(its format)
+template <class Use>
+auto with_format(const Quantised& w, Use use) {
+  if (w.bits == 4 && w.group == 128) return w.mins ? use(Format<4, 128, true, true>()) : use(Format<4, 128, true, false>());
+  if (w.bits == 4 && w.group == 64) return w.mins ? use(Format<4, 64, true, true>()) : use(Format<4, 64, true, false>());
+  if (w.bits == 4 && w.mins) return use(Format<4, 32, true, true>());
+  if (w.bits == 4) return w.wide ? use(Format<4, 32, true, false>()) : use(Format<4, 32, false, false>());
+  if (w.group == 128) return use(Format<8, 128, true, false>());
+  if (w.group == 16) return w.mins ? use(Format<8, 16, true, true>()) : use(Format<8, 16, true, false>());
+  if (w.group == 32) return w.mins ? use(Format<8, 32, true, true>()) : use(Format<8, 32, false, false>());
+  return use(Format<8, 0, true, false>());
 }
+
+using Tile = void (*)(int height, const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride);
+
+#if defined(NANO_AMX)
+// As `tile`, of up to 16 rows by a panel of groups, whose codes are bytes. Tiles 0 and 1 are sums of a group, of every
+// other one; 2 and 3 its inputs, 4 and 5 its weights.
+template <class F>
+void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const Inputs& inputs, int64_t row, int height,
+                   float* out, int stride) {
+  constexpr int64_t GROUP = F::GROUP, PART = GROUP < LINE ? GROUP : LINE;  // columns of a tile
+  const int64_t ldx = inputs.num_quads() * QUAD, groups = inputs.num_groups(), first_scale = panel * groups * LANES;
+  const int8_t* x = inputs.codes(row);
+  const auto* halves = static_cast<const uint16_t*>(w.scales) + first_scale;
+  const auto* floats = static_cast<const float*>(w.scales) + first_scale;
+  const float* mins = w.mins + first_scale;
+  alignas(64) int32_t whole[2][LANES * LANES];
+  alignas(64) float waiting[Segments::DEPTH][LANES * LANES];  // sums of finished segments, for their partners
+  auto multiply = [&](int64_t g) INLINE {
+    const int8_t *from = x + g * GROUP, *weights = codes + g * (GROUP / QUAD) * LINE;
+    if (g % 2 == 0) {
+      TILE_ZERO(0);
+      for (int64_t k = 0; k < GROUP; k += PART) {
+        TILE_LOAD(2, from + k, ldx);
+        TILE_LOAD(4, weights + k / QUAD * LINE, LINE);
+        TILE_CODES(0, 2, 4);
+      }
+      TILE_STORE(0, whole[0], LINE);
+    } else {
+      TILE_ZERO(1);
+      for (int64_t k = 0; k < GROUP; k += PART) {
+        TILE_LOAD(3, from + k, ldx);
+        TILE_LOAD(5, weights + k / QUAD * LINE, LINE);
+        TILE_CODES(1, 3, 5);
+      }
+      TILE_STORE(1, whole[1], LINE);
+    }
+  };
+  int depth = 0;
+  for (int64_t s = 0; s < w.segments.count; s++) {
+    const int64_t first = w.segments.bounds[s] / GROUP, last = (w.segments.bounds[s + 1] + GROUP - 1) / GROUP;
+    Vec total[LANES];
+    for (int i = 0; i < height; i++) total[i] = vset(0.f);
+    if (first < last) multiply(first);
+    for (int64_t g = first; g < last; g++) {
+      if (g + 1 < last) multiply(g + 1);
+      const Vec scales = F::WIDE ? vload(floats + g * LANES) : vof_half(halves + g * LANES);
+      for (int i = 0; i < height; i++) {
+        Vec product = vof(iload(whole[g % 2] + i * LANES));
+        const float sum = float(inputs.total(row + i, g));
+        const Vec own = vset(inputs.scale(row + i, g));
+        if (F::BITS == 4 && !F::MINS) product = vsub(product, vset(8 * sum));  // exact: below 2^24
+        total[i] = vadd(total[i], vmul(product, vmul(own, scales)));
+        if (F::MINS) total[i] = vsub(total[i], vmul(vset(sum), vmul(own, vload(mins + g * LANES))));
+      }
+    }
+    for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
+      depth--;
+      for (int i = 0; i < height; i++) total[i] = vadd(vload(waiting[depth] + i * LANES), total[i]);
+    }
+    const bool is_last = s + 1 == w.segments.count;
+    float* place = is_last ? out : waiting[depth++];
+    for (int i = 0; i < height; i++) vstore(place + i * (is_last ? stride : LANES), total[i]);
+  }
+}
+#endif
 
 // A panel of codes stays in the cache while all rows pass.
 template <class T>
 void walk_codes(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
   const int64_t num_tiles = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
   const int width = job.gated() ? 2 : 1;
-  const Tile compute = choose(*job.w.codes);
+  const Tile compute = with_format(*job.w.codes, [](auto format) -> Tile { return tile_of<decltype(format)>; });
   alignas(64) float sums[MOST_ROWS * 2 * LANES];
   for (; panel < end_panel; panel++)
     for (int64_t t = 0; t < num_tiles; t++) {
@@ -273,6 +336,52 @@ void code_sums(const int8_t* x, int64_t ldx, int height, const int8_t* const (&w
   }
 }
 
+// The codes of a panel as bytes: those of 4 bits, if they are, in `memory`.
+inline const int8_t* bytes_of(const Quantised& w, int64_t panel, std::vector<int8_t>& memory) {
+  const int64_t quads = w.num_quads();
+  const auto* codes = static_cast<const int8_t*>(w.codes) + panel * quads * LINE * w.bits / 8;
+  if (w.bits == 8) return codes;
+  memory.resize(size_t(quads * LINE));
+  for (int64_t line = 0; line < quads / 2; line++) {
+    const Line both = lload(codes + line * LINE);
+    fetch(codes + (line + LINES_AHEAD) * LINE);
+    istore(memory.data() + 2 * line * LINE, llow(both));
+    istore(memory.data() + (2 * line + 1) * LINE, lhigh(both));
+  }
+  return memory.data();
+}
+
+// As `walk_codes`, of groups.
+template <class T>
+void walk_groups(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
+  const Quantised& w = *job.w.codes;
+  const int64_t columns = std::min<int64_t>(w.group, LINE);
+  TileShapes shapes;
+  for (int i = 0; i < 4; i++) shapes.set(i, 16, i < 2 ? 64 : columns);
+  for (int i = 4; i < 6; i++) shapes.set(i, columns / QUAD, 64);
+  shapes.load();
+  static thread_local std::vector<int8_t> memory[2];
+  const int width = job.gated() ? 2 : 1;
+  alignas(64) float sums[LANES * 2 * LANES];
+  for (; panel < end_panel; panel++) {
+    const int8_t* codes[2];
+    int64_t at[2];
+    for (int j = 0; j < width; j++) {
+      at[j] = job.w.first + panel + j * job.num_panels();
+      codes[j] = bytes_of(w, at[j], memory[j]);
+    }
+    for (int64_t from = 0; from < num_rows; from += LANES) {
+      const int height = int(std::min<int64_t>(LANES, num_rows - from));
+      for (int j = 0; j < width; j++)
+        with_format(w, [&](auto format) {
+          if constexpr (decltype(format)::GROUP > 0)
+            tile_in_tiles<decltype(format)>(w, at[j], codes[j], inputs, from, height, sums + j * LANES, width * LANES);
+        });
+      finish_tile(job, row + from, height, panel, width, sums);
+    }
+  }
+}
+
 // As `walk_codes`, of codes of 8 bits with a scale a segment.
 template <class T>
 void walk_tiles(const Linear<T>& job, const Inputs& inputs, int64_t row, int64_t num_rows, int64_t panel, int64_t end_panel) {
@@ -323,8 +432,9 @@ void quantised_linear(const Linear<T>& job, int64_t row, int64_t end_row, int64_
   static thread_local Inputs inputs;
   inputs.take(job.x + row * job.ldx, job.ldx, end_row - row, *job.w.codes);
 #if defined(NANO_AMX)
-  if (job.w.codes->bits == 8 && job.w.codes->group == 0 && end_row - row > VECTOR_ROWS)
-    return walk_tiles(job, inputs, row, end_row - row, panel, end_panel);
+  if (end_row - row > VECTOR_ROWS)
+    return job.w.codes->group ? walk_groups(job, inputs, row, end_row - row, panel, end_panel)
+                              : walk_tiles(job, inputs, row, end_row - row, panel, end_panel);
 #endif
   walk_codes(job, inputs, row, end_row - row, panel, end_panel);
 }
