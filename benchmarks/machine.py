@@ -19,9 +19,11 @@ import psutil
 import torch
 
 from nano_inference.errors import NanoInferenceError
+from nano_inference.ops.cpu import build
 
 ROOT = Path(__file__).parents[1]
 HANDOVERS = 20_000  # 1 to 7 ms
+HIDDEN = {"native": (), "avx512": ("amx",), "avx2": ("amx", "avx512", "avx_vnni")}
 FAR_NS = 200.0  # 33 to 104 ns was seen where both cores share a cache, 300 to 330 where they do not
 
 
@@ -105,10 +107,20 @@ def machine() -> dict[str, Any]:
         "cores": available_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        "instructions": os.environ.get("BENCHMARK_INSTRUCTIONS", "native"),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "not set"),
         "busy_cores_before": others_load(),
         "handover_ns": handover_ns(),
     }
+
+
+def hide_instructions() -> None:
+    """Let the kernels think that the processor lacks what BENCHMARK_INSTRUCTIONS hides, `avx512`
+    AMX, `avx2` all of AVX-512 too: how a smaller machine would do, roughly.
+    """
+    hidden = HIDDEN[os.environ.get("BENCHMARK_INSTRUCTIONS", "native")]
+    flags = frozenset(each for each in build._processor_flags() if not each.startswith(hidden))
+    build._processor_flags = lambda: flags
 
 
 def processor() -> str:

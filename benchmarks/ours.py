@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import hide_instructions
 from benchmarks.measure import Row, Stopwatch, spread
 from benchmarks.models import model_path
 from benchmarks.workloads import Workload, warm_up, workload
@@ -45,6 +46,7 @@ def engine_config(options: Options, **changes: Any) -> EngineConfig:
 
 @contextmanager
 def opened(options: Options, **changes: Any) -> Iterator[InferenceEngine]:
+    hide_instructions()
     with InferenceEngine(engine_config(options, **changes)) as engine:
         yield engine
 

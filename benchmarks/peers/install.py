@@ -36,9 +36,17 @@ TARGETS = (
 )
 # They come with vLLM but want another torch, and one of them breaks `import vllm`.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+# Which instructions llama.cpp is built for. On AMX its native build ended at quantised files with
+# SIGILL or SIGSEGV; "avx512" is the same without it.
+_AVX2 = ("AVX", "AVX2", "FMA", "F16C", "BMI2", "SSE42")
+_AVX512 = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
+INSTRUCTIONS = {
+    "native": ("-DGGML_NATIVE=ON",),
+    "avx512": ("-DGGML_NATIVE=OFF", *(f"-DGGML_{each}=ON" for each in (*_AVX2, *_AVX512))),
+    "avx2": ("-DGGML_NATIVE=OFF", *(f"-DGGML_{each}=ON" for each in _AVX2)),
+}
 FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
@@ -72,8 +80,8 @@ def installed(cache: Path, peer: str) -> dict[str, str] | None:
     return json.loads(record.read_text()) if record.exists() else None
 
 
-def install_vllm(cache: Path, torch: str, jobs: int) -> dict[str, str]:
-    del jobs
+def install_vllm(cache: Path, torch: str, jobs: int, instructions: str) -> dict[str, str]:
+    del jobs, instructions
     folder = cache / "vllm"
     venv.EnvBuilder(with_pip=True, clear=True).create(folder)
     pip = [str(vllm_python(cache)), "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -101,7 +109,7 @@ def install_vllm(cache: Path, torch: str, jobs: int) -> dict[str, str]:
     return found
 
 
-def install_llama(cache: Path, torch: str, jobs: int) -> dict[str, str]:
+def install_llama(cache: Path, torch: str, jobs: int, instructions: str) -> dict[str, str]:
     del torch
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     run(*pip, "install", "--upgrade", "--target", str(converter_packages(cache)), CONVERTER)
@@ -115,12 +123,14 @@ def install_llama(cache: Path, torch: str, jobs: int) -> dict[str, str]:
     if not (source / "CMakeLists.txt").exists():
         download_llama(source)
     generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-    run("cmake", "-S", str(source), "-B", str(build), *generator, *FLAGS)
+    chosen = INSTRUCTIONS[instructions]
+    run("cmake", "-S", str(source), "-B", str(build), *generator, *FLAGS, *chosen)
     run("cmake", "--build", str(build), "-j", str(jobs), "--target", *TARGETS)
     version = run(str(llama_bin(cache) / "llama-server"), "--version").splitlines()
     return {
         "llama.cpp": LLAMA.replace("==", " "),
         "build": next(x for x in version if x.startswith("version")),
+        "instructions": instructions,
     }
 
 
@@ -177,6 +187,9 @@ def main() -> None:
         "--torch", default=TORCH, help="what `pip install` is told to install as vLLM's torch"
     )
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument(
+        "--instructions", choices=list(INSTRUCTIONS), default="native", help="for llama.cpp"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once")
     arguments = parser.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
@@ -184,7 +197,9 @@ def main() -> None:
         versions = installed(arguments.cache, peer)
         if versions is None:
             try:
-                versions = PEERS[peer](arguments.cache, arguments.torch, arguments.jobs)
+                versions = PEERS[peer](
+                    arguments.cache, arguments.torch, arguments.jobs, arguments.instructions
+                )
             except Unavailable as why:
                 print(f"peers: {peer} is skipped: {why}")
                 continue
