@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -228,7 +228,7 @@ class Ops:
     latent: LatentOps | None = None
     lora: Callable[[Any, Any, str, Any], Any] | None = None
     placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]] = placed
-    sums: str | None = None
+    sums: Literal["pairs", "tiles"] | None = None
 
 
 class HeadParts(NamedTuple):
