@@ -7,6 +7,7 @@ import pytest
 
 from nano_inference import InferenceEngine
 from nano_inference.config import EngineConfig
+from nano_inference.ops.cpu import library
 from tests.cli.running import run
 from tests.models.quantisers import write_quantised
 from tests.models.tiny import llama_config, llama_weights, tiny_model
@@ -21,6 +22,8 @@ def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
     config = EngineConfig(model_path=folders["chat"], kv_cache_memory=2**23, max_model_len=100)
     with InferenceEngine(config) as engine:
         assert found["numerics"]["fingerprint"] == engine.numerics.fingerprint
+        operations = engine.model.ops.linear.__self__  # pyright: ignore
+        assert operations.kernels is library.load(found["kernels"])
         assert found["memory"]["num_blocks"] == engine.memory_budget.num_blocks
         assert found["memory"]["num_tokens"] == engine.memory_budget.num_tokens
         assert found["num_parameters"] == sum(

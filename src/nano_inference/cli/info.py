@@ -200,6 +200,7 @@ def _as_json(plan: "EnginePlan", tokenizer: "Tokenizer | None") -> dict[str, Any
         "dtype": str(plan.dtype).removeprefix("torch."),
         "memory": asdict(budget) | {"num_tokens": budget.num_tokens},
         "numerics": asdict(plan.numerics) | {"fingerprint": plan.numerics.fingerprint},
+        "kernels": _kernels(plan),
         "tokenizer": None
         if tokenizer is None
         else {
@@ -354,8 +355,10 @@ def _memory(plan: "EnginePlan") -> Rows:
 
 def _numerics(plan: "EnginePlan") -> Rows:
     kept = plan.numerics.schedule_invariant
+    kernels = _kernels(plan)
     return [
         ("fingerprint", plan.numerics.fingerprint),
+        *((("kernels", kernels),) if kernels else ()),
         ("schedule invariant", "yes" if kept else "no"),
         (
             "",
@@ -365,6 +368,15 @@ def _numerics(plan: "EnginePlan") -> Rows:
             else "The last bits of a logprob may change with what else is in the batch.",
         ),
     ]
+
+
+def _kernels(plan: "EnginePlan") -> str | None:
+    """The build of the CPU kernels that runs."""
+    from nano_inference.ops.cpu.build import best_instruction_set
+
+    if plan.numerics.backend != "cpu":
+        return None
+    return best_instruction_set(None if plan.config.cpu_sums == "auto" else plan.config.cpu_sums)
 
 
 def _tokenizer_rows(tokenizer: "Tokenizer | None") -> Rows:
