@@ -129,6 +129,16 @@ struct Format {
   static constexpr bool WIDE = WIDE_, MINS = MINS_;
 };
 
+// total + what the whole numbers of a row and group stand for.
+template <class F>
+INLINE inline Vec add_scaled(Vec total, Vec whole, const Inputs& inputs, int64_t row, int64_t g, Vec scales, const float* mins) {
+  const float sum = float(inputs.total(row, g));
+  const Vec own = vset(inputs.scale(row, g));
+  if (F::BITS == 4 && !F::MINS) whole = vsub(whole, vset(8 * sum));  // exact: below 2^24
+  total = vadd(total, vmul(whole, vmul(own, scales)));
+  return F::MINS ? vsub(total, vmul(vset(sum), vmul(own, vload(mins)))) : total;
+}
+
 // HEIGHT rows from `row` on by one panel; the sums of a row are `stride` apart.
 template <int HEIGHT, class F>
 void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, float* out, int stride) {
@@ -158,12 +168,7 @@ void tile(const Quantised& w, int64_t panel, const Inputs& inputs, int64_t row, 
       }
       const Vec scales = F::WIDE ? vload(floats + g * LANES) : vof_half(halves + g * LANES);
       UNROLL for (int i = 0; i < HEIGHT; i++) {
-        Vec whole = vof(sums[i]);
-        const float sum = float(inputs.total(row + i, g));
-        const Vec own = vset(inputs.scale(row + i, g));
-        if (F::BITS == 4 && !F::MINS) whole = vsub(whole, vset(8 * sum));  // exact: below 2^24
-        total[i] = vadd(total[i], vmul(whole, vmul(own, scales)));
-        if (F::MINS) total[i] = vsub(total[i], vmul(vset(sum), vmul(own, vload(mins + g * LANES))));
+        total[i] = add_scaled<F>(total[i], vof(sums[i]), inputs, row + i, g, scales, F::MINS ? mins + g * LANES : mins);
       }
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
@@ -253,12 +258,7 @@ void tile_in_tiles(const Quantised& w, int64_t panel, const int8_t* codes, const
       if (g + 1 < last) multiply(g + 1);
       const Vec scales = F::WIDE ? vload(floats + g * LANES) : vof_half(halves + g * LANES);
       for (int i = 0; i < height; i++) {
-        Vec product = vof(iload(whole[g % 2] + i * LANES));
-        const float sum = float(inputs.total(row + i, g));
-        const Vec own = vset(inputs.scale(row + i, g));
-        if (F::BITS == 4 && !F::MINS) product = vsub(product, vset(8 * sum));  // exact: below 2^24
-        total[i] = vadd(total[i], vmul(product, vmul(own, scales)));
-        if (F::MINS) total[i] = vsub(total[i], vmul(vset(sum), vmul(own, vload(mins + g * LANES))));
+        total[i] = add_scaled<F>(total[i], vof(iload(whole[g % 2] + i * LANES)), inputs, row + i, g, scales, F::MINS ? mins + g * LANES : mins);
       }
     }
     for (int64_t pairs = s; pairs & 1; pairs >>= 1) {  // as a binary counter carries
