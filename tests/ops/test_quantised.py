@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.build import AMX, best_instruction_set
 from nano_inference.ops.formats import FORMATS, QUANTIZATIONS, Format, bounds_of, fitting, widest
 from nano_inference.ops.quantised import Codes, encode, product, quantise_rows, widened
 from nano_inference.ops.reference import reference_ops
@@ -20,7 +21,9 @@ from nano_inference.sampling.logit_scale import UNSCALED
 from tests.depth import at_depth
 from tests.ops.cpu_kernels import kernels
 
-BACKENDS = ("reference", "cpu")
+# AMX has loops of its own, where others have one for all numbers of rows
+LAST = ("cpu-pairs",) if best_instruction_set() == AMX else ()
+BACKENDS = ("reference", "cpu", *LAST)
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 SEGMENTS = {
@@ -39,7 +42,7 @@ def ops_of(backend: str) -> Ops:
     if backend == "reference":
         return reference_ops()
     kernels()
-    return cpu_ops(1)
+    return cpu_ops(1, sums="pairs" if backend in LAST else None)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
