@@ -119,8 +119,9 @@ def hide_instructions() -> None:
     AMX, `avx2` all of AVX-512 too: how a smaller machine would do, roughly.
     """
     hidden = HIDDEN[os.environ.get("BENCHMARK_INSTRUCTIONS", "native")]
-    flags = frozenset(each for each in build._processor_flags() if not each.startswith(hidden))
-    build._processor_flags = lambda: flags
+    if hidden:
+        flags = frozenset(each for each in build._processor_flags() if not each.startswith(hidden))
+        build._processor_flags = lambda: flags
 
 
 def processor() -> str:

@@ -156,6 +156,7 @@ ONE_ENGINE = (
     *("tokenizer_path", "cache_type", "dtype", "quantization", "device", "kv_cache_memory"),
     *(
         "kv_cache_dtype",
+        "cpu_sums",
         "max_model_len",
         "num_threads",
         "speculation",
