@@ -3,80 +3,17 @@ precision says.
 """
 
 import ctypes
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nano_inference.ops.cpu import build
 from nano_inference.ops.kv_codes import KvFormat
 
-KERNELS = Path(__file__).parents[2] / "src/nano_inference/ops/cpu/kernels"
-SOURCES = ("attention.cpp", "attention_plan.cpp", "attention_api.cpp", "kv_store.cpp", "pool.cpp")
-FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-Wall",
-    "-Wextra",
-    "-Wno-uninitialized",
-    "-Wno-maybe-uninitialized",
-    "-ffp-contract=off",
-    "-fPIC",
-    "-pthread",
-    "-shared",
-)
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DNANO_AVX512")
-AMX = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DNANO_BF16", "-DNANO_AMX")
-MACHINES = {  # name -> (compiler flags, what the processor must have)
-    "avx512_bf16": (
-        (*AVX512, "-mavx512bf16", "-DNANO_BF16"),
-        ("avx512f", "avx512bw", "avx512dq", "avx512_bf16"),
-    ),
-    "avx512": (AVX512, ("avx512f", "avx512bw", "avx512dq")),
-    "avx2": (("-mavx2", "-mfma", "-DNANO_AVX2"), ("avx2", "fma")),
-    "neon": (("-DNANO_NEON",), ("asimd",)),
-    "portable": ((), ()),
-    "amx": (
-        (*AVX512, *AMX, "-DNANO_TILES"),
-        ("avx512f", "avx512bw", "avx512dq", "avx512_bf16", "amx_tile"),
-    ),
-    "avx512+tiles": ((*AVX512, "-DNANO_TILES"), ("avx512f", "avx512bw", "avx512dq")),
-    "avx2+tiles": (("-mavx2", "-mfma", "-DNANO_AVX2", "-DNANO_TILES"), ("avx2", "fma")),
-    "neon+tiles": (("-DNANO_NEON", "-DNANO_TILES"), ("asimd",)),
-    "portable+tiles": (("-DNANO_TILES",), ()),
-}
-
 Floats = NDArray[np.float32]
-
-
-def compile_kernels(machine: str, target: Path) -> ctypes.CDLL:
-    """The attention kernels as a library of their own."""
-    command = [
-        "g++",
-        *FLAGS,
-        *MACHINES[machine][0],
-        *(str(KERNELS / source) for source in SOURCES),
-        "-o",
-        str(target),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    return ctypes.CDLL(str(target))
-
-
-def runs_here(machine: str) -> bool:
-    """Whether this processor has what the build needs."""
-    has = build._processor_flags()
-    return all(feature in has for feature in MACHINES[machine][1])
-
-
-def law_of(machine: str) -> str:
-    """The law of sums that a build keeps."""
-    return "tiles" if "-DNANO_TILES" in MACHINES[machine][0] else "pairs"
 
 
 class _Shape(ctypes.Structure):

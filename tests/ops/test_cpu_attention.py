@@ -1,8 +1,6 @@
 """Paged attention of the CPU kernels: right, and the same bits however a row is computed."""
 
 import ctypes
-import shutil
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,41 +11,23 @@ from hypothesis import strategies as st
 from nano_inference.ops.cpu.build import LAWS
 from tests.depth import at_depth
 from tests.ops.cpu_attention import (
-    MACHINES,
     Chunk,
     Kernels,
     Paging,
     Shape,
-    compile_kernels,
-    law_of,
     make_texts,
-    runs_here,
 )
+from tests.ops.cpu_kernels import available, kernels
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="the kernels need a C++ compiler"
-)
 BLOCK_SIZES = (1, 4, 16, 24, 32, 64)
 FEW = settings(
     max_examples=at_depth(60), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    folder = tmp_path_factory.mktemp("kernels")
-    return {
-        name: compile_kernels(name, folder / f"{name}.so") for name in MACHINES if runs_here(name)
-    }
-
-
 @pytest.fixture(scope="module", params=LAWS)
-def library(libraries: dict[str, ctypes.CDLL], request: pytest.FixtureRequest) -> ctypes.CDLL:
-    return libraries[best_of(libraries, request.param)]
-
-
-def best_of(libraries: Iterable[str], law: str) -> str:
-    return next(name for name in libraries if law_of(name) == law)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    return kernels(available(request.param)[0])
 
 
 shapes = st.builds(
@@ -220,18 +200,15 @@ def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16, shape
     assert (values == shape.kept(text.v)[chunk.start :]).all()
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("best", "name"), [(best, name) for best, *others in map(available, LAWS) for name in others]
+)
 @pytest.mark.parametrize("is_bf16", [True, False])
 @pytest.mark.parametrize(
     ("window", "has_sinks", "cap"), [(0, False, 0.0), (75, False, 1.5), (75, True, 0.0)]
 )
-def test_every_build_gives_the_same_bits(
-    libraries, machine, is_bf16, window, has_sinks, cap
-) -> None:
-    best = best_of(libraries, law_of(machine))
-    if machine not in libraries or machine == best:
-        pytest.skip("not on this processor, or nothing to compare it with")
-    long = 300 if machine.startswith("portable") else 1100
+def test_every_build_gives_the_same_bits(best, name, is_bf16, window, has_sinks, cap) -> None:
+    long = 300 if name.startswith("portable") else 1100
     chunks = [Chunk(0, 0, 70), Chunk(1, long, long + 1), Chunk(2, long, long + 3)]
     ordinary = Shape(2, 3, 16, is_bf16, window, has_sinks, cap)
     for shape in (
@@ -241,10 +218,10 @@ def test_every_build_gives_the_same_bits(
     ):
         texts = make_texts(shape, [c.end for c in chunks], [0, 0, long], 3)
         one, other = (
-            Kernels(libraries[name], shape, texts, [0, 0, long]).attention(
+            Kernels(kernels(each), shape, texts, [0, 0, long]).attention(
                 chunks, Paging(num_threads=2)
             )
-            for name in (best, machine)
+            for each in (best, name)
         )
         for a, b in zip(one, other, strict=True):
             assert (a == b).all()

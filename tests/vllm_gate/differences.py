@@ -25,12 +25,13 @@ class Difference:
     line: str = ".*"
     by_chance: bool = False
 
+    def concerns(self, case: str) -> bool:
+        """Whether a case of this name may differ."""
+        return any(fnmatch(case, each) for each in self.cases)
+
     def covers(self, case: str, line: str) -> bool:
         """Whether it explains this line of this case."""
-        return (
-            any(fnmatch(case, each) for each in self.cases)
-            and re.fullmatch(self.line, line) is not None
-        )
+        return self.concerns(case) and re.fullmatch(self.line, line) is not None
 
 
 def differing(theirs: Sequence[str], own: Sequence[str]) -> list[str]:

@@ -41,8 +41,7 @@ from nano_inference.engine.graphs import (
 from nano_inference.engine.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.engine.step_buffers import Downloads, Uploads
 from nano_inference.engine.storage import KVStorage
-from nano_inference.models.decoder import Decoder
-from nano_inference.ops.lora import NO_ADAPTERS
+from nano_inference.models.decoder import NO_ADAPTERS, Decoder
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.scheduling.commit import SampledTokens

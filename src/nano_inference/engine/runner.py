@@ -15,9 +15,8 @@ from nano_inference.engine.loop import Pending
 from nano_inference.engine.sleeping import Sleep, give_back
 from nano_inference.engine.storage import KVStorage
 from nano_inference.engine.weights.update import WeightUpdate
-from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult
+from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult, HeadRows
 from nano_inference.models.routes import RouteRecord
-from nano_inference.ops.lora import HeadRows
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.scheduling.commit import Applied, SampledTokens

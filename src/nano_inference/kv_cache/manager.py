@@ -298,7 +298,8 @@ class KVCacheManager(ABC):
 
     def expire_kept(self) -> None:
         """Blocks whose time is over are evicted like others. O(1) where there is none."""
-        self._pool.expire()
+        if self._pool.kept.marks:
+            self._pool.expire()
 
     def let_go_adapter(self, adapter: str) -> None:
         """Do not keep what this version of an adapter computed: none will ask for it again."""

@@ -24,7 +24,7 @@ from nano_inference.models.state_spec import DeltaNet
 from nano_inference.models.taps import Taps
 from nano_inference.ops import reference
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
-from nano_inference.ops.lora import HEAD, NO_ADAPTERS, HeadRows
+from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.ops.moe import Biases, Experts, Shared
 from nano_inference.ops.reference import lora, scaled
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
@@ -50,6 +50,20 @@ class BestTokens(NamedTuple):
 
     token_ids: Tensor  # int64 [T, K]
     logprobs: Tensor  # float32 [T, K]
+
+
+class HeadRows(NamedTuple):
+    """Rows that logits are made of, and whose they are (`Adapted`)."""
+
+    adapters: Sequence[Adapter]
+    row_adapters: Tensor
+
+    def of(self, rows: Tensor) -> "HeadRows":
+        """Some of the rows: int64 [L]."""
+        return HeadRows(self.adapters, self.row_adapters[rows]) if self.adapters else self
+
+
+NO_ADAPTERS = HeadRows((), torch.empty(0, dtype=torch.int64))
 
 
 class ForwardResult(NamedTuple):
@@ -99,6 +113,7 @@ class Decoder:
         )
         self.device = matrix.device
         self.dtype = matrix.dtype
+        self.logit_scale = spec.logit_scale
         kinds = [(rope, spec.layer(layer).head_dim) for layer, rope in enumerate(spec.ropes)]
         tables = {kind: rotation(*kind, num_positions, self.device) for kind in set(kinds)}
         # one entry a layer; layers that turn alike share tables
@@ -192,7 +207,7 @@ class Decoder:
 
     def _score(self, hidden: Tensor, batch: ForwardBatch, whose: HeadRows) -> Tensor:
         """The logprobs [P] of the tokens that are scored, after rows [N, H]."""
-        rows, scale = hidden[batch.score_rows], self.spec.logit_scale
+        rows, scale = hidden[batch.score_rows], self.logit_scale
         targets, temperatures = batch.score_targets, batch.score_temperatures
         if not len(batch.score_mask_words) and not whose.adapters:
             return self._end.gather_logprobs(rows, self.head, scale, targets, temperatures)
@@ -220,14 +235,14 @@ class Decoder:
         """Draw samples from the logits of rows [L, H] that a forward pass gave."""
         if whose.adapters:
             return self.ops.sample_logits(self.logits(hidden, whose), batch)
-        return self._end.sample(hidden, self.head, self.spec.logit_scale, batch)
+        return self._end.sample(hidden, self.head, self.logit_scale, batch)
 
     def logits(self, hidden: Tensor, whose: HeadRows = NO_ADAPTERS) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
         if not whose.adapters:
-            return self._end.logits(hidden, self.head, self.spec.logit_scale)
+            return self._end.logits(hidden, self.head, self.logit_scale)
         products = self._end.logits(hidden, self.head, UNSCALED)
-        return scaled(lora(products, hidden, HEAD, whose), self.spec.logit_scale)
+        return scaled(lora(products, hidden, HEAD, whose), self.logit_scale)
 
     def best_tokens(
         self, hidden: Tensor, num_best: int, whose: HeadRows = NO_ADAPTERS

@@ -103,17 +103,3 @@ def lora(
             inner = linear(x[own].float(), a) * scale
             out[own, first : first + b.shape[1]] += linear(inner, b.T)
     return out.to(y.dtype)
-
-
-class HeadRows(NamedTuple):
-    """`Adapted` rows that logits are made of."""
-
-    adapters: Sequence[Adapter]
-    row_adapters: Tensor
-
-    def of(self, rows: Tensor) -> "HeadRows":
-        """Some of the rows: int64 [L]."""
-        return HeadRows(self.adapters, self.row_adapters[rows]) if self.adapters else self
-
-
-NO_ADAPTERS = HeadRows((), torch.empty(0, dtype=torch.int64))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nano_inference.ops.backend import HeadParts
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.quantised import codes_ptr
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
@@ -187,7 +186,7 @@ class CpuHead:
             self._num_threads,
             *scale,
         )
-        given.codes = codes_ptr(weight)
+        given.codes = weight.codes
         return given
 
 

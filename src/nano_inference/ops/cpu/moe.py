@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.quantised import codes_ptr
 from nano_inference.ops.cpu.recorder import GATES
 from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
@@ -91,8 +90,8 @@ class CpuMoe:
             None if gate_up_bias is None else gate_up_bias.data_ptr(),
             down.data_ptr(),
             None if down_bias is None else down_bias.data_ptr(),
-            codes_ptr(gate_up),
-            codes_ptr(down),
+            gate_up.codes,
+            down.codes,
             x.dtype == torch.bfloat16,
             GATES[experts.activation],
             out.data_ptr(),

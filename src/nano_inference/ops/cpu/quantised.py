@@ -64,6 +64,8 @@ class QuantisedWeight:
             address + whole if form.mins else None,
             segment_bounds,
         )
+        # where the kernels find how it is stored; updates do not move it
+        self.codes = ctypes.addressof(self._struct)
 
     @property
     def shape(self) -> torch.Size:
@@ -75,12 +77,8 @@ class QuantisedWeight:
         return self.rows * self.columns
 
     def data_ptr(self) -> int:
-        """There are no numbers that kernels could read; see `codes_ptr`."""
+        """There are no numbers that kernels could read; see `codes`."""
         return 0
-
-    def codes_ptr(self) -> int:
-        """Where the kernels find how it is stored; updates do not move it."""
-        return ctypes.addressof(self._struct)
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to codes."""
@@ -90,7 +88,7 @@ class QuantisedWeight:
         load().nano_quantise(
             source.data_ptr(),
             source.dtype == torch.bfloat16,
-            self.codes_ptr(),
+            self.codes,
             start,
             len(source),
             self.columns,
@@ -111,7 +109,7 @@ class QuantisedWeight:
             codes.stride(0),
             scales.data_ptr(),
             None if mins is None else mins.data_ptr(),
-            self.codes_ptr(),
+            self.codes,
             start,
             len(codes),
             self.columns,
@@ -125,7 +123,7 @@ class QuantisedWeight:
         count = count_rows(self.rows, start, count)
         out = torch.empty((count, self.columns))
         load().nano_dequantise(
-            self.codes_ptr(), start, count, self.columns, out.data_ptr(), self.num_threads
+            self.codes, start, count, self.columns, out.data_ptr(), self.num_threads
         )
         return out.to(self.dtype)
 
@@ -140,8 +138,3 @@ class QuantisedWeight:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def codes_ptr(weight: object) -> int | None:
-    """What kernels are told of a weight that may be in codes."""
-    return weight.codes_ptr() if isinstance(weight, QuantisedWeight) else None

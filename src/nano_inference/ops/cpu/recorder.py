@@ -19,7 +19,7 @@ from torch import Tensor
 from nano_inference.ops.backend import HeadNorms, Joint, KvcacheView, Norm
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.quantised import QuantisedWeight, codes_ptr
+from nano_inference.ops.cpu.quantised import QuantisedWeight
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.latent import LatentOps
@@ -123,7 +123,7 @@ class Recorder:
         """See `Ops.embed`."""
         out = self.new(weight.columns, torch.float32)
         values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
-        values["codes"] = codes_ptr(weight)
+        values["codes"] = weight.codes
         if part is not None:
             values |= {"first_token": part[0], "vocab": part[1]}
         self.operations.append(Operation(EMBED, (), out, weight=weight, values=values))
@@ -149,7 +149,7 @@ class Recorder:
             bias = bias.to(weight.dtype).contiguous()
         out = self.new(weight.rows, torch.float32)
         values = {"finish": STORE, "scale": 1.0, "rows": weight.rows, "columns": weight.columns}
-        values["codes"] = codes_ptr(weight)
+        values["codes"] = weight.codes
         if segments is not None and not values["codes"]:  # codes have their own
             check_segments(segments, weight.columns)
             _require(

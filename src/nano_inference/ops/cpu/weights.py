@@ -19,6 +19,7 @@ class PackedWeight:
     """
 
     device = torch.device("cpu")
+    codes: int | None = None  # it has none; see `QuantisedWeight`
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class PackedWeight:
             else (panels, columns, LANES)
         )
         self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
+        self.data_ptr = self.data.data_ptr  # updates do not move it
 
     @property
     def shape(self) -> torch.Size:
@@ -45,10 +47,6 @@ class PackedWeight:
     def numel(self) -> int:
         """Numbers in it, without padding."""
         return self.rows * self.columns
-
-    def data_ptr(self) -> int:
-        """Where it lies; updates do not move it."""
-        return self.data.data_ptr()
 
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
