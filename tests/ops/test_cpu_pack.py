@@ -59,6 +59,7 @@ def test_rows_come_back_as_torch_casts_them(
     if not aligned:
         room = torch.zeros(weight.data.numel() + 1, dtype=dtype)
         weight.data = room[1:].view(weight.data.shape)
+        weight.data_ptr = weight.data.data_ptr
     given_rows, is_bf16 = numbers(rows, columns, source, seed), dtype == torch.bfloat16
     c.nano_pack(
         given_rows.data_ptr(),
