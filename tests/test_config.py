@@ -55,6 +55,7 @@ def test_only_optional_counts_may_be_none(name: str) -> None:
         ("enable_prefix_caching", 1, ["True", "False"]),
         ("enable_prefix_caching", None, ["True", "False"]),
         ("enable_chunked_prefill", "yes", ["True", "False"]),
+        ("cpu_sums", "tile", ["'auto'", "'pairs'", "'tiles'"]),
     ],
 )
 def test_a_choice_that_is_not_there_names_those_that_are(

@@ -839,6 +839,11 @@ def test_no_cuda_is_a_config_error(build: Build) -> None:
         build(device="cuda")
 
 
+def test_an_order_of_sums_is_for_the_cpu_backend(build: Build) -> None:
+    with pytest.raises(ConfigError, match="cpu_sums='tiles' is for backend='cpu', and the ref"):
+        build(backend="reference", cpu_sums="tiles")
+
+
 def test_a_folder_that_is_no_model_is_a_load_error(build: Build, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         build(tmp_path)
