@@ -50,6 +50,15 @@ def test_help_and_version_need_no_torch(arguments: list[str]) -> None:
     assert (nano_inference.__version__ if arguments == ["--version"] else "Usage:") in done.stdout
 
 
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "nano_inference", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (
+        0,
+        f"nano-inference {nano_inference.__version__}",
+    ), done.stderr
+
+
 COMMANDS: Any = get_command(app)
 
 

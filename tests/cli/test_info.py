@@ -1,6 +1,7 @@
 """`nano-inference info` against the engine that it foretells."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from nano_inference import InferenceEngine
 from nano_inference.config import EngineConfig
 from nano_inference.ops.cpu import library
+from nano_inference.ops.cpu.build import LAWS, law_of
 from tests.cli.running import run
 from tests.models.quantisers import write_quantised
 from tests.models.tiny import llama_config, llama_weights, tiny_model
@@ -31,6 +33,13 @@ def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
         )
         assert found["architecture"]["num_layers"] == engine.spec.num_layers
     assert found["tokenizer"]["has_chat_template"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the reference backend runs")
+def test_info_tells_the_build_for_an_order_of_sums(folders: dict[str, str]) -> None:
+    for law in LAWS:
+        result = run("info", folders["chat"], "--json", "--cpu-sums", law)
+        assert law_of(json.loads(result.stdout)["kernels"]) == law
 
 
 def test_info_reads_no_weights(folders: dict[str, str], tmp_path: Path) -> None:

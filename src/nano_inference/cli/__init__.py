@@ -1,4 +1,4 @@
-"""The command line: `nano-inference generate`, `chat`, `info`, `replay`.
+"""The command line: `nano-inference`, or `python -m nano_inference`.
 
 What imports torch is imported inside the commands.
 """

@@ -34,7 +34,8 @@ _Engine = Annotated[
         EngineConfig,
         (
             *("ref_model_path", "tokenizer_path", "dtype", "quantization", "device"),
-            *("kv_cache_memory", "kv_cache_dtype", "max_model_len", *options.RANKS, "block_size"),
+            *("kv_cache_memory", "kv_cache_dtype", "cpu_sums", "max_model_len"),
+            *(*options.RANKS, "block_size"),
         ),
     ),
 ]
