@@ -100,7 +100,7 @@ def cases_by_class(cases: Mapping[str, Case]) -> dict[str, list[Case]]:
     for case in cases.values():
         found[case["class"]].append(case)
     if missing := [name for name, each in found.items() if not each]:
-        raise KeyError(f"nobody measured {', '.join(missing)}: python -m tests.models.measure")
+        raise KeyError(f"not measured: {', '.join(missing)}: python -m tests.models.measure")
     return found
 
 

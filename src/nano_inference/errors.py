@@ -60,7 +60,7 @@ class WeightUpdateConflict(WeightUpdateError):
 
 
 class WeightTransferError(WeightUpdateError):
-    """Weights did not arrive in time, or whoever sent them is gone."""
+    """Weights did not arrive in time, or their sender is gone."""
 
 
 class EngineDead(NanoInferenceError):
@@ -68,7 +68,7 @@ class EngineDead(NanoInferenceError):
 
     Attributes:
         public: the reason as strangers may hear it, without the text of an exception, which may
-            hold a path or what somebody else has asked. Empty: they may hear none.
+            hold a path or what another client has asked. Empty: they may hear none.
     """
 
     def __init__(self, message: str, public: str = "") -> None:

@@ -20,7 +20,7 @@ _CLEAR = "\r\x1b[K"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 Show = Callable[[str], None]
-_shown_by: list[Show] = []  # whoever owns the terminal's line now; the last one has it
+_shown_by: list[Show] = []  # the owners of the terminal's line; the last one has it now
 
 
 @contextmanager
@@ -41,7 +41,7 @@ class Progress:
                 progress.add(tensor.nbytes)
 
     Attributes:
-        total: bytes that there are in all; 0: nobody knows.
+        total: bytes that there are in all; 0: unknown.
     """
 
     def __init__(

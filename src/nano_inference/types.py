@@ -34,7 +34,7 @@ VERSION_GONE = "the weight version is gone"
 # what begins the stop_reason of samples that failed
 ERROR = "error: "
 
-# that a request may ask to keep its blocks: nobody can hold them for ever
+# that a request may ask to keep its blocks: no request can hold them for ever
 MOST_KEPT_SECONDS = 86400.0
 
 # Parts of the memory that an engine can give back while it sleeps.
@@ -423,7 +423,7 @@ class TrainingSample:
             tokens, as in `weight_versions`; empty without one.
         routed_experts: the experts that each token went through as its keys and values were
             computed, if asked for and known.
-        routed_experts_unknown: why they are not known; None: they are, or nobody asked.
+        routed_experts_unknown: why they are not known; None: they are, or were not asked for.
     """
 
     prompt_tokens: tuple[int, ...]

@@ -164,7 +164,7 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
         (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "max_samples=0 must be"),
         (("--max-batch-size", "0"), "max_batch_size=0 must be"),
-        (("--rl", "--host", "0.0.0.0"), "whoever reaches it could change the weights"),
+        (("--rl", "--host", "0.0.0.0"), "all who reach it could change the weights"),
         (("--ray-address", "10.0.0.1:6379"), "means nothing without --ray"),
         (("--rl-open",), "rl_open=True means nothing without rl=True"),
         (

@@ -21,6 +21,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
 ]
+VAGUE = re.compile(r"\b(somebody|nobody|anybody|whoever)\b", re.IGNORECASE)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
@@ -58,3 +59,19 @@ def test_the_api_reference_is_current_and_whole(
     )
     named = {name for names in make_api.GROUPS.values() for name in names}
     assert named == set(nano_inference.__all__)
+
+
+def test_sentences_name_who_acts() -> None:
+    """A caller, a client, a thread, a rank: see docs/glossary.md."""
+    sources = [*(ROOT / "src").rglob("*"), *(ROOT / name for name in DOCUMENTS)]
+    texts = {
+        path: path.read_text() for path in sources if path.suffix in {".py", ".h", ".cpp", ".md"}
+    }
+    vague = {
+        f"{path.relative_to(ROOT)}:{number}"
+        for path, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if VAGUE.search(line) and "whoever |" not in line  # the glossary's own row
+    }
+    assert len(texts) > 400
+    assert not vague

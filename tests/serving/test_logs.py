@@ -31,7 +31,7 @@ def test_a_warning_where_anybody_may_come(
         log_start(
             ServerConfig(host=host, api_keys=keys, admin_key="secret-too"), f"http://{host}:1"
         )
-    assert ("anybody" in caplog.text) == warns
+    assert ("all who reach it" in caplog.text) == warns
     assert "secret" not in caplog.text
     assert f"http://{host}:1" in caplog.text
 

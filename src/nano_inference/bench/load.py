@@ -331,7 +331,7 @@ class _Run:
         self.records: list[_Record | Outcome] = []
         self.gave_up = False
         encoded = ((ask, target.request(ask.path, ask.body)) for ask in asks)
-        # encoded before the clock runs, unless nobody knows how many there are
+        # encoded before the clock runs, unless it is not known how many there are
         self._requests = iter(list(encoded)) if seconds is None else encoded
         self._is_counted = seconds is None
         self._seconds = seconds
@@ -410,7 +410,7 @@ async def drive(
 ) -> Load:
     """Send requests and wait for their answers.
 
-    A server that nobody can connect to for `GIVE_UP` seconds ends the load; requests that were to
+    A server that cannot be reached for `GIVE_UP` seconds ends the load; requests that were to
     be sent to it are among the outcomes, with their reason.
 
     Args:

@@ -225,7 +225,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._answer is None or self._answer.done():
-            self.close()  # nobody asked
+            self.close()  # it was not asked for
             return
         try:
             if self._body is None:

@@ -16,7 +16,7 @@ How a field is written follows from its type in `TrainingSample`:
 | `X` or `None`               | None, or as X             | null     | `null`                                         |
 
 `seed` is unsigned in Parquet. Every column must be there, and none besides: a file that was written
-before a field existed is refused by the name of the missing column, since nobody can say what it
+before a field existed is refused by the name of the missing column, since it is not known what it
 would have held. Add the column with the field's default to read such a file.
 """
 

@@ -310,7 +310,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: "
-            "somebody else has taken "
+            "another program has taken "
             f"memory meanwhile; lower gpu_memory_utilization={config.gpu_memory_utilization:g}, "
             "or start again."
         ) from None
@@ -396,7 +396,7 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
         raise ConfigError(
             f"the weights ({gibibytes(budget.weights)}) do not fit on {plan.device}; use a "
             "smaller model, "
-            "or a card that nobody else uses."
+            "or a card that no other program uses."
         ) from None
 
 

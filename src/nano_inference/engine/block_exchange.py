@@ -1,9 +1,9 @@
 """KV blocks that leave an engine and enter another one, by their names.
 
-A name is a chain of hashes over token ids, rooted in weight set, version, salt and adapter; whoever
-takes blocks in makes it again from the tokens that came with them, so a block can never be found
-under a name that is not its own. What stands in it is believed: engines that exchange blocks trust
-each other, and their versions name the same weights.
+A name is a chain of hashes over token ids, rooted in weight set, version, salt and adapter; the
+engine that takes blocks in makes it again from the tokens that came with them, so a block can never
+be found under a name that is not its own. What stands in it is believed: engines that exchange
+blocks trust each other, and their versions name the same weights.
 """
 
 import math

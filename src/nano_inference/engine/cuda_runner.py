@@ -178,7 +178,7 @@ class CudaRunner(ModelRunner):
         is.
         """
         if not self.queue.failed:
-            with contextlib.suppress(Exception):  # what failed was told to whoever waited for it
+            with contextlib.suppress(Exception):  # the waiting caller has got the error
                 self.queue.synchronise()
         super().close()
         self._graphs = None  # it knows the KV tensors, and the engine may be known for longer

@@ -104,7 +104,7 @@ class HostQueue:
         captures_early: graphs are captured before they are needed, all at once; else one by one, as
             they are.
         deadline: seconds that `wait` waits.
-        failed: it has not answered, or with an error: nobody need wait for it again.
+        failed: it has not answered, or with an error: there is no need to wait for it again.
     """
 
     captures_early = False

@@ -19,7 +19,7 @@ class DrawnRows:
         self._steps: deque[tuple[dict[tuple[int, int], int], Tensor]] = deque(maxlen=STEPS)
 
     def keep(self, chunks: Chunks, rows: Tensor) -> None:
-        """Rows of a step's logits, in their order; nobody writes to them any more. Which of them
+        """Rows of a step's logits, in their order; nothing writes to them any more. Which of them
         count is told by the tokens that become known.
         """
         ids = [seq.seq_id for seq in chunks.sampled]

@@ -323,8 +323,8 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _own_folder(folder: Path) -> tuple[Path, int]:
-    """A new private folder in this one, and the descriptor that holds its lock; those that nobody
-    holds are removed. Raises `OSError`.
+    """A new private folder in this one, and the descriptor that holds its lock; those without a
+    holder are removed. Raises `OSError`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()

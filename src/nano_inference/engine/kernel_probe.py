@@ -70,7 +70,7 @@ def probe(
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"{where} has no memory left to try the kernels on; use a card that nobody else uses."
+            f"{where} has no memory left to try the kernels on; use a card that is free."
         ) from None
     except Exception as problem:
         told = (

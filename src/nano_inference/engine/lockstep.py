@@ -4,7 +4,7 @@ experts in common.
 Rows go to the engine that holds their expert (`models/expert_exchange.py`), so no engine can
 compute a layer while another does nothing: a step of one is a **round** of all, and who has no rows
 takes part with none. Rounds that follow each other are a **wave**. It begins when an engine that
-rests has work and rings the bell for the next wave, and ends with a round in which nobody had any:
+rests has work and rings the bell for the next wave, and ends with a round in which none had any:
 then all rest, and count it. A ring for a wave that has ended means nothing any more, so a bell that
 is heard late begins nothing twice. (vLLM's engines with data-parallel attention rest by such a
 counter too.)
@@ -190,12 +190,12 @@ class Lockstep(Gate):
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody's weights sleep, or this engine's are to."""
+        """Whether another engine's weights sleep, or this engine's are to."""
         return self.sleep_wanted or self.asleep
 
     @property
     def may_sleep(self) -> bool:
-        """Whether nobody needs this engine's weights: it has said that they are to sleep, and so
+        """Whether no engine needs this engine's weights: it has said that they are to sleep, and so
         have all.
         """
         return self.sleep_wanted and self.asleep
@@ -205,7 +205,7 @@ class Lockstep(Gate):
         return version is not None and version == self._agreed
 
     def begin(self, weight_sets: Collection[str] = ()) -> list[str]:
-        """Begin a round; returns all weight sets that somebody computes, in order.
+        """Begin a round; returns all weight sets that some engine computes, in order.
 
         Args:
             weight_sets: that this engine computes.
@@ -293,7 +293,7 @@ def process_in_lockstep(meeting: str, rank: int, size: int, device: torch.device
     """The lockstep of an engine that has a process to itself.
 
     Args:
-        meeting: path of a file that all engines of this machine see, and that nobody has used
+        meeting: path of a file that all engines of this machine see, and that was not used
             before.
         rank: this engine's number.
         size: how many there are.

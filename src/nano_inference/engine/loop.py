@@ -464,7 +464,7 @@ class EngineLoop:
             leaked = self.leaked_blocks()
             if leaked > self.num_leaked_blocks:
                 logger.error(
-                    "%d KV blocks are held by nobody: a bug of the engine. They are lost to it.",
+                    "%d KV blocks have no holder: a bug of the engine. They are lost to it.",
                     leaked,
                 )
             self.num_leaked_blocks = leaked
@@ -732,8 +732,8 @@ def draw_without_the_failing(draw: Callable[[Chunks], Any], chunks: Chunks) -> I
     """Draw a step's samples after `draw` of all of them has raised.
 
     A draw does not depend on its neighbours, so the samples that are left have the bits that they
-    would have had. Raises what `draw` raises of these, and what is the device's: that is nobody's
-    own.
+    would have had. Raises what `draw` raises of these, and what is the device's: that is no one
+    sample's.
     """
     failed: dict[Sequence, Finish] = {}
     for seq, places in groupby(range(len(chunks.sampled)), chunks.sampled.__getitem__):

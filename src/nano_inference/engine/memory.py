@@ -340,7 +340,7 @@ def require_weights_fit(claims: Claims, device: torch.device) -> None:
             f"the weights take {gibibytes(claims.weights)}, and {gibibytes(free)} of the "
             f"{gibibytes(claims.total)} of "
             f"{device} are free; use a smaller model, a dtype of fewer bytes, or a card that "
-            "nobody else uses."
+            "no other program uses."
         )
 
 

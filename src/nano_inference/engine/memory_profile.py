@@ -49,7 +49,7 @@ class MemoryReading:
 
     Attributes:
         total: what it has.
-        free: what nobody has taken.
+        free: what is not taken.
         reserved: what torch has taken from it, in this process.
         allocated: of that, what tensors stand in.
         peak: most that they stood in at once since `DeviceMemory.reset_peak`.
@@ -63,14 +63,14 @@ class MemoryReading:
 
     @property
     def used(self) -> int:
-        """What nobody can get: all but what is free, and what torch has taken and would give to the
+        """What cannot be had: all but what is free, and what torch has taken and would give to the
         next tensor.
         """
         return self.total - self.free - (self.reserved - self.allocated)
 
 
 class DeviceMemory(Protocol):
-    """Whoever can tell of a card's memory."""
+    """What can tell of a card's memory."""
 
     def read(self) -> MemoryReading:
         """As it is now, with nothing under way."""

@@ -228,7 +228,7 @@ class DraftTimes:
         self._begun: set[int] = set()  # of these the first, which makes what the others use again
 
     def of(self, num_seqs: int) -> float:
-        """Of so many sequences; 0: nobody knows yet."""
+        """Of so many sequences; 0: not known yet."""
         bucket = _bucket(num_seqs)
         near = min(self._times, key=lambda each: abs(math.log2(each / bucket)), default=None)
         return 0.0 if near is None else self._times[near] * max(bucket / near, 1)

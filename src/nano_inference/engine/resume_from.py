@@ -144,7 +144,7 @@ def resume_many(
         if seq.num_completion_tokens and (
             _may_have_ended(seq, has_reference) or _has_stopped(seq, engine)
         ):
-            raise InvalidRequest("the sample may have ended; nobody knows.")
+            raise InvalidRequest("it is not known whether the sample has ended.")
         sequences.append(seq)
     if version is None:
         shared.delivery.open(request_id, len(sequences), sink)
@@ -192,7 +192,7 @@ def _params_to_go_on(
 ) -> SamplingParams:
     params = sample.sampling_params
     if params is None:
-        raise InvalidRequest("the sample has no sampling_params, so nobody knows how to go on.")
+        raise InvalidRequest("the sample has no sampling_params, so it is not known how to go on.")
     if sample.numerics != numerics:
         raise InvalidRequest(
             f"the sample was made by {sample.numerics!r} and this engine computes with "

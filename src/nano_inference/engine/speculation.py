@@ -132,7 +132,7 @@ class _AnyDrafts:
 
 
 def measure_costs(loop: EngineLoop, max_model_len: int) -> StepCosts:
-    """Run steps of one sequence with drafts that nobody wants, and time them.
+    """Run steps of one sequence with drafts that are thrown away, and time them.
 
     Nothing may run yet. Steps are those of the engine, on its own cache; its counters are not
     touched.

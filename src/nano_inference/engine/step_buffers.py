@@ -84,8 +84,8 @@ class Ring:
         self._next = 0
 
     def take(self, num_words: int) -> PinnedBuffer:
-        """The next buffer, of at least so many words. Whoever copies from or to it notes the event
-        in it.
+        """The next buffer, of at least so many words. A copy from it or to it notes its
+        event in it.
         """
         slot = self._slots[self._next]
         if slot.event is not None:
@@ -178,7 +178,7 @@ class DecodeInputs:
     device buffer.
 
     Rows beyond those of a step are padding. Nothing of a padded row is stored (slot -1), its chunk
-    has no rows and no context, and nobody looks at what comes of it. Block tables stand last and as
+    has no rows and no context, and what comes of it is not read. Block tables stand last and as
     close as this step's are, so that only the part which is used travels; `table_stride` says how
     close.
 

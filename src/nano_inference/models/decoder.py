@@ -133,7 +133,7 @@ class Decoder:
         # rounded as the model was trained
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         self._inputs_scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=self.dtype))
-        # where the experts of every row are noted, if anybody wants to know
+        # where the experts of every row are noted, if they are wanted
         self.routes: RouteRecord | None = None
         # heads that guess read what some layers are given
         self.taps: Taps | None = None
@@ -160,8 +160,8 @@ class Decoder:
     def _forward_own(
         self, batch: ForwardBatch, view: KvcacheView, context: SharedContext
     ) -> ForwardResult:
-        """Compute this rank's rows of a batch; what is wanted of any row comes from whoever
-        computed it.
+        """Compute this rank's rows of a batch; what is wanted of any row comes from the
+        rank that computed it.
         """
         own = context.own_rows(batch, view.block_size)
         hidden, scores, best, _ = self._forward(own, view)

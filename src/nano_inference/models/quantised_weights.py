@@ -1,5 +1,5 @@
 """Quantised weights of a checkpoint, read as if they were stored as numbers: a table of formats,
-and a weight that is cut, and dequantised, where somebody takes a part of it.
+and a weight that is cut, and dequantised, where a part of it is taken.
 """
 
 import json

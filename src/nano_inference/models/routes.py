@@ -77,7 +77,7 @@ class RouteRecord:
         return self._ids[:, slots.to(self._ids.device)].transpose(0, 1).cpu().contiguous()
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """The rows of these blocks were computed elsewhere: nobody here knows their experts."""
+        """The rows of these blocks were computed elsewhere: their experts are not known here."""
         blocks = torch.tensor(block_ids, device=self._ids.device)
         self._ids[:, :-1].unflatten(1, (-1, self.block_size))[:, blocks] = -1
 

@@ -296,8 +296,8 @@ def plan_attention(
     places = torch.arange(tables.shape[1])
     in_use = places < -(-seq_lens[:, None] // block_size)
     block_starts = torch.zeros(num_blocks, dtype=torch.int32)
-    # One position for a slot, whoever shares it: its key was turned to that position when it was
-    # stored.
+    # One position for a slot, for all that share it: its key was turned to that position when
+    # it was stored.
     block_starts[tables[in_use]] = (places * block_size).int().expand_as(tables)[in_use]
     behind = seq_lens[:, None] + torch.arange(block_size)
     place = (seq_lens - 1) // block_size

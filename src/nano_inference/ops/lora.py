@@ -2,7 +2,7 @@
 
 Of a row x, y = W x becomes y + B (scale * A x), where A and B are the row's own adapter's. Both
 sums are float32, in a fixed order, and begin from x as the product reads it. So a row's bits depend
-on its own adapter alone, whoever shares the step; a row without one keeps its bits.
+on its own adapter alone, not on other rows of the step; a row without one keeps its bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,7 +5,7 @@ A row's arithmetic is the recurrence of online softmax (arXiv:1805.02867) over t
 keys counted from position 0, whatever chunk, batch or block the row stands in; rows are only
 stacked, never mixed. The recurrence starts anew at every multiple of `SEGMENT` keys, and the states
 of such segments are merged in order. So segments may as well be computed apart, where their keys
-lie (`attention_states`), and merged by somebody else (`merge_states`).
+lie (`attention_states`), and merged later (`merge_states`).
 """
 
 from collections.abc import Iterator

@@ -87,8 +87,8 @@ class ContextSplit:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One exchange of a step as a rank takes part in it: P of its own rows, M rows of anybody that
-    see its keys.
+    """One exchange of a step as a rank takes part in it: P of its own rows, M rows of any rank
+    that see its keys.
     """
 
     own: slice  # of this rank's rows

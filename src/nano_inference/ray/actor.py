@@ -98,7 +98,7 @@ class EngineActor:
     ) -> None:
         """Receive a whole update; returns when it serves. Raises `WeightUpdateError`."""
         link = self._built().weights
-        session = -version  # nobody else's
+        session = -version  # that no caller has
         link.begin_update(session)
         for description, content in zip(descriptions, contents, strict=True):
             self.take_bucket(session, description, content)

@@ -32,16 +32,16 @@ class RayClient(RemoteClient):
     `close`.
 
     What a connection loses is never sent again: whatever goes wrong between the two ends the
-    engine, and whoever wants another one makes another client. An actor that Ray itself started
+    engine, and for another one make another client. An actor that Ray itself started
     again would answer to what was meant for the one before.
 
     Args:
         config: of the engine.
         needs: what each of its ranks takes of a node.
-        max_backlog: tokens that a stream may hold, a sample, for somebody who does not read.
+        max_backlog: tokens that a stream may hold, a sample, for a reader that does not read.
         name: of the replica, for errors.
         patience: seconds in which it must have a place, and then be ready.
-        welcome: called when the engine is built, before anybody hears of it, to bring it what
+        welcome: called when the engine is built, before it is announced, to bring it what
             others have.
     """
 

@@ -138,7 +138,7 @@ class Placement:
         }
 
     def remove(self) -> None:
-        """Give the place back; what runs there ends, and whoever waits for it."""
+        """Give the place back; what runs there ends, and what waits for it."""
         self._is_given_up = True
         if ray.is_initialized():
             remove_placement_group(self._group)

@@ -32,7 +32,7 @@ from nano_inference.types import (
 
 AHEAD = 2  # samples that are handed out, for each one that fits into the replicas' batches
 LOOK = 0.2  # seconds between two looks at a fleet that has lost all its replicas
-NO_BACKLOG = 2**62  # whoever waits here reads
+NO_BACKLOG = 2**62  # those who wait here read
 
 T = TypeVar("T")
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -65,7 +65,7 @@ class Replica:
 class RayFleet:
     """Replicas of one engine behind the calls of one. A context manager; any thread may call.
 
-    A sample has the same bits on every replica, so nobody can tell where it was drawn. When a
+    A sample has the same bits on every replica, so it cannot be told where it was drawn. When a
     replica or its node dies, others go on with what it had, token for token, and Ray finds a place
     for a new one, which gets the weights that serve before anything else. If all have died,
     `generate` waits for the first new one and begins again.

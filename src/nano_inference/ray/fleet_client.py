@@ -150,7 +150,7 @@ class RayUpdate:
         if session:
             try:
                 await self._fleet.call("cancel_update", session=session, reason=reason)
-            except Exception:  # nobody is left who would know of it
+            except Exception:  # no caller is left who would know of it
                 pass
             finally:
                 self._lock.release()

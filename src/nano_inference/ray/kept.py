@@ -49,7 +49,7 @@ class KeptWeights:
         return self.updates[-1].version if self.updates else 0
 
     def since(self, version: int) -> tuple[KeptUpdate, ...]:
-        """What whoever has this version must receive."""
+        """What a replica that has this version must receive."""
         return tuple(update for update in self.updates if update.version > version)
 
     def after(self, version: int, buckets: Iterable[Bucket]) -> "KeptWeights":

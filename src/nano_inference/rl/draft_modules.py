@@ -24,7 +24,7 @@ class PolicyRows:
     Attributes:
         token_ids: int64 [T], the prompt's too.
         hidden: float32 [T, H], after the last norm.
-        taps: float32 [T, 3 * H], before three layers; [T, 0] where nobody reads them.
+        taps: float32 [T, 3 * H], before three layers; [T, 0] where they are not read.
         embedded: float32 [T, E], of the tokens.
         first: the first token that was sampled.
     """

@@ -65,7 +65,7 @@ def _of_one_version(sample: TrainingSample) -> list[ContextVersions]:
         raise InvalidRequest(
             f"the sample is of weight versions {', '.join(map(str, sorted(versions)))} and has no "
             "kv_versions, so "
-            "nobody knows which of them computed the context of its tokens."
+            "it is not known which of them computed the context of its tokens."
         )
     if not length:
         return []

@@ -47,8 +47,8 @@ def _hashes(tensor: Tensor) -> Tensor:
     Factors differ from place to place. A single word of 8 bytes that has changed changes the first
     sum for certain, since odd factors can be divided by. Where several have, such as rows that
     changed places, both sums stay as they were with a chance of at most 2^-32: the second is for
-    changes of upper bits alone, whose products overflow. It is no defence against anybody who
-    chooses the bits for that.
+    changes of upper bits alone, whose products overflow. It is no defence against an attacker
+    who chooses the bits for that.
     """
     data = tensor.contiguous().view(-1).view(torch.uint8)
     row_bytes = ROW * WORD

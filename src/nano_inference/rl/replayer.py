@@ -92,7 +92,7 @@ class Replayer:
         engine, params = self.engine, sample.sampling_params
         if params is None:
             raise InvalidRequest(
-                "the sample has no sampling_params, so nobody knows how its tokens were drawn."
+                "the sample has no sampling_params, so it is not known how its tokens were drawn."
             )
         if params.adapter is not None:
             raise InvalidRequest(

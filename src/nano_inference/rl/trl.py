@@ -158,7 +158,7 @@ class RolloutFunction:
         serve.
 
         They are taken for changed when the trainer's step has moved, a parameter was written since,
-        or somebody else has updated the engine. Returns whether they were. Raises
+        or another caller has updated the engine. Returns whether they were. Raises
         `WeightUpdateError` for weights that do not fit, or hold nan or infinity; the engine's stay
         as they are then.
         """

@@ -84,7 +84,7 @@ def change_adapter(
 
     Sequences of the old version recompute their context under the new one, or `keep` their keys and
     values, and then publish no blocks any more; with `finish_old` those that have begun stay with
-    the old version. Its name is in the blocks' names, so old ones match for nobody else.
+    the old version. Its name is in the blocks' names, so old ones match for no other.
     """
     old = sequences.adapters.get(adapter.name)
     sequences.adapters[adapter.name] = adapter

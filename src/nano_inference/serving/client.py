@@ -73,8 +73,8 @@ class Receiver(Protocol):
 
 
 class RequestStream:
-    """Deltas of one request on their way to whoever answers it. `name` is the id that its client
-    gave it.
+    """Deltas of one request on their way to the route that answers it. `name` is the id that
+    its client gave it.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class RequestStream:
         return deltas
 
     def close(self) -> None:
-        """Nobody reads any more: what has not ended is aborted."""
+        """They are read no more: what has not ended is aborted."""
         self.end(errors.RequestAborted("the request was closed."))
 
     def end(self, problem: Exception) -> None:
-        """Abort what has not ended; whoever waits for more gets `problem`."""
+        """Abort what has not ended; a reader that waits for more gets `problem`."""
         if self.samples_left and self._failure is None:
             self.fail(problem)
             self._abort()
@@ -265,7 +265,7 @@ class EngineClient(ABC):
         return request_id
 
     def give_up(self, request_id: int) -> None:
-        """Nobody wants any more of a request."""
+        """No more of a request is wanted."""
         if self._open.pop(request_id, None) is not None and self._dead is None:
             self._send(Abort([request_id]))
 
@@ -337,7 +337,7 @@ class EngineClient(ABC):
         return msgspec.convert(value, operation.returns)
 
     def end_calls(self, problem: Exception) -> None:
-        """Whoever waits for a call gets `problem`; the engine may go on with it."""
+        """The caller that waits for a call gets `problem`; the engine may go on with it."""
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(problem))
 

@@ -391,7 +391,7 @@ class ServerConfig:
             )
         elif not (self.rl_open or self.admin_key is not None or is_loopback(self.host)):
             raise ConfigError(
-                f"rl=True with host={self.host!r}: whoever reaches it could change the weights. "
+                f"rl=True with host={self.host!r}: all who reach it could change the weights. "
                 "Give an admin_key, "
                 "or rl_open=True if all who reach it are trusted."
             )

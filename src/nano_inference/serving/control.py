@@ -47,8 +47,8 @@ class VersionNames:
         return self._names.get(version, str(version))
 
     def number(self, name: str) -> int | None:
-        """The newest version of this name; None: there was none yet, and a number is nobody's
-        name.
+        """The newest version of this name; None: there was none yet, and it is not a number
+        that stands for itself.
         """
         for version, each in reversed(self._names.items()):
             if each == name:
@@ -73,7 +73,7 @@ class VersionNames:
             self._newest = before
 
     def see(self, version: int) -> None:
-        """There is this version, whoever has made it."""
+        """There is this version, by whatever update."""
         self._newest = max(self._newest, version)
 
     @property
@@ -618,8 +618,9 @@ class Control:
         """End requests, by the ids that their clients gave them (None: all); they are answered with
         what they have.
 
-        An id is `Ask.client_id`, or that of the HTTP request (`x-request-id`). Ids that nobody has,
-        any more or yet, are passed over. Returns how many prompts there were, when they have ended.
+        An id is `Ask.client_id`, or that of the HTTP request (`x-request-id`). Ids that have no
+        request, any more or yet, are passed over. Returns how many prompts there were, when they
+        have ended.
         """
         names = None if request_ids is None else frozenset(request_ids)
         return await self._client.abort(names, timeout=self._config.rl_timeout)

@@ -54,8 +54,8 @@ class _Request:
 
     request_id: int
     samples_left: int
-    wanted: bool = True  # False: aborted, and what still comes of it is told to nobody
-    # tokens that were told, sample by sample; None: it streams, or nobody asks
+    wanted: bool = True  # False: aborted, and what still comes of it is not told
+    # tokens that were told, sample by sample; None: it streams, or none is asked for
     told: dict[int, int] | None = None
     common: CommonParts = field(default_factory=CommonParts)
 
@@ -125,7 +125,7 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether somebody waits for anything."""
+        """Whether a client waits for anything."""
         return bool(self._requests)
 
     # -- stepping ----------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class EngineCore:
             self.engine.abort_soon(inner)
 
     def _take(self, request: _Request, delta: Delta) -> None:
-        """A delta has come; called by whoever steps."""
+        """A delta has come; called by the thread that steps."""
         with self._outputs_lock:
             if delta.finished is not None:
                 request.samples_left -= 1
@@ -366,15 +366,15 @@ class EngineCore:
         return [row.numpy().astype("<f4").tobytes() for row in rows]
 
     def pause(self, mode: PauseMode = "keep", seconds: float = math.inf) -> bool:
-        """See `InferenceEngine.pause`. False: requests did not end in so many seconds, or somebody
-        has resumed meanwhile, and nothing is paused.
+        """See `InferenceEngine.pause`. False: requests did not end in so many seconds, or another
+        caller has resumed meanwhile, and nothing is paused.
         """
         return self.engine.shared.pause(mode, seconds) is not None
 
 
 def _tokenizer_folder(engine: InferenceEngine) -> str | None:
-    """None where the model has none. One that was asked for must be there, and is looked for by
-    whoever reads it.
+    """None where the model has none. One that was asked for must be there, and is looked for
+    when it is read.
     """
     other = engine.config.tokenizer_path
     if other is not None:

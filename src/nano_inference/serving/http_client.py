@@ -29,7 +29,7 @@ class Usage:
     """Tokens of a request, as the server counted them.
 
     Attributes:
-        num_steps: that an engine with drafts made the completion in; None: nobody told.
+        num_steps: that an engine with drafts made the completion in; None: it was not told.
     """
 
     prompt_tokens: int

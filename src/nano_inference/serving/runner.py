@@ -214,8 +214,8 @@ def log_start(config: ServerConfig, url: str) -> None:
     log.info("listening on %s, with %s and %s; the engine is being built.", url, keys, admin)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
-            "host=%s can be reached from other machines, and no API key is set: anybody who "
-            "reaches it may use it.",
+            "host=%s can be reached from other machines, and no API key is set: all who "
+            "reach it may use it.",
             config.host,
         )
     if config.rl:
@@ -229,7 +229,7 @@ def _who_may_train(config: ServerConfig) -> str:
     """Who may pause the engine and change its weights."""
     if config.admin_key is not None:
         return "who has the admin key may change the weights"
-    whoever = "whoever has an API key and" if config.api_keys else "whoever"
+    all_who = "all who have an API key and" if config.api_keys else "all who"
     if is_loopback(config.host):
-        return f"{whoever} is on this machine may change the weights, web pages excepted"
-    return f"{whoever} reaches {config.host} may change the weights (rl_open)"
+        return f"{all_who} are on this machine may change the weights, web pages excepted"
+    return f"{all_who} reach {config.host} may change the weights (rl_open)"

@@ -85,7 +85,7 @@ class Drafter:
             config: the limits of a step.
         """
         free = [seq for seq in live.running if seq.seq_id not in pending]
-        # guesses of sequences that ended otherwise are nobody's any more
+        # guesses of sequences that ended otherwise belong to no sequence any more
         self._asked = {key: each for key, each in self._asked.items() if key in pending}
         seqs = [seq for seq in free if may_draft(seq)]
         if not (self.sources or self.model) or not seqs:

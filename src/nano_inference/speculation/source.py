@@ -42,7 +42,7 @@ class TimedSource(DraftSource, Protocol):
     """One that takes time for every draft: a model."""
 
     def seconds(self, num_seqs: int) -> float:
-        """What one draft of each of so many sequences takes; 0: nobody knows yet."""
+        """What one draft of each of so many sequences takes; 0: not known yet."""
         ...
 
 

@@ -278,7 +278,7 @@ def _is_spent(found: Future[Compiled]) -> bool:
 
 
 def _end(promise: Future[Compiled]) -> Future[Compiled]:
-    """Nobody compiles it any more."""
+    """It is compiled no more."""
     with suppress(InvalidStateError):  # it came in that moment
         promise.set_exception(EngineDead("the engine was shut down; build a new one."))
     return promise

@@ -33,7 +33,7 @@ class NotInGrammar(Exception):
 
 
 class TokenMasks:
-    """Masks by grammar and tokens. Equal ones are one array as long as anybody has it. Any thread
+    """Masks by grammar and tokens. Equal ones are one array as long as it is held. Any thread
     may call it.
 
     Args:

@@ -37,8 +37,8 @@ def serve(engine: EngineConfig, config: TrainServiceConfig) -> None:
     logging.getLogger("uvicorn").setLevel("WARNING")
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
-            "host=%s can be reached from other machines, and no API key is set: anybody who "
-            "reaches it may use it.",
+            "host=%s can be reached from other machines, and no API key is set: all who "
+            "reach it may use it.",
             config.host,
         )
     server = _server(Service(config, _engine_base(engine, config)))

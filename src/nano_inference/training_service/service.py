@@ -636,7 +636,7 @@ class Service:
     # -- life --------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Let sessions end that nobody keeps alive, and drop what has expired. Runs until it is
+        """Let sessions end that no client keeps alive, and drop what has expired. Runs until it is
         cancelled.
         """
         timeout, keep = self.config.session_timeout, self.config.result_timeout

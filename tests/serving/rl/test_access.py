@@ -124,8 +124,8 @@ def test_no_name_is_taken_for_an_address(text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rl": True, "host": "0.0.0.0"}, "whoever reaches it could change the weights"),
-        ({"rl": True, "host": "::"}, "whoever reaches it"),
+        ({"rl": True, "host": "0.0.0.0"}, "all who reach it could change the weights"),
+        ({"rl": True, "host": "::"}, "all who reach it"),
         ({"rl": True, "rl_open": True, "admin_key": "k"}, "leave out either"),
         ({"rl_open": True}, "means nothing without rl"),
         ({"rl_timeout": 3.0}, "means nothing without rl"),
@@ -234,9 +234,9 @@ def test_bodies_of_weights_may_be_larger() -> None:
     ("options", "words"),
     [
         ({"rl": True}, "on this machine"),
-        ({"rl": True, "api_keys": ("secret",)}, "has an API key"),
+        ({"rl": True, "api_keys": ("secret",)}, "have an API key"),
         ({"rl": True, "admin_key": "secret"}, "has the admin key"),
-        ({"rl": True, "host": "0.0.0.0", "rl_open": True}, "reaches 0.0.0.0"),
+        ({"rl": True, "host": "0.0.0.0", "rl_open": True}, "reach 0.0.0.0"),
     ],
 )
 def test_the_log_says_who_may_train(options: dict[str, Any], words: str, caplog) -> None:

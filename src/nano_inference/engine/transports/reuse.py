@@ -11,9 +11,7 @@ from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
 
 
 class ReusedMemory:
-    """Gives out pieces of host memory. A piece comes back when the last tensor on it is gone,
-    whoever holds it.
-    """
+    """Gives out pieces of host memory. A piece comes back when the last tensor on it is gone."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []

@@ -57,7 +57,7 @@ def assemble_ranks(
     world_size = mesh_of(config).world_size
     ranks_here = launcher.ranks_here(world_size)
     own = config_here(config, ranks_here, 0)
-    plan = plan_engine(own)  # what is wrong with the config is wrong before anybody starts
+    plan = plan_engine(own)  # what is wrong with the config is wrong before any rank starts
     rendezvous = Rendezvous(launcher, world_size, nano_inference.__version__)
     handles: Sequence[Handle] = []
     worker_group: WorkerGroup | None = None

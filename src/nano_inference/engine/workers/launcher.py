@@ -1,5 +1,5 @@
-"""Who starts the processes of the other ranks. Each gets its `Begin` in a way that nobody else can
-read.
+"""Who starts the processes of the other ranks. Each gets its `Begin` in a way that no other
+process can read.
 """
 
 import os

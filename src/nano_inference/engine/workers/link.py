@@ -148,7 +148,7 @@ class Listener:
         )
 
     def accept(self, seconds: float) -> Link | None:
-        """Who connects next; None: nobody within so many seconds."""
+        """Who connects next; None: none came within so many seconds."""
         self._socket.settimeout(max(seconds, 0.001))
         try:
             return Link(self._socket.accept()[0])

@@ -22,8 +22,8 @@ class Begin(msgspec.Struct, frozen=True):
         token: the engine's secret; it must not stand on a command line, in an environment or in a
             log.
         log_level: of the package's logger.
-        parent: process id of rank 0 if it starts this one itself: it ends with it. 0: somebody else
-            does.
+        parent: process id of rank 0 if it starts this one itself: it ends with it. 0: another
+            program does.
         local_rank: which of the cards of its machine is its own.
         host: the address of its machine that the others reach; empty: all are on one.
     """
@@ -76,7 +76,7 @@ class Size(msgspec.Struct, tag="size", frozen=True):
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
-    """Do this, between two steps. `call_id` 0: nobody waits for an answer."""
+    """Do this, between two steps. `call_id` 0: no answer is awaited."""
 
     name: str
     arguments: dict[str, Any] = {}

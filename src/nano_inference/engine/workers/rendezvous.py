@@ -32,7 +32,7 @@ PROTOCOL = 2  # counted up whenever messages between ranks change
 GREETING_BYTES = 4096  # of a frame before the other end is known
 ACCEPT_SECONDS = 10.0  # for one stranger to say all of who it is
 MOST_STRANGERS = 64  # that are greeted at once; one more, and the oldest has to go
-MOST_REASONS = 3  # why somebody was turned away, in an error
+MOST_REASONS = 3  # why a connection was turned away, in an error
 PREFIX = "nano-inference-ranks-"
 
 _LENGTH = struct.Struct(">I")
@@ -277,7 +277,7 @@ class Rendezvous:
         return "".join(f"; {reason.rstrip('.')}" for reason in tuple(self._refused))
 
     def _accept(self, stop: threading.Event) -> None:
-        """Greet each who connects on a thread of its own: one that says nothing holds up nobody."""
+        """Greet each who connects on a thread of its own: a silent one holds up no other."""
         while not stop.is_set():
             try:
                 link = self._listener.accept(0.1)

@@ -53,7 +53,7 @@ class RankedRunner(ModelRunner):
         self.shares = self._sent = SentUpdates(worker_group, own.models[POLICY])
         self._steps = StepSender(block_size, units)
         self._groups, self._units = groups, units
-        weakref.finalize(self, worker_group.kill)  # an engine that nobody shut down
+        weakref.finalize(self, worker_group.kill)  # an engine that was not shut down
 
     @property
     def tokens_computed(self) -> int:  # pyright: ignore
@@ -180,7 +180,7 @@ class RankedRunner(ModelRunner):
             before(why)
 
         worker_group.when_lost, shared.when_dead = lost, dead
-        if worker_group.lost is not None:  # before anybody could be told
+        if worker_group.lost is not None:  # before any caller could be told
             lost(worker_group.lost)
 
     def close(self) -> None:

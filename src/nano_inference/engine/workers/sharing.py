@@ -1,4 +1,4 @@
-"""Weight updates from rank 0 to the others: each gets its slices, bucket by bucket; nobody gathers
+"""Weight updates from rank 0 to the others: each gets its slices, bucket by bucket; no rank gathers
 the whole. A worker puts its part aside until all ranks have theirs; then all write it, or none.
 """
 

@@ -9,7 +9,7 @@
     else:
         serve_rank()
 
-They find each other through torchrun's own store, which brings each its `Begin`. Whoever reaches
+They find each other through torchrun's own store, which brings each its `Begin`. What reaches
 that store can read the engine's token there, as they could join a group of `torch.distributed`: its
 network must be one's own.
 """

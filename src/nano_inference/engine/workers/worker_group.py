@@ -106,7 +106,7 @@ class WorkerGroup:
         """Let all do something, and wait for it; what came of it, by rank. Raises `RankLost`, or
         what one raised.
 
-        What is `slow` may take as long as it wants, while whoever does it lives.
+        What is `slow` may take as long as it wants, while the worker that does it lives.
         """
         return self.answers(self.ask(name, **arguments), slow=slow)
 
@@ -187,7 +187,7 @@ class WorkerGroup:
         """End all, in order if that works."""
         with self._changed:
             self._ending = True
-            self._changed.notify_all()  # whoever waits for an answer gets none
+            self._changed.notify_all()  # those that wait for an answer get none
         for worker in self.workers:
             with suppress(LinkLost):
                 worker.link.send(encode(Stop()))
@@ -200,7 +200,7 @@ class WorkerGroup:
         """End all at once."""
         with self._changed:
             self._ending = True
-            self._changed.notify_all()  # whoever waits for an answer gets none
+            self._changed.notify_all()  # those that wait for an answer get none
         for worker in self.workers:
             worker.link.close()
         for worker in self.workers:
@@ -255,7 +255,7 @@ class WorkerGroup:
         return self._silent() or min(self.workers, key=lambda worker: worker.handled)
 
     def _silent(self) -> Worker | None:
-        """Who says nothing any more, if anybody."""
+        """The worker that says nothing any more, if any."""
         silent = min(self.workers, key=lambda worker: worker.last_beat)
         return (
             silent if time.monotonic() - silent.last_beat > min(SILENCE, self.timeout / 2) else None

@@ -270,7 +270,7 @@ def _digest(*parts: str) -> str:
 
 
 def _require_own(folder: Path) -> None:
-    """Code is loaded from there: nobody else may be able to write it."""
+    """Code is loaded from there: no other user may be able to write it."""
     for path in (folder.parent, folder, folder / LIBRARY, folder / MANIFEST):
         found = path.stat()
         if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -323,7 +323,7 @@ LOCK = "build.lock"
 MANIFEST = "sha256"
 # seconds that a process waits for another that builds: more than any build may take
 PATIENCE = 900.0
-ABANDONED = 3600.0  # seconds after which an unfinished folder is nobody's
+ABANDONED = 3600.0  # seconds after which an unfinished folder counts as abandoned
 _LOOK_AGAIN = 0.1  # seconds
 
 

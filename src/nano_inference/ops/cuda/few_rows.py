@@ -59,15 +59,15 @@ from nano_inference.ops.moe import Exchange, Experts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normed:
-    """A norm of the residual stream that nobody has computed yet."""
+    """A norm of the residual stream that is not computed yet."""
 
-    residual: Tensor  # float32 [N, H], which nobody writes to
+    residual: Tensor  # float32 [N, H]; it stays as it is
     norm: Norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """A product that nobody has computed yet."""
+    """A product that is not computed yet."""
 
     x: Tensor
     norm: Norm | None  # of x, where it is the residual stream

@@ -40,8 +40,8 @@ class NanoServer(RolloutServer):
         self._engine_config = engine_config(self._config, self._model.local_path, replica_rank)
         self._mode: Mode = cast(Mode, mode)
         self._replica_rank = replica_rank
-        # Replicas are told apart by address. Nobody listens at this one; bound, it is nobody
-        # else's.
+        # Replicas are told apart by address. This one is bound, so that no other replica
+        # has it, and is not listened at.
         host = ray.util.get_node_ip_address().strip("[]")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.bind((host, 0))

@@ -88,7 +88,7 @@ class _Cut:
         if self._bucket and self._size + tensor.nbytes > self._max_bytes:
             full = _parcel(self._bucket)
             self._bucket, self._size = {}, 0
-        # whoever yields it may write to it afterwards
+        # the sender may write to it afterwards
         self._bucket[name] = tensor.detach().to("cpu", copy=True)
         self._size += tensor.nbytes
         return full

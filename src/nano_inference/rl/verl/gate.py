@@ -16,7 +16,7 @@ class Gate:
         it did.
 
         There is no deadline: verl closes the gate, and verl opens it. Between the answer and the
-        caller's next `await` nobody can close it.
+        caller's next `await` nothing can close it.
         """
         while not self.is_open:
             if self._rejects:

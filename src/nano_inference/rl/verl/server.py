@@ -134,7 +134,7 @@ class RolloutServer:
     # -- memory ------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Give weights and KV cache back, unless nobody else wants the memory. Requests stay."""
+        """Give weights and KV cache back, unless no other wants the memory. Requests stay."""
         if self.mode != "standalone":
             await self._sleep(BOTH)
 

@@ -25,7 +25,7 @@ from nano_inference.serving.server import Server
 log = logging.getLogger("nano_inference.serving")
 
 GROUP = "pipeline-rl"
-# seconds between two looks whether the group stands: when somebody waits for it, or not
+# seconds between two looks whether the group stands: while a caller waits for it, or not
 _GLANCE, _REST = 0.05, 0.5
 # seconds between two tries to join it that fail at once, and how long that becomes
 _PAUSES = (1.0, 30.0)
@@ -53,7 +53,7 @@ def routes(router: APIRouter, server: Server) -> None:
             try:
                 await _update(server, await fields_of(request, server))
             except BaseException:
-                # the trainer broadcasts by now; what nobody takes would be taken for the next
+                # the trainer broadcasts by now; what is not taken would be taken for the next
                 # update
                 with suppress(ApiError):
                     await server.control.leave_group(GROUP)

@@ -77,7 +77,7 @@ async def update_weights(server: Server, fields: Fields) -> Response:
     try:
         await _update(server, fields)
     except BaseException:
-        # what a broadcaster has sent and nobody took would be taken for the next update
+        # what a broadcaster has sent and was not taken would be taken for the next update
         with suppress(ApiError):  # there is none
             await server.control.leave_group(GROUP)
         raise
@@ -120,7 +120,7 @@ def _step_of(folder: str) -> Path | None:
 async def _require_stable(step: Path, seconds: float) -> None:
     """A step's folder is read when its trainer has marked it as whole. On a shared file system the
     marker may be seen here later than by who calls; prime-rl comes again after a 503. A share that
-    hangs keeps a thread, and nobody else.
+    hangs keeps a thread, and no other request.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[bool] = loop.create_future()

@@ -146,7 +146,7 @@ def is_address(name: str) -> bool:
 
 _PROXIED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))
 _NO_PROXIES = (
-    "a proxy passes this request on, so that anybody may have sent it; this route takes it with "
+    "a proxy passes this request on, so that any client may have sent it; this route takes it with "
     "an admin key "
     "(--admin-key), or with --rl-open."
 )

@@ -569,7 +569,7 @@ class Supervisor:
     def _require_others(self, each: Replica) -> None:
         if not any(other is not each and other.is_alive for other in self.replicas.values()):
             raise ApiError(
-                409, "it is the last replica that serves; nobody could go on with what it has."
+                409, "it is the last replica that serves; no other could go on with what it has."
             )
 
     def _require_independent(self) -> None:

@@ -3,7 +3,7 @@ and whom it is for (https://github.com/openai/harmony, docs/format.md).
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
 
-`analysis` is reasoning, `final` is content, and so is what `commentary` says to nobody. What is
+`analysis` is reasoning, `final` is content, and so is `commentary` without a recipient. What is
 for `functions.x` is a call of x, whose body are the arguments. The markers are special tokens; who
 uses this parser has to show it the text of these.
 """

@@ -24,7 +24,7 @@ struct View {
 struct Sample {
   Choice choice;
   int64_t view, raw;  // raw: the view at temperature 1 without edits, or -1
-  int64_t uncut;      // what `view` is without masks, or -1: it has none, or nobody asks
+  int64_t uncut;      // what `view` is without masks, or -1: it has none, or none is asked for
   int64_t next;       // of the view, or -1
   int64_t target;     // of a score
   NoiseKey key;

@@ -20,7 +20,7 @@ enum Problem { NONE = 0, BAD_TOKEN = 1, BAD_POSITION = 2, BAD_SLOT = 3, BAD_TABL
 
 // How threads share a step. COLUMNS: each product is cut by columns, with a barrier after every operation. ROWS: a
 // thread has the same rows in every operation, with barriers around attention. SEQUENCES: rows of whole sequences, so
-// that nobody waits for anybody.
+// that no thread waits for another.
 enum class Sharing { COLUMNS, ROWS, SEQUENCES };
 
 }  // namespace
