@@ -5,13 +5,13 @@ Ray and the trainers' routes ask for it through those. A new operation is a row 
 in the engine process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 import msgspec
 
-from nano_inference.errors import InvalidRequest
+from nano_inference.errors import InvalidRequest, NanoInferenceError
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
 
 MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has passed
@@ -21,10 +21,10 @@ MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has p
 Deadline = Literal["caller", "engine"]
 # What a fleet does. one: asks one, by turns, and the next where it dies. first: asks all, returns
 # the answer of the first. same: all must give the same answer. any: whether one says yes. joined:
-# one answer is made of all. undone: where one fails, the others undo it (`Operation.undo`).
-# members: by those replicas that take part in the open weight update; what fails on one ends the
-# update on all. own: by a method of `FleetOperations`. replica: never of a fleet, but of one
-# replica by another.
+# `Operation.join` makes one answer of all. undone: where one fails, the others undo it
+# (`Operation.undo`). members: by those replicas that take part in the open weight update; what
+# fails on one ends the update on all. own: by a method of `FleetOperations`. replica: never of a
+# fleet, but of one replica by another.
 FleetPolicy = Literal[
     "one", "first", "same", "any", "joined", "undone", "members", "own", "replica"
 ]
@@ -62,6 +62,7 @@ class Operation:
         returns: type of the answer, where it is more than numbers, strings, lists and dicts.
         deadline: who keeps it; the engine is told it as `seconds`.
         undo: the operation that undoes it.
+        join: what a fleet makes of the answers by replica, where `fleet` is "joined".
     """
 
     name: str
@@ -71,12 +72,32 @@ class Operation:
     returns: Any = Any
     deadline: Deadline = "caller"
     undo: str = ""
+    join: Callable[[Mapping[str, Any]], Any] | None = None
 
     def timed(self, seconds: float, arguments: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         """How long the caller waits, and what the engine is told, for a deadline of `seconds`."""
         if self.deadline == "caller":
             return seconds, arguments
         return seconds + MARGIN, {"seconds": seconds} | arguments
+
+
+def _of_the_first(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return {**next(iter(found.values())), "replicas": len(found)}
+
+
+def _joined_checksums(found: Mapping[str, dict[str, str]]) -> dict[str, str]:
+    (first, expected), *others = found.items()
+    for replica, checksums in others:
+        differ = sorted(
+            name for name in expected.keys() & checksums if expected[name] != checksums[name]
+        )
+        if differ:
+            raise NanoInferenceError(
+                f"replicas {first} and {replica} do not have the same weights: {differ[0]!r} "
+                f"differs, one of {len(differ)}."
+            )
+        expected = checksums | expected  # of engines in lockstep each has some of the experts
+    return expected
 
 
 _SESSION = {"session": int}
@@ -87,10 +108,10 @@ _TENSORS = Sequence[tuple[str, str, Sequence[int]]]  # name, dtype, shape
 
 _ROWS = (
     # -- questions
-    Operation("stats", "engine.stats", "joined", returns=EngineStats),
-    Operation("describe", "weights.describe", "joined"),
+    Operation("stats", "engine.stats", "own", returns=EngineStats),
+    Operation("describe", "weights.describe", "joined", join=_of_the_first),
     Operation("get_weight_version", "engine.get_weight_version", "same"),
-    Operation("weights_checksum", "engine.weights_checksum", "joined"),
+    Operation("weights_checksum", "engine.weights_checksum", "joined", join=_joined_checksums),
     Operation("weight_rows", "weights.weight_rows", "first", {"tensor": str, "count": int}),
     # -- embeddings: little-endian float32
     Operation("embed", "embed", "one", {"prompts": list[list[int]], "adapter": str | None}),

@@ -19,7 +19,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.fleet.router import Router
 from nano_inference.serving.fleet.supervisor import Supervisor, bring_adapter
 from nano_inference.serving.operations import Operation, operation_named
-from nano_inference.types import AdapterInfo, KvPolicy
+from nano_inference.types import AdapterInfo, EngineStats, KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
 
@@ -48,6 +48,7 @@ class FleetOperations:
         self._groups: dict[str, Engines] = {}
         self._turn = 0  # of `_one`
         self._own: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
+            "stats": self._stats,
             "flush_cache": self._flush_cache,
             "pause": self._pause,
             "resume": self._resume,
@@ -63,11 +64,6 @@ class FleetOperations:
             "load_adapter_file": self._load_adapter,
             "unload_adapter": self._unload_adapter,
         }
-        self._joined: dict[str, Callable[[Answers], Any]] = {
-            "stats": lambda found: supervisor.joined_stats(list(found.values())),
-            "weights_checksum": _joined_checksums,
-            "describe": lambda found: {**next(iter(found.values())), "replicas": len(found)},
-        }
 
     async def call(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         """As `EngineClient.call`, of the whole fleet."""
@@ -81,8 +77,8 @@ class FleetOperations:
         if policy == "one":
             return await self._one(name, seconds, arguments)
         found = await self._all(name, seconds, arguments)
-        if policy == "joined":
-            return self._joined[name](found)
+        if operation.join is not None:
+            return operation.join(found)
         if policy == "same" and len(set(found.values())) > 1:
             raise NanoInferenceError(f"the replicas do not agree on {name}: {found}.")
         return any(found.values()) if policy == "any" else next(iter(found.values()))
@@ -190,6 +186,10 @@ class FleetOperations:
         for replica in found.keys() & self._supervisor.living().keys():
             if _failed(found[replica]):
                 self._supervisor.left_behind(replica, f"{why}: {found[replica]}")
+
+    async def _stats(self, name: str, seconds: float, arguments: Arguments) -> EngineStats:
+        found = await self._all(name, seconds, arguments)
+        return self._supervisor.joined_stats(list(found.values()))
 
     async def _flush_cache(self, name: str, seconds: float, arguments: Arguments) -> None:
         await self._all(name, seconds, arguments)
@@ -409,22 +409,6 @@ class FleetOperations:
                 _raise_first(found)
             self._supervisor.adapters.pop(arguments["name"], None)
             self._leave_behind(found, f"it keeps adapter {arguments['name']!r}")
-
-
-def _joined_checksums(found: Answers) -> dict[str, str]:
-    (first, expected), *others = found.items()
-    for replica, checksums in others:
-        differ = sorted(
-            name for name in expected.keys() & checksums if expected[name] != checksums[name]
-        )
-        if differ:
-            raise NanoInferenceError(
-                f"replicas {first} and {replica} do not have the same weights: {differ[0]!r} "
-                "differs, one of "
-                f"{len(differ)}."
-            )
-        expected = checksums | expected  # of engines in lockstep each has some of the experts
-    return expected
 
 
 def _failed(answer: Any) -> bool:
