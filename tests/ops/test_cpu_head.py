@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams
+from nano_inference.ops.cpu import head
 from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.weights import PackedWeight
@@ -114,6 +115,12 @@ def test_the_same_tokens_as_the_reference_on_the_same_logits(
             getattr(drawn, name)[agree], getattr(expected, name)[agree], rtol=1e-5, atol=2e-5
         )
     assert torch.equal(drawn.top_ids[agree], expected.top_ids[agree])
+
+
+def test_a_column_that_the_kernels_do_not_know_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(head.COLUMNS, "top_a", head.COLUMNS["top_p"])
+    with pytest.raises(AssertionError, match="lacks top_a"):
+        head._pointers()
 
 
 def test_the_noise_is_the_references(kernels: ctypes.CDLL) -> None:

@@ -2,9 +2,10 @@
 drawn of it.
 """
 
+import inspect
 import math
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from nano_inference import SamplingParams
 from nano_inference.sampling import sample as reference
-from nano_inference.sampling.filters import rank
+from nano_inference.sampling.filters import FilterColumns, rank
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
@@ -244,6 +245,11 @@ def test_gathered_or_not_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(filters, "CAPACITY", 1)
     assert same_bits(gathered, sampling.draw(logits, batch))
     assert torch.equal(gathered.kept, sampling.draw(logits, batch).kept)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_kernels_ask_for_every_filter_that_there_is() -> None:
+    asked = inspect.signature(filters.asks.fn).parameters
+    assert {column.name for column in fields(FilterColumns)} < set(asked)
 
 
 def test_top_p_counts_what_top_k_leaves() -> None:

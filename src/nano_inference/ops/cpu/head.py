@@ -43,6 +43,9 @@ def _pointers() -> list[Pointer]:
             found += [Pointer(name, part, dtype) for part, dtype in dtypes.items()]
         elif not column.on_host:
             found.append(Pointer(None, name, column.dtype))
+    for each in found:  # ctypes would take any name, and the kernels would never see it
+        place = getattr(DrawBatch(), each.entries) if each.entries else DrawBatch()
+        assert hasattr(place, each.name), f"DrawBatch of head.h lacks {each.name} ({each.entries})"
     return found
 
 
