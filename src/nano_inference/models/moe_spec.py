@@ -1,14 +1,11 @@
 """`MoeSpec`: what config.json says of layers of experts, and what each family means by it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import whole
+from nano_inference.models.config_checks import Config, whole
 from nano_inference.ops.settings import CLAMP, SLOPE, Routing
 
-Config = Mapping[str, Any]
 _MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.config_checks import Config
 from nano_inference.regular_files import read_json
 
-Config = Mapping[str, Any]
 # A row of `quantised_weights.FORMATS` each.
 FormatName = Literal[
     "awq", "bitsandbytes-4bit", "bitsandbytes-int8", "fp8", "gguf", "gptq", "int8", "mxfp4",

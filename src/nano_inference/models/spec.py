@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import check_end_ids, check_values, shown
+from nano_inference.models.config_checks import Config, check_end_ids, check_values, shown
 from nano_inference.models.gemma4 import gemma4_config, gemma4_text_config
 from nano_inference.models.latent_spec import (
     LatentSpec,
@@ -46,7 +46,6 @@ from nano_inference.models.state_spec import StateSpec, delta_net, short_conv
 from nano_inference.models.text_part import gemma3_text_config, other_names, text_config
 from nano_inference.sampling.logit_scale import LogitScale
 
-Config = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu", "relu2"]
 NormPlacement = Literal["pre", "post", "both"]
 QkNorm = Literal["head", "full"]
