@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.cache_folder import locked
-from nano_inference.engine.block_exchange import MOST_BYTES
+from nano_inference.engine.block_exchange import MOST_BYTES, put_blocks
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
@@ -214,11 +214,8 @@ class KeptFiles:
         """Blocks from place `start` on, as far as there is room; returns a table that holds
         them.
         """
-        table, cached = self._cache.reserve(token_ids, prefix, start, start + len(parts))
-        if len(table) > cached:
-            data = torch.stack(list(parts[cached - start : len(table) - start]))
-            self._runner.write_blocks(table[cached:], [data])
-            self._cache.publish(table, token_ids, prefix, range(cached, len(table)))
+        data = torch.stack(list(parts))
+        table, _ = put_blocks(self._cache, self._runner, token_ids, prefix, start, [data])
         taken = max(0, len(table) - start)
         for end, mark in enumerate(marks[:taken], start + 1):
             if end == start + taken or marks[end - start] != mark:
