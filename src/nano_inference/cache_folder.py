@@ -1,10 +1,12 @@
 """Where files are kept that can be made again: kernels, converted models. The one place that asks
-the environment.
+the environment. And how processes take turns with such files.
 """
 
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,3 +31,18 @@ def unfinished(target: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def locked(descriptor: int, patience: float) -> bool:
+    """Take the lock of an open file, as soon as no other process has it; False: not within so many
+    seconds. Raises `OSError` where there are no locks.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)

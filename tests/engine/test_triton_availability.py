@@ -30,11 +30,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 @pytest.fixture(autouse=True)
 def said_nothing() -> Iterator[None]:
-    for remembered in (backends._warn_of_the_reference, backends._warn_once):
-        remembered.cache_clear()
+    backends._warn_once.cache_clear()
     yield
-    for remembered in (backends._warn_of_the_reference, backends._warn_once):
-        remembered.cache_clear()
+    backends._warn_once.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -58,12 +58,12 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(build, "_failed", {})
-    for remembered in (library.load, backends._warn_of_the_reference):
+    for remembered in (library.load, backends._warn_once):
         remembered.cache_clear()
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    for remembered in (library.load, backends._warn_of_the_reference):
+    for remembered in (library.load, backends._warn_once):
         remembered.cache_clear()
 
 

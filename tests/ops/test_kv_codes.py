@@ -32,7 +32,7 @@ def test_a_row_is_whole_numbers_of_a_127th_of_its_largest() -> None:
     step = many.abs().amax(dim=-1, keepdim=True) / 127
     kept = form.encode(many)
     assert (kept.dtype, kept.shape) == (torch.int8, (50, 3, 68))
-    assert kept.element_size() * kept.shape[-1] == form.row_bytes(64) == 68
+    assert kept.element_size() * kept.shape[-1] == form.width(64) * form.stored.itemsize == 68
     assert ((form.decode(kept) - many).abs() <= step * 0.5001).all()
     assert torch.equal(form.decode(kept)[7:9, 1:], form.decode(form.encode(many[7:9, 1:])))
 
@@ -49,7 +49,7 @@ def test_rows_of_zeros_stay_and_what_is_not_finite_makes_the_row_nan() -> None:
 def test_a_plain_format_only_rounds() -> None:
     form, given = KvFormat(torch.bfloat16), rows(5, 16)
     assert torch.equal(form.decode(form.encode(given)), given.bfloat16().float())
-    assert form.row_bytes(64) == 128
+    assert form.width(64) * form.stored.itemsize == 128
     assert form.rounded(given) is given
 
 

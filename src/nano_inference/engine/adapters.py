@@ -66,7 +66,6 @@ class Adapters:
     ) -> AdapterInfo:
         """See `InferenceEngine.load_adapter`."""
         self._shared.require_alive()
-        spec = self._model.part.whole
         self._require(name, kv_policy)
         if isinstance(source, Mapping):
             tensors, settings, folder = dict(source), settings or LoraSettings(), None
@@ -74,7 +73,7 @@ class Adapters:
             folder = str(source)
             tensors, config = read_folder(Path(folder))
             settings = settings or settings_of(config)
-        pairs = pairs_of(tensors, settings, spec, self._most_rank)
+        pairs = pairs_of(tensors, settings, self._model.part.whole, self._most_rank)
         return self.take(name, pairs, version, kv_policy, folder)
 
     def load_file(
@@ -95,8 +94,7 @@ class Adapters:
             tensors = dict(read_tensors(Path(path)))
         except ModelLoadError as problem:
             raise AdapterError(str(problem).replace(path, "the adapter's file")) from problem
-        pairs = pairs_of(tensors, settings, self._model.part.whole, self._most_rank)
-        return self.take(name, pairs, version, kv_policy)
+        return self.load(name, tensors, settings, version, kv_policy)
 
     def take(
         self,

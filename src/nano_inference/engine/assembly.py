@@ -429,13 +429,8 @@ def _guessed_claims(
     if memory is None:
         return Claims(weights)
     reading = memory.read()
-    workspace = guess(config, _local(parts), dtype, kernels)
+    workspace = guess(config, [part.spec for part in parts.values()], dtype, kernels)
     return Claims(weights, workspace, others=reading.used, total=reading.total, estimated=True)
-
-
-def _local(parts: Mapping[str, ModelShard]) -> list[ModelSpec]:
-    """The models as this rank runs them."""
-    return [part.spec for part in parts.values()]
 
 
 def _quantisation_lines(plan: EnginePlan) -> list[str]:

@@ -101,7 +101,10 @@ def choose_ops(
     if problem is not None:
         if asked != "auto":
             raise ConfigError(f"backend={backend!r} is not available: {problem}")
-        _warn_of_the_reference(backend, problem)
+        _warn_once(
+            f"The reference backend runs, many times slower than the {backend.upper()} kernels: "
+            f"{problem}"
+        )
     _require_sums_and_invariance(config, ops, device)
     return lambda num_blocks: ops
 
@@ -324,14 +327,6 @@ _KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
 
 
 @functools.cache  # one warning a process
-def _warn_of_the_reference(backend: Backend, problem: str) -> None:
-    kernels = backend.upper()
-    logger.warning(
-        "The reference backend runs, many times slower than the %s kernels: %s", kernels, problem
-    )
-
-
-@functools.cache
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
@@ -360,13 +355,6 @@ def _expert_sizes(spec: ModelSpec) -> list[int]:
     return [spec.moe.intermediate_size, *shared]
 
 
-def _states_of(specs: Specs) -> str | None:
-    for spec in specs.values():
-        if spec.state is not None:
-            return f"{spec.architecture} has layers with a state, which have no kernels there."
-    return None
-
-
 def _no_kernels_for(
     backend: Backend, config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
@@ -377,13 +365,15 @@ def _no_kernels_for(
                 return f"the attention over latents of {spec.architecture} has no CUDA kernels."
             if spec.kinds:
                 return f"the layers of several kinds of {spec.architecture} have no CUDA kernels."
+            if spec.state is not None:
+                return f"{spec.architecture} has layers with a state, which have no kernels there."
         if (
             config.attention == "flashinfer"
             and (problem := availability.problem_with_flashinfer(dtype)) is not None
         ):
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         head_dims = [spec.head_dim for spec in specs.values()]
-        return _states_of(specs) or availability.problem_with(device, dtype, head_dims)
+        return availability.problem_with(device, dtype, head_dims)
     return _no_cpu_kernels_for(config, specs, dtype, device)
 
 

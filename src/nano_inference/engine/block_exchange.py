@@ -74,6 +74,28 @@ class BlockPiece:
     data: Tensor
 
 
+def put_blocks(
+    cache: KVCacheManager,
+    runner: ModelRunner,
+    token_ids: Sequence[int],
+    prefix: PrefixKeys,
+    first: int,
+    parts: Sequence[Tensor],
+) -> tuple[list[int], int]:
+    """Put blocks of a chain from place `first` on into a cache, as far as there is room, with
+    nothing in flight. `parts`, by rank: each uint8 [blocks, bytes].
+
+    Returns a table that holds them and those before them, for the caller to let go of, and how
+    many of these were there.
+    """
+    table, cached = cache.reserve(token_ids, prefix, first, first + len(parts[0]))
+    if len(table) > cached:
+        fresh = slice(cached - first, len(table) - first)
+        runner.write_blocks(table[cached:], [part[fresh] for part in parts])
+        cache.publish(table, token_ids, prefix, range(cached, len(table)))
+    return table, cached
+
+
 class BlockExchange:
     """Takes blocks out of an engine's cache and puts others' in, between steps. For any thread."""
 
@@ -174,17 +196,12 @@ class BlockExchange:
             gone = self._shared.loop.sequences.versions[POLICY] != piece.namespace.version
             if gone:
                 return
-            table, cached = self._cache.reserve(
-                piece.token_ids, prefix, piece.first, len(piece.names)
+            table, cached = put_blocks(
+                *(self._cache, self._runner, piece.token_ids, prefix, piece.first),
+                piece.data.split(piece.format.part_bytes, dim=1),
             )
             num_here = len(table)
-            if len(table) > cached:
-                fresh = piece.data[cached - piece.first : len(table) - piece.first]
-                self._runner.write_blocks(
-                    table[cached:], fresh.split(piece.format.part_bytes, dim=1)
-                )
-                self._cache.publish(table, piece.token_ids, prefix, range(cached, len(table)))
-                self.num_imported += len(table) - cached
+            self.num_imported += len(table) - cached
             self._cache.deallocate(table)
 
         self._between_steps(write)

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import itertools
 import logging
+import math
 import os
 import re
 import secrets
@@ -27,7 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nano_inference.engine.block_exchange import MOST_BYTES
+from nano_inference.cache_folder import locked
+from nano_inference.engine.block_exchange import MOST_BYTES, put_blocks
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
@@ -212,11 +214,8 @@ class KeptFiles:
         """Blocks from place `start` on, as far as there is room; returns a table that holds
         them.
         """
-        table, cached = self._cache.reserve(token_ids, prefix, start, start + len(parts))
-        if len(table) > cached:
-            data = torch.stack(list(parts[cached - start : len(table) - start]))
-            self._runner.write_blocks(table[cached:], [data])
-            self._cache.publish(table, token_ids, prefix, range(cached, len(table)))
+        data = torch.stack(list(parts))
+        table, _ = put_blocks(self._cache, self._runner, token_ids, prefix, start, [data])
         taken = max(0, len(table) - start)
         for end, mark in enumerate(marks[:taken], start + 1):
             if end == start + taken or marks[end - start] != mark:
@@ -251,7 +250,7 @@ class KeptFiles:
 
     @property
     def _block_bytes(self) -> int:
-        return self._runner.storage.keys.itemsize * _product(self._shape)
+        return self._runner.storage.keys.itemsize * math.prod(self._shape)
 
     def _key(self, name: int) -> bytes:
         # the name is a hash of tokens, weight set, version, adapter and salt
@@ -315,13 +314,6 @@ class KeptFiles:
                 self._wake_by(min(e.mark.until for e in self._entries.values()))
 
 
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for each in shape:
-        count *= each
-    return count
-
-
 def _own_folder(folder: Path) -> tuple[Path, int]:
     """A new private folder in this one, and the descriptor that holds its lock; those without a
     holder are removed. Raises `OSError`.
@@ -334,7 +326,8 @@ def _own_folder(folder: Path) -> tuple[Path, int]:
         raise PermissionError("others own it or may write there; name one of your own (chmod go-w)")
     common = _open_lock(folder / _COMMON_LOCK, os.O_CREAT)
     try:
-        _wait_for(common)
+        if not locked(common, _PATIENCE):
+            raise TimeoutError(f"another process has held {_COMMON_LOCK} for {_PATIENCE:g} seconds")
         for path in folder.glob(_PREFIX + "*"):
             _remove_if_left(path)
         own = folder / f"{_PREFIX}{secrets.token_hex(16)}"
@@ -353,21 +346,6 @@ def _open_lock(path: Path, flags: int = 0) -> int:
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
     return descriptor
-
-
-def _wait_for(lock: int) -> None:
-    end = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"another process has held {_COMMON_LOCK} for {_PATIENCE:g} seconds"
-                ) from None
-            time.sleep(0.02)
-        else:
-            return
 
 
 def _remove_if_left(path: Path) -> None:

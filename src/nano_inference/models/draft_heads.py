@@ -155,7 +155,8 @@ def read_heads(folder: Path, policy: ModelSpec) -> HeadsSpec | None:
         raise ConfigError(
             f"draft_model: {folder}: config.json holds a value of the wrong kind: {problem}."
         ) from problem
-    _require_tensors(folder, table_of(spec), shapes)
+    for name, slot in slots(table_of(spec)).items():
+        _require_shape(folder, name, shapes, slot.shape)
     if spec.draft_vocab_size != policy.vocab_size:
         _require_shape(folder, "map", shapes, (spec.draft_vocab_size,))
     return spec
@@ -407,11 +408,6 @@ def _count(folder: Path, config: Mapping[str, Any], names: tuple[str, ...]) -> i
     if not 0 < int(found) <= 64:
         raise ConfigError(f"draft_model: {folder} has {names[0]}={found}; 1 to 64 are possible.")
     return int(found)
-
-
-def _require_tensors(folder: Path, table: tuple[ParamSpec, ...], shapes: Shapes) -> None:
-    for name, slot in slots(table).items():
-        _require_shape(folder, name, shapes, slot.shape)
 
 
 def _require_shape(folder: Path, name: str, shapes: Shapes, expected: tuple[int, ...]) -> None:

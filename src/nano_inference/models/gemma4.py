@@ -1,11 +1,7 @@
 """What a config.json of Gemma 4 means, where it says nothing too."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from nano_inference.models.config_checks import Config
 from nano_inference.models.text_part import text_config
-
-Config = Mapping[str, Any]
 
 # What transformers takes for said.
 _USUAL: Config = {

@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +77,14 @@ def convert_gguf(
     family, _, stored = _model(parts, headers)
     config: Config = read_json(described / "config.json")
     logger.info("converting %s once, into %s", path, folder)
-    try:
-        with unfinished(folder) as new:
-            for file in described.iterdir():
-                shutil.copy(file, new)
-            weights = new / "model.safetensors"
-            write_safetensors(weights, family, config, stored, parts[0].name, coded)
-            if coded:
-                told = {**config, "quantization_config": {"quant_method": "gguf"}}
-                (new / "config.json").write_text(json.dumps(told, indent=2) + "\n", "utf-8")
-            new.rename(folder)
-    except OSError as error:
-        # The rename fails where another process was first: its folder holds the same and stays.
-        if not (folder / "model.safetensors").is_file():
-            raise ModelLoadError(f"converting {path} into {folder} failed: {error}") from error
+    with _made_once(folder, "model.safetensors", path) as new:
+        for file in described.iterdir():
+            shutil.copy(file, new)
+        weights = new / "model.safetensors"
+        write_safetensors(weights, family, config, stored, parts[0].name, coded)
+        if coded:
+            told = {**config, "quantization_config": {"quant_method": "gguf"}}
+            (new / "config.json").write_text(json.dumps(told, indent=2) + "\n", "utf-8")
     return folder
 
 
@@ -188,16 +183,26 @@ def _described(
     token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
     spec_from_config(config, token_ids)  # refuses what the decoder lacks
     require_names(family, config, stored)
+    with _made_once(folder, "config.json", parts[0]) as new:
+        for name, content in (("config.json", config), ("generation_config.json", token_ids)):
+            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (tokenizer_writer or write_tokenizer)(parts[0], new)
+    return folder
+
+
+@contextmanager
+def _made_once(folder: Path, name: str, source: Path) -> Iterator[Path]:
+    """A new folder, to be filled with a file of that name among others, that becomes `folder`.
+    Raises `ModelLoadError` where it cannot be written.
+    """
     try:
         with unfinished(folder) as new:
-            for name, content in (("config.json", config), ("generation_config.json", token_ids)):
-                (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            (tokenizer_writer or write_tokenizer)(parts[0], new)
+            yield new
             new.rename(folder)
     except OSError as error:
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"converting {parts[0]} into {folder} failed: {error}") from error
-    return folder
+        # The rename fails where another process was first: its folder holds the same and stays.
+        if not (folder / name).is_file():
+            raise ModelLoadError(f"converting {source} into {folder} failed: {error}") from error
 
 
 def _model(parts: list[Path], headers: list[GgufHeader]) -> tuple[Family, dict[str, Any], Stored]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from nano_inference.models.gguf_header import StoredTensor
 from nano_inference.models.spec import spec_from_config
 from nano_inference.ops.formats import FORMATS
 from nano_inference.progress import Progress
-
-if TYPE_CHECKING:
-    from nano_inference.models.weights import FusedTensor
 
 Stored = Mapping[str, StoredTensor]
 
@@ -253,15 +250,15 @@ def _checked_all(targets: list[_Target], config: Config) -> list[_Target]:
     slots, fused = named_slots(table), fused_tensors(table)
     shapes = {name: each.shape for name, each in (*slots.items(), *fused.items())}
     checked = [_checked(target, shapes) for target in targets]
-    there = {part for each in checked for part in _parts(each.name, fused)}
+    there = {
+        part
+        for each in checked
+        for part in (fused[each.name].parts if each.name in fused else (each.name,))
+    }
     for name, slot in slots.items():
         if name not in there and slot.tied_to is None:
             raise ModelLoadError(f"the GGUF file has nothing for the tensor {name}")
     return checked
-
-
-def _parts(name: str, fused: "Mapping[str, FusedTensor]") -> tuple[str, ...]:
-    return fused[name].parts if name in fused else (name,)
 
 
 def _checked(target: _Target, shapes: Mapping[str, tuple[int, ...]]) -> _Target:
@@ -311,7 +308,7 @@ def _chunks(
     dtype: str,
     family: Family,
     config: Config,
-    part: int | None = None,
+    part: int | None,
 ) -> Iterator[np.ndarray]:
     """Rows of a tensor in Hugging Face's order, piece by piece, as they are written: numbers, or a
     part of their codes.

@@ -1,16 +1,13 @@
 """`LatentSpec`: what config.json says of attention over latents (DeepSeek-V2, V3 and their kin)."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import whole
+from nano_inference.models.config_checks import Config, whole
 from nano_inference.models.rope_spec import RopeSpec, ropes_by_window
 from nano_inference.ops.settings import Latent
 
-Config = Mapping[str, Any]
 _EPS = 1e-6  # of the norms of latents, whatever that of the others is
 
 
@@ -50,7 +47,7 @@ def read_latent(config: Config) -> LatentSpec:
 def latent_scale(config: Config) -> dict[str, float]:
     """The scale of whole queries; where yarn stretches them, its factor squared."""
     scale = (whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim")) ** -0.5
-    fields: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fields: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight, factor = fields.get("mscale_all_dim"), float(fields.get("factor") or 1.0)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind != "default" and weight and factor > 1:

@@ -1,12 +1,9 @@
 """`LayerSpec`: what a layer has for itself, in a model whose layers are of several kinds."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import shown, whole
-
-Config = Mapping[str, Any]
+from nano_inference.models.config_checks import Config, shown, whole
 
 
 class LayerSpec(NamedTuple):

@@ -258,7 +258,12 @@ def _weights(
 def _require_plain(
     folder: Path, weight: _PlainWeight, needed: tuple[int, ...], slot: Slot | None
 ) -> None:
-    _require_weight(weight.name, weight.file, weight.get_dtype())
+    if (stored := weight.get_dtype()) not in _STORED_DTYPES:
+        raise ModelLoadError(
+            f"tensor {weight.name!r} of {weight.file} has dtype {stored}, and a weight is one of "
+            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantised and its config.json does "
+            "not say how; use the unquantised one, or a GGUF file."
+        )
     if (shape := tuple(weight.get_shape())) != needed:
         raise ModelLoadError(
             _untied(weight.name, slot)
@@ -364,17 +369,6 @@ def _weight_files(folder: Path) -> list[Path]:
         if not file.exists():
             raise ModelLoadError(f"{file} is named by {index.name} and missing.")
     return files
-
-
-def _require_weight(name: str, file: Path, stored: str) -> None:
-    """`stored`: a dtype as safetensors names it."""
-    if stored not in _STORED_DTYPES:
-        raise ModelLoadError(
-            f"tensor {name!r} of {file} has dtype {stored}, and a weight is one of "
-            f"{', '.join(_STORED_DTYPES)}: the "
-            "checkpoint is quantised and its config.json does not say how; use the unquantised "
-            "one, or a GGUF file."
-        )
 
 
 def _untied(name: str, slot: Slot) -> str:

@@ -336,9 +336,10 @@ class _Piece:
         self._targets = [targets[place] for place, *_ in form]
         self.kinds = tuple(sorted({target.kind for target in self._targets}))
         self.rank = max(a[0] for _, a, _, _ in form)
+        # what this rank takes of A [rank, in] and, turned, of B
         shapes = [
-            (_taken(target.slot, 1, a), _taken(target.slot, 0, b)[::-1])
-            for target, (_, a, b, _) in zip(self._targets, form, strict=True)
+            [(a[0], size) for size in reversed(target.slot.local_shape)]
+            for target, (_, a, _, _) in zip(self._targets, form, strict=True)
         ]
         self.num_bytes = 4 * sum(rows * columns for pair in shapes for rows, columns in pair)
         # each begins at a multiple of 64 bytes
@@ -367,11 +368,3 @@ class _Piece:
         if wrong >= 0:
             module = self._targets[wrong // 2].module
             raise AdapterError(f"lora_{'AB'[wrong % 2]} of {module!r} is not finite.")
-
-
-def _taken(slot: Slot, axis: int, shape: torch.Size) -> tuple[int, ...]:
-    """Shape of what the rank takes of a matrix that is cut along this axis of the weight."""
-    if slot.parts is None or slot.axis != axis:
-        return tuple(shape)
-    size = sum(stop - start for start, stop in slot.parts)
-    return (shape[0], size) if axis == 1 else (size, shape[1])

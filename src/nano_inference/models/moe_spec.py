@@ -1,14 +1,11 @@
 """`MoeSpec`: what config.json says of layers of experts, and what each family means by it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import whole
+from nano_inference.models.config_checks import Config, whole
 from nano_inference.ops.settings import CLAMP, SLOPE, Routing
 
-Config = Mapping[str, Any]
 _MOST_EXPERTS = 2**20  # of all layers together; each has its rows in the table of parameters
 
 
@@ -113,53 +110,44 @@ def qwen2_experts(config: Config, num_layers: int) -> MoeSpec | None:
     return found and replace(found, shared=shared)
 
 
+def _in_every_layer(config: Config, num_layers: int, normed: bool = True) -> MoeSpec | None:
+    """In all layers, of the width that other models' MLPs have."""
+    inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
+    return _with_experts(MoeSpec(count, inner, Routing(per_token, normed), (True,) * num_layers))
+
+
 def olmoe_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    count, per_token = _expert_counts(config)
-    routing = Routing(per_token, bool(config.get("norm_topk_prob", False)))
-    inner = whole(config, "intermediate_size")
-    return _with_experts(MoeSpec(count, inner, routing, (True,) * num_layers))
+    return _in_every_layer(config, num_layers, bool(config.get("norm_topk_prob", False)))
 
 
 def mixtral_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
-    routing, every = Routing(per_token, True), (True,) * num_layers
-    return _with_experts(
-        MoeSpec(
-            count,
-            inner,
-            routing,
-            every,
-            module="block_sparse_moe",
-            projections=("w1", "w3", "w2"),
-            in_memory=ExpertNames(router=("mlp.gate.weight",)),
-        )
+    found = _in_every_layer(config, num_layers)
+    return found and replace(
+        found,
+        module="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+        in_memory=ExpertNames(router=("mlp.gate.weight",)),
     )
 
 
 def granite_experts(config: Config, num_layers: int) -> MoeSpec | None:
-    inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
     shared = int(config.get("shared_intermediate_size") or 0)
-    moe = "block_sparse_moe"
-    return _with_experts(
-        MoeSpec(
-            count,
-            inner,
-            Routing(per_token, True),
-            (True,) * num_layers,
-            module=moe,
-            router="router.layer.weight",
-            in_memory=ExpertNames(
-                (f"{moe}.router.weight",),
-                (f"{moe}.input_linear.weight", f"{moe}.experts.gate_up_proj"),
-                (f"{moe}.output_linear.weight", f"{moe}.experts.down_proj"),
-            ),
-            stacked=True,
-            shared=SharedExpertSpec(
-                shared, "shared_mlp", projections=(("input_linear",), "output_linear")
-            )
-            if shared
-            else None,
+    found, moe = _in_every_layer(config, num_layers), "block_sparse_moe"
+    return found and replace(
+        found,
+        module=moe,
+        router="router.layer.weight",
+        in_memory=ExpertNames(
+            (f"{moe}.router.weight",),
+            (f"{moe}.input_linear.weight", f"{moe}.experts.gate_up_proj"),
+            (f"{moe}.output_linear.weight", f"{moe}.experts.down_proj"),
+        ),
+        stacked=True,
+        shared=SharedExpertSpec(
+            shared, "shared_mlp", projections=(("input_linear",), "output_linear")
         )
+        if shared
+        else None,
     )
 
 
@@ -169,19 +157,8 @@ def gpt_oss_experts(config: Config, num_layers: int) -> MoeSpec | None:
             raise ModelLoadError(
                 f"config.json has {name}={config[name]!r}; this decoder knows {only} alone."
             )
-    inner, (count, per_token) = whole(config, "intermediate_size"), _expert_counts(config)
-    return _with_experts(
-        MoeSpec(
-            count,
-            inner,
-            Routing(per_token, True),
-            (True,) * num_layers,
-            router="router.weight",
-            stacked=True,
-            columns=True,
-            biases=True,
-        )
-    )
+    found = _in_every_layer(config, num_layers)
+    return found and replace(found, router="router.weight", stacked=True, columns=True, biases=True)
 
 
 def deepseek_v2_experts(config: Config, num_layers: int) -> MoeSpec | None:

@@ -6,14 +6,14 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.models.config_checks import Config
 from nano_inference.regular_files import read_json
 
-Config = Mapping[str, Any]
 # A row of `quantised_weights.FORMATS` each.
 FormatName = Literal[
     "awq", "bitsandbytes-4bit", "bitsandbytes-int8", "fp8", "gguf", "gptq", "int8", "mxfp4",
@@ -221,21 +221,30 @@ class _Description:
         return Quantisation(self.method, self.where, schemes, patterns, activations)
 
 
+_LEFT_OUT = ("modules_to_not_convert",)
+
+
+def _read_one(
+    told: _Description,
+    scheme: Scheme,
+    left_out: tuple[str, ...] = _LEFT_OUT,
+    activations: str = "",
+) -> Quantisation:
+    """One scheme for all modules but for those that the keys `left_out` list."""
+    patterns = _parts_of_names(told.names(*left_out))
+    return told.build((_ANY, scheme), left_out=patterns, activations=activations)
+
+
 def _read_fp8(told: _Description) -> Quantisation:
     """transformers' and DeepSeek's, and AutoFP8's."""
     blocked = told.fields.get("weight_block_size") is not None
     block: Block = told.block("weight_block_size") if blocked else (None, None)
-    return told.build(
-        (_ANY, Scheme("fp8", 8, block)),
-        left_out=_parts_of_names(told.names("modules_to_not_convert", "ignored_layers")),
-        activations=f"fp8, {told.fields.get('activation_scheme', 'dynamic')}",
+    return _read_one(
+        told,
+        Scheme("fp8", 8, block),
+        (*_LEFT_OUT, "ignored_layers"),
+        f"fp8, {told.fields.get('activation_scheme', 'dynamic')}",
     )
-
-
-def _read_fbgemm(told: _Description) -> Quantisation:
-    left_out = _parts_of_names(told.names("modules_to_not_convert"))
-    scheme = Scheme("fp8", 8, (1, None))
-    return told.build((_ANY, scheme), left_out=left_out, activations="fp8, dynamic")
 
 
 _MODELOPT = {
@@ -291,8 +300,7 @@ def _read_awq(told: _Description) -> Quantisation:
     bits = told.one_of("w_bit" if "w_bit" in told.fields else "bits", (4,), 4)
     group = told.group("q_group_size" if "q_group_size" in told.fields else "group_size", 128)
     scheme = Scheme("awq", bits, (1, group), not told.fields.get("zero_point", True))
-    left_out = _parts_of_names(told.names("modules_to_not_convert"))
-    return told.build((_ANY, scheme), left_out=left_out)
+    return _read_one(told, scheme)
 
 
 def _read_bitsandbytes(told: _Description) -> Quantisation:
@@ -303,18 +311,7 @@ def _read_bitsandbytes(told: _Description) -> Quantisation:
     if four == eight:
         raise told.wrong("load_in_4bit", "one of load_in_4bit and load_in_8bit")
     scheme = Scheme("bitsandbytes-4bit", 4) if four else Scheme("bitsandbytes-int8", 8, (1, None))
-    left_out = _parts_of_names(told.names("llm_int8_skip_modules"))
-    return told.build((_ANY, scheme), left_out=left_out, activations="int8, dynamic" * eight)
-
-
-def _read_gguf(told: _Description) -> Quantisation:
-    """What this package writes of a GGUF file (`gguf_codes`)."""
-    return told.build((_ANY, Scheme("gguf", 8)))
-
-
-def _read_mxfp4(told: _Description) -> Quantisation:
-    left_out = _parts_of_names(told.names("modules_to_not_convert"))
-    return told.build((_ANY, Scheme("mxfp4", 4, (1, 32))), left_out=left_out)
+    return _read_one(told, scheme, ("llm_int8_skip_modules",), "int8, dynamic" * eight)
 
 
 # compressed-tensors' formats: -> this one's, type and bits of the codes.
@@ -394,21 +391,23 @@ _READERS: dict[str, Callable[[_Description], Quantisation]] = {
     "awq": _read_awq,
     "bitsandbytes": _read_bitsandbytes,
     "compressed-tensors": _read_compressed,
-    "fbgemm_fp8": _read_fbgemm,
+    "fbgemm_fp8": partial(
+        _read_one, scheme=Scheme("fp8", 8, (1, None)), activations="fp8, dynamic"
+    ),
     "fp8": _read_fp8,
-    "gguf": _read_gguf,
+    # what this package writes of a GGUF file (`gguf_codes`)
+    "gguf": partial(_read_one, scheme=Scheme("gguf", 8), left_out=()),
     "gptq": _read_gptq,
     "modelopt": _read_modelopt,
-    "mxfp4": _read_mxfp4,
+    "mxfp4": partial(_read_one, scheme=Scheme("mxfp4", 4, (1, 32))),
 }
 
 
 def _parts_of_names(names: Iterable[str]) -> list[str]:
     """transformers' rule: the beginning of a name up to a dot, as a pattern, or its end."""
-    patterns = (
+    return [
         rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name.removeprefix('.'))}$" for name in names
-    )
-    return list(patterns)
+    ]
 
 
 def _whole_name(pattern: str) -> str:

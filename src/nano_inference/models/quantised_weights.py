@@ -19,7 +19,7 @@ from nano_inference.models.quantisation import FormatName, Quantisation, Scheme
 from nano_inference.ops.formats import FORMATS as CODE_FORMATS
 from nano_inference.ops.formats import Format as CodeFormat
 from nano_inference.ops.formats import fitting, groups_of
-from nano_inference.ops.quantised import Codes
+from nano_inference.ops.quantised import Codes, unpacked
 
 Shape = tuple[int, ...]
 Place = tuple[slice, ...]  # which of several matrices; empty: there is one
@@ -677,12 +677,9 @@ def gguf_form(tensors: Mapping[str, Any], stem: str, columns: int) -> CodeFormat
 
 def gguf_codes(cut: Cut, form: CodeFormat) -> Codes:
     """Stored rows as codes."""
-    codes = cut[".codes"]
-    if form.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
-        codes = codes if form.mins else codes - 8
-    bounds = (0, codes.shape[1])
-    return Codes(codes, cut[".scales"].float(), form, bounds, cut.get(".mins"))
+    columns = cut[".codes"].shape[1] * 8 // form.bits
+    codes = unpacked(cut[".codes"], columns, form)
+    return Codes(codes, cut[".scales"].float(), form, (0, columns), cut.get(".mins"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
-
-Config = Mapping[str, Any]
+from nano_inference.models.config_checks import Config
 
 
 @dataclass(frozen=True, slots=True)

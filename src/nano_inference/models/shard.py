@@ -258,16 +258,15 @@ def _share(count: int, ranks: int, index: int) -> range:
 
 
 def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
-    if spec.state is not None and mesh != Mesh():
-        raise ConfigError(
-            f"{spec.architecture} has layers with a state, which ranks do not share yet; use "
-            "replicas instead of tensor_parallel, pipeline_parallel or context_parallel."
-        )
-    if spec.kinds and mesh != Mesh():
-        raise ConfigError(
-            f"{spec.architecture} has layers of several kinds, which ranks do not share yet; use "
-            "replicas instead of tensor_parallel, pipeline_parallel or context_parallel."
-        )
+    for has_them, what in (
+        (spec.state is not None, "layers with a state"),
+        (spec.kinds, "layers of several kinds"),
+    ):
+        if has_them and mesh != Mesh():
+            raise ConfigError(
+                f"{spec.architecture} has {what}, which ranks do not share yet; use replicas "
+                "instead of tensor_parallel, pipeline_parallel or context_parallel."
+            )
     if spec.latent is not None and mesh.tensor * mesh.context > 1:
         shared = "tensor" if mesh.tensor > 1 else "context"
         raise ConfigError(

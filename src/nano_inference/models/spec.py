@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import check_end_ids, check_values, shown
+from nano_inference.models.config_checks import Config, check_end_ids, check_values, shown
 from nano_inference.models.gemma4 import gemma4_config, gemma4_text_config
 from nano_inference.models.latent_spec import (
     LatentSpec,
@@ -46,7 +46,6 @@ from nano_inference.models.state_spec import StateSpec, delta_net, short_conv
 from nano_inference.models.text_part import gemma3_text_config, other_names, text_config
 from nano_inference.sampling.logit_scale import LogitScale
 
-Config = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu", "relu2"]
 NormPlacement = Literal["pre", "post", "both"]
 QkNorm = Literal["head", "full"]
@@ -224,6 +223,7 @@ class _Family:
     caps: tuple[str, ...] = ()  # of `_CAPS`, which config.json may name
     # (config, layers); None: the family has none
     windows: Callable[[Config, int], tuple[int, ...]] | None = None
+    windows_if: str | None = None  # what says that there are windows; None: there are
     ropes: ReadRopes = ropes_by_window
     partial_rotary: bool = False  # partial_rotary_factor may say that some numbers do not turn
     scales: Callable[[Config], dict[str, float]] = lambda _: {}
@@ -287,7 +287,11 @@ def _read(
     _check_heads(num_heads, num_kv_heads, head_dim)
     max_position = int(config["max_position_embeddings"])
     qkv_bias, o_bias = family.biases(config)
-    windows = family.windows(config, num_layers) if family.windows else (0,) * num_layers
+    windows = (
+        family.windows(config, num_layers)
+        if family.windows is not None and _told(config, family.windows_if)
+        else (0,) * num_layers
+    )
     ropes = family.ropes(config, max_position, windows)
     kinds = family.kinds(config, windows)
     for kind in kinds:
@@ -376,19 +380,8 @@ def _uniform_window(config: Config, num_layers: int) -> tuple[int, ...]:
     return _windows(config, ["sliding_attention"] * num_layers)
 
 
-def _switched_window(config: Config, num_layers: int) -> tuple[int, ...]:
-    """The same window in every layer where `use_sliding_window` says that there is one."""
-    return (
-        _uniform_window(config, num_layers)
-        if config.get("use_sliding_window", False)
-        else (0,) * num_layers
-    )
-
-
 def _upper_windows(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Qwen: `use_sliding_window` turns windows on in the layers from `max_window_layers` on."""
-    if not config.get("use_sliding_window", False):
-        return (0,) * num_layers
+    """Qwen: in the layers from `max_window_layers` on."""
     first = int(config.get("max_window_layers", num_layers))
     return _windows(
         config, ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
@@ -415,11 +408,7 @@ def _alternating_windows(
 
 
 def _windows_without_rope(config: Config, num_layers: int) -> tuple[int, ...]:
-    """SmolLM3: `use_sliding_window` turns windows on, in the layers that do not turn unless
-    `layer_types` says otherwise.
-    """
-    if not config.get("use_sliding_window", False):
-        return (0,) * num_layers
+    """SmolLM3: in the layers that do not turn, unless `layer_types` says otherwise."""
     turning = turning_layers(config, num_layers)
     return _windows(config, ["full_attention" if each else "sliding_attention" for each in turning])
 
@@ -545,10 +534,17 @@ ARCHITECTURES: dict[str, _Family] = {
         moe=deepseek_v3_experts,
     ),
     "SmolLM3ForCausalLM": _Family(
-        tied_by_default=True, windows=_windows_without_rope, ropes=ropes_but_for_some
+        tied_by_default=True,
+        windows=_windows_without_rope,
+        windows_if="use_sliding_window",
+        ropes=ropes_but_for_some,
     ),
-    "Qwen2ForCausalLM": _Family(biases=lambda _: (True, False), windows=_upper_windows),
-    "Qwen3ForCausalLM": _Family(qk_norm="head", windows=_upper_windows),
+    "Qwen2ForCausalLM": _Family(
+        biases=lambda _: (True, False), windows=_upper_windows, windows_if="use_sliding_window"
+    ),
+    "Qwen3ForCausalLM": _Family(
+        qk_norm="head", windows=_upper_windows, windows_if="use_sliding_window"
+    ),
     "Gemma3ForCausalLM": _Family(
         qk_norm="head",
         norms="both",
@@ -618,11 +614,14 @@ ARCHITECTURES: dict[str, _Family] = {
         ropes=ropes_in_windows_alone,
     ),
     "GraniteForCausalLM": _Family(scales=_granite_scales),
-    "Qwen3MoeForCausalLM": _Family(qk_norm="head", windows=_switched_window, moe=qwen_experts),
+    "Qwen3MoeForCausalLM": _Family(
+        qk_norm="head", windows=_uniform_window, windows_if="use_sliding_window", moe=qwen_experts
+    ),
     "MixtralForCausalLM": _Family(windows=_uniform_window, moe=mixtral_experts),
     "Qwen2MoeForCausalLM": _Family(
         biases=lambda config: (bool(config.get("qkv_bias", True)), False),
         windows=_upper_windows,
+        windows_if="use_sliding_window",
         moe=qwen2_experts,
     ),
     "OlmoeForCausalLM": _Family(qk_norm="full", moe=olmoe_experts),

@@ -2,14 +2,11 @@
 and what of it is kept in the cache.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.config_checks import shown, whole
-
-Config = Mapping[str, Any]
+from nano_inference.models.config_checks import Config, shown, whole
 
 
 class StateColumn(NamedTuple):

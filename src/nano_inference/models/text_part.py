@@ -5,12 +5,7 @@ call the same tensor by one of several names, as transformers changed its mind; 
 other parts is passed over.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from nano_inference.models.config_checks import check_values
-
-Config = Mapping[str, Any]
+from nano_inference.models.config_checks import Config, check_values
 
 # Instead of `model.` before the names of the text model's tensors.
 _MODELS = ("model.language_model.", "language_model.model.")

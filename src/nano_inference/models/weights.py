@@ -599,13 +599,7 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
     gate, up, down = moe.projections
     hf, names = f"{layer}.{moe.module}", moe.in_memory
 
-    def source(expert: int, projection: str, shape: tuple[int, int]) -> Source:
-        name = f"{hf}.experts.{expert}.{projection}.weight"
-        return Source(name, shape, 0, None if expert in part.experts else ((0, 0),))
-
-    gate_up = tuple(
-        source(expert, name, (inner, hidden)) for expert in range(count) for name in (gate, up)
-    )
+    gate_up = _by_expert(part, count, hf, (gate, up), "weight", (inner, hidden))
 
     def fused(names: tuple[str, ...], *shape: int, axes: str = "") -> tuple[Fused, ...]:
         if not (axes and moe.columns):
@@ -641,7 +635,7 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
         ParamSpec(
             f"{own}.experts_down",
             (len(part.experts) * hidden, inner),
-            tuple(source(expert, down, (hidden, inner)) for expert in range(count)),
+            _by_expert(part, count, hf, (down,), "weight", (hidden, inner)),
             fused=fused(names.down, count, hidden, inner, axes="down"),
             codes="layers",
         ),
@@ -649,6 +643,27 @@ def _experts(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[Param
         *_shared_expert(hidden, moe, own, layer),
         *_beside_an_mlp(part.whole, moe, own, layer),
     ]
+
+
+def _by_expert(
+    part: ModelShard,
+    count: int,
+    hf: str,
+    projections: tuple[str, ...],
+    kind: str,
+    shape: tuple[int, ...],
+) -> tuple[Source, ...]:
+    """Tensors of each expert, of which the rank takes those of its own."""
+    return tuple(
+        Source(
+            f"{hf}.experts.{expert}.{projection}.{kind}",
+            shape,
+            0,
+            None if expert in part.experts else ((0, 0),),
+        )
+        for expert in range(count)
+        for projection in projections
+    )
 
 
 def _router_bias(moe: MoeSpec, own: str, hf: str, layer: str) -> list[ParamSpec]:
@@ -697,16 +712,7 @@ def _expert_biases(
         ("gate_up", (gate, up), inner),
         ("down", (down,), hidden),
     ):
-        sources = tuple(
-            Source(
-                f"{hf}.experts.{expert}.{projection}.bias",
-                (size,),
-                0,
-                None if expert in part.experts else ((0, 0),),
-            )
-            for expert in range(count)
-            for projection in projections
-        )
+        sources = _by_expert(part, count, hf, projections, "bias", (size,))
         whole = Fused(
             f"{layer}.mlp.experts.{name}_proj_bias",
             *_of_columns(count, hidden, inner)[f"{name}_bias"],

@@ -45,10 +45,6 @@ class KvFormat:
         """Numbers that are attended of a row so wide."""
         return width - SCALE_BYTES if self.coded else width
 
-    def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a row."""
-        return self.width(head_dim) * self.stored.itemsize
-
     def encode(self, rows: Tensor) -> Tensor:
         """Rows [..., D] of any dtype as they are kept, [..., width]."""
         rows = rows.to(self.dtype)

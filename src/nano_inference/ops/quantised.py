@@ -128,6 +128,17 @@ class Codes:
         return numbers - self.mins.repeat_interleave(widths, dim=1)
 
 
+def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
+    """Codes int8 [n, columns], of rows of bytes that begin with them: those of 4 bits two in a
+    byte, the first in its lower half.
+    """
+    if form.bits == 8:
+        return data[:, :columns].view(torch.int8)
+    pairs = data[:, : -(-columns // 2)]
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
+    return codes.view(torch.int8) - (0 if form.mins else 8)
+
+
 def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
     """A weight [rows, K] in a format. Formats with a minimum are made for what files hold; other
     weights get one that stands in their middle: of codes of 4 bits 8 scales, of 8 bits 0.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.formats import Format, bounds_of, groups_of
-from nano_inference.ops.quantised import Codes, encode, product, widened
+from nano_inference.ops.quantised import Codes, encode, product, unpacked, widened
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 ALIGNMENT = 4  # bytes: scales are read as float32
@@ -109,7 +109,7 @@ class QuantisedWeight:
         first, second, end = self._ends
         scales = self.data[:, first:second].view(self._scale)[:, :groups].float()
         mins = self.data[:, second:end].view(torch.float32) if self.form.mins else None
-        codes = _unpacked(self.data, self.columns, self.form)
+        codes = unpacked(self.data, self.columns, self.form)
         return Codes(codes, scales, self.form, self.bounds, mins)
 
     @property
@@ -146,15 +146,6 @@ def _packed(codes: Tensor, form: Format) -> Tensor:
     moved = codes if form.mins else codes + 8
     pairs = torch.nn.functional.pad(moved, (0, codes.shape[1] % 2)).view(torch.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
-
-
-def _unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
-    """The inverse of it: int8 [n, columns], of rows that begin with their codes."""
-    if form.bits == 8:
-        return data[:, :columns].view(torch.int8)
-    pairs = data[:, : -(-columns // 2)]
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
-    return codes.view(torch.int8) - (0 if form.mins else 8)
 
 
 def _aligned(size: int) -> int:

@@ -138,7 +138,7 @@ class BroadcastReceiver:
         ) -> tuple[Sequence[wire.TensorInfo], Tensor, list[Any], str]:
             number, bucket = numbered
             what = f"bucket {number} of {count}, from {bucket[0].name!r} on,"
-            flat = self._memory_for(wire.num_bytes(bucket))
+            flat = self._memory.take(wire.num_bytes(bucket), device=self.device)
             works = [
                 group.begin_broadcast(flat[start:stop], deadline, what)
                 for start, stop in wire.runs(len(flat))
@@ -183,11 +183,6 @@ class BroadcastReceiver:
 
     def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)
-
-    def _memory_for(self, num_bytes: int) -> Tensor:
-        if self.device.type == "cpu":
-            return self._memory.take(num_bytes)
-        return self._empty(num_bytes, torch.uint8)  # torch keeps a device's memory itself
 
 
 def check_ranks(rank: int, world_size: int) -> None:

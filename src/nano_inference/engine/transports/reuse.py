@@ -9,20 +9,23 @@ from torch import Tensor
 
 from nano_inference.ops.cpu.memory import HUGE_PAGE, advise_huge_pages, populate
 
+CPU = torch.device("cpu")
+
 
 class ReusedMemory:
-    """Gives out pieces of host memory. A piece comes back when the last tensor on it is gone."""
+    """Gives out pieces of memory. A piece comes back when the last tensor on it is gone."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def take(self, num_bytes: int, slack: int = 0) -> Tensor:
+    def take(self, num_bytes: int, slack: int = 0, device: torch.device = CPU) -> Tensor:
         """A tensor uint8 [num_bytes + slack], not initialised. From 2 MiB on its memory is one that
-        was used before, if any. For the slack the system finds pages only when they are written to.
+        was used before, if any; of other devices torch itself keeps the memory. For the slack the
+        system finds pages only when they are written to.
         """
         used, num_bytes = num_bytes, num_bytes + slack
-        if used < HUGE_PAGE:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+        if used < HUGE_PAGE or device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         piece = self._find(num_bytes)
         if piece is None:
             piece = torch.empty(num_bytes, dtype=torch.uint8)

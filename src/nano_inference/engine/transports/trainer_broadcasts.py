@@ -206,10 +206,7 @@ class TrainerBroadcasts:
 
     def _begin(self, runs: Sequence[Run], deadline: Deadline, slack: int) -> "_Bucket":
         starts, size = _laid_out(runs)
-        if self._joined.group.device.type == "cpu":
-            flat = self._memory.take(size, slack)
-        else:
-            flat = torch.empty(size, dtype=torch.uint8, device=self._joined.group.device)
+        flat = self._memory.take(size, slack, self._joined.group.device)
         mark = (
             torch.frombuffer(bytearray(secrets.token_bytes(CANARY)), dtype=torch.uint8)
             if slack

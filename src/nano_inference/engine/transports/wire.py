@@ -63,24 +63,23 @@ Sendable = tuple[TensorInfo, list[Tensor]]  # what describes it, and its tensors
 
 def sendable(weights: Mapping[str, Tensor] | Iterable[WeightPatch]) -> list[Sendable]:
     """Tensors by name, or patches, with what describes them. Raises `WeightUpdateError`."""
-    found: list[Sendable] = []
+    found: list[Sendable]
     if isinstance(weights, Mapping):
-        for name, tensor in cast(Mapping[str, Tensor], weights).items():
-            found.append(
-                (
-                    TensorInfo(name, _known(name, tensor.dtype), tuple(tensor.shape)),
-                    [tensor.detach().contiguous()],
-                )
+        found = [
+            (
+                TensorInfo(name, _known(name, tensor.dtype), tuple(tensor.shape)),
+                [tensor.detach().contiguous()],
             )
+            for name, tensor in cast(Mapping[str, Tensor], weights).items()
+        ]
     else:
-        for name, indices, values in weights:
-            info = TensorInfo(name, _known(name, values.dtype), (), len(indices))
-            found.append(
-                (
-                    info,
-                    [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()],
-                )
+        found = [
+            (
+                TensorInfo(name, _known(name, values.dtype), (), len(indices)),
+                [indices.detach().to(torch.int64).contiguous(), values.detach().contiguous()],
             )
+            for name, indices, values in weights
+        ]
     if not found:
         raise WeightUpdateError(
             "there is nothing to send: weights must be a non-empty state dict or patches."

@@ -128,27 +128,17 @@ class SentUpdates:
         """What each rank holds of a checkpoint tensor."""
         own = self._slots[0].get(name)
         found: list[Tensor | None] = [None if own is None else read(self._model.params, own).cpu()]
-        data: list[list[Tensor]] = [[] for _ in self._worker_group.workers]
-        start, most = (
-            0,
-            max(
-                (_num_bytes(table.get(name), self._dtypes[name]) for table in self._slots[1:]),
-                default=0,
-            ),
-        )
-        while start < most:
+        data = [bytearray() for _ in self._worker_group.workers]
+        sizes = (_num_bytes(table.get(name), self._dtypes[name]) for table in self._slots[1:])
+        for start in range(0, max(sizes, default=0), PIECE_BYTES):
             answers = self._worker_group.call("read", slow=True, name=name, start=start)
-            start += PIECE_BYTES
             for mine, answer in zip(data, answers, strict=True):
-                if answer:
-                    mine.append(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
+                mine.extend(answer)
         for table, mine in zip(self._slots[1:], data, strict=True):
-            slot = table.get(name)
-            # of an expert it may have nothing
-            whole = torch.cat([torch.empty(0, dtype=torch.uint8), *mine])
-            found.append(
-                None if slot is None else whole.view(self._dtypes[name]).view(slot.local_shape)
-            )
+            slot, whole = table.get(name), torch.empty(0, dtype=self._dtypes[name])
+            if mine:  # of an expert it may have nothing
+                whole = torch.frombuffer(mine, dtype=self._dtypes[name])
+            found.append(None if slot is None else whole.view(slot.local_shape))
         return found
 
     def _send(

@@ -31,6 +31,7 @@ dist: Any = torch.distributed
 
 ROOM = "nano-inference/ranks"
 WAIT_SECONDS = 120.0  # for the others to come
+_engines_served = 0  # by this process
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -93,6 +94,7 @@ def serve_rank() -> None:
     When rank 0 is lost amid a step this process ends. Raises `ConfigError` where it cannot be part
     of the engine.
     """
+    global _engines_served
     told = environment()
     rank = told["RANK"]
     if rank == "0":
@@ -105,7 +107,7 @@ def serve_rank() -> None:
         begin = msgspec.json.decode(store.get(f"{ROOM}/{round_}/{rank}"), type=Begin)
     except RuntimeError as problem:
         raise ConfigError(f"rank 0 has built no engine within {WAIT_SECONDS:g} s.") from problem
-    _count_engine()
+    _engines_served += 1
     alone = told["LOCAL_WORLD_SIZE"] == told["WORLD_SIZE"]
     host = "" if alone else _own_address(told["MASTER_ADDR"])
     run_worker(msgspec.structs.replace(begin, local_rank=int(told["LOCAL_RANK"]), host=host))
@@ -120,14 +122,6 @@ def environment(read: Callable[[str], str | None] = os.environ.get) -> dict[str,
             f"torchrun has not set {', '.join(missing)}: start the script with torchrun."
         )
     return {name: value for name, value in found.items() if value is not None}
-
-
-_engines_served = 0
-
-
-def _count_engine() -> None:
-    global _engines_served
-    _engines_served += 1
 
 
 def _store() -> Any:

@@ -12,7 +12,6 @@ would end the process that loads it.
 """
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -28,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-from nano_inference.cache_folder import cache_folder, unfinished
+from nano_inference.cache_folder import cache_folder, locked, unfinished
 from nano_inference.errors import ConfigError
 from nano_inference.progress import Progress
 
@@ -324,7 +323,6 @@ MANIFEST = "sha256"
 # seconds that a process waits for another that builds: more than any build may take
 PATIENCE = 900.0
 ABANDONED = 3600.0  # seconds after which an unfinished folder counts as abandoned
-_LOOK_AGAIN = 0.1  # seconds
 
 
 def is_whole(library: Path) -> bool:
@@ -367,22 +365,16 @@ def alone(root: Path, patience: float = PATIENCE) -> Iterator[None]:
     Raises:
         TimeoutError: another process has built for longer than `patience` seconds.
     """
-    deadline = time.monotonic() + patience
     with (root / LOCK).open("a", encoding="ascii") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"another process has held {root / LOCK} for more than {patience:g} s; "
-                        "end that process."
-                    ) from None
-                time.sleep(_LOOK_AGAIN)
-                continue
-            except OSError:
-                pass
-            break
+        try:
+            is_mine = locked(file.fileno(), patience)
+        except OSError:
+            is_mine = True
+        if not is_mine:
+            raise TimeoutError(
+                f"another process has held {root / LOCK} for more than {patience:g} s; "
+                "end that process."
+            )
         yield  # closing the file lets go
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple
 
 import torch
 from torch import Tensor
@@ -333,38 +333,43 @@ class Recorder:
         self, projected: Buffer, weights: ShortConvWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
         """See `Ops.short_conv`."""
-        states = self._states_of()
-
-        def compute(batch: Any, out: Tensor, rows: Tensor) -> None:
-            out.copy_(states.short_conv(rows, weights, batch, view, layer))
-
-        return self.call(None, compute, (projected,), projected.columns // 3, self.dtype)
+        return self._of_states(
+            lambda states, batch, rows: states.short_conv(rows, weights, batch, view, layer),
+            (projected,),
+            projected.columns // 3,
+        )
 
     def delta_net(
         self, projected: Buffer, weights: DeltaWeights, _batch: Any, view: Any, layer: int
     ) -> Buffer:
         """See `Ops.delta_net`."""
-        states = self._states_of()
-
-        def compute(batch: Any, out: Tensor, rows: Tensor) -> None:
-            out.copy_(states.delta_net(rows, weights, batch, view, layer))
-
-        width = weights.value_heads * weights.value_dim
-        return self.call(None, compute, (projected,), width, self.dtype)
+        return self._of_states(
+            lambda states, batch, rows: states.delta_net(rows, weights, batch, view, layer),
+            (projected,),
+            weights.value_heads * weights.value_dim,
+        )
 
     def sigmoid_gate(self, x: Buffer, gate: Buffer) -> Buffer:
         """See `Ops.sigmoid_gate`."""
-        states = self._states_of()
+        return self._of_states(
+            lambda states, _, rows, gates: states.sigmoid_gate(rows, gates), (x, gate), x.columns
+        )
 
-        def compute(_batch: Any, out: Tensor, rows: Tensor, gates: Tensor) -> None:
-            out.copy_(states.sigmoid_gate(rows, gates))
+    def _of_states(
+        self,
+        compute: Callable[Concatenate[CpuStates, Any, ...], Tensor],
+        inputs: tuple[Buffer, ...],
+        columns: int,
+    ) -> Buffer:
+        """What `compute` gives of the operations on states, the batch and tensors."""
+        states = self._states
+        if states is None:
+            raise ValueError("this program has no layers with a state.")
 
-        return self.call(None, compute, (x, gate), x.columns, self.dtype)
+        def run(batch: Any, out: Tensor, *rows: Tensor) -> None:
+            out.copy_(compute(states, batch, *rows))
 
-    def _states_of(self) -> CpuStates:
-        _require(self._states is not None, "this program has no layers with a state.")
-        assert self._states is not None
-        return self._states
+        return self.call(None, run, inputs, columns, self.dtype)
 
     def gate(self, x: Buffer, activation: str = "silu") -> Buffer:
         """See `Ops.gate`."""
@@ -383,8 +388,8 @@ class Recorder:
     ) -> Buffer:
         """See `Ops.moe`."""
         moe = self._moe
-        _require(moe is not None, "this program has no experts.")
-        assert moe is not None
+        if moe is None:
+            raise ValueError("this program has no experts.")
 
         def compute(_batch: Any, out: Tensor, rows: Tensor, own: Tensor | None = None) -> None:
             out.copy_(moe(rows, experts, exchange, note, own))
