@@ -33,11 +33,11 @@ ODD = "tests.structured.odd_compiler"
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> CompileProcesses:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return CompileProcesses(ODD, memory=2**28)
+    return CompileProcesses(ODD, lambda _: TOKENS, memory=2**28)
 
 
 def compiled(children: CompileProcesses, kind: str) -> bytes:
-    return children.compile(GRAMMAR, WORDS, lambda: TOKENS, Job(kind, "!"))
+    return children.compile(GRAMMAR, WORDS, Job(kind, "!"))
 
 
 def ids(children: CompileProcesses) -> set[int]:
@@ -115,7 +115,7 @@ def test_compilations_at_once_have_a_child_each(children: CompileProcesses) -> N
 
 
 def test_a_child_that_does_not_start_says_why(children: CompileProcesses) -> None:
-    missing = CompileProcesses("tests.structured.no_compiler")
+    missing = CompileProcesses("tests.structured.no_compiler", lambda _: TOKENS)
     with pytest.raises(InvalidRequest, match=r"process that compiles grammars.*no_compiler"):
         compiled(missing, "")
 

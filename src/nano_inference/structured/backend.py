@@ -1,16 +1,22 @@
 """What makes masks from grammars: the protocol of backends, and which there are."""
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.grammar import BackendName, Grammar
+
+MOST_KEPT = 4  # vocabularies that a backend has read
+
+Read = TypeVar("Read")
 
 
 class GrammarError(Exception):
@@ -127,6 +133,24 @@ def fill_each(matchers: Sequence[Matcher], table: np.ndarray) -> list[GrammarErr
         except GrammarError as problem:
             problems.append(problem)
     return problems
+
+
+def kept(read: Callable[[Vocabulary], Read]) -> Callable[[Vocabulary], Read]:
+    """`read`, whose results for the last few vocabularies are kept. Any thread may call it; one
+    reads at a time.
+    """
+    known: OrderedDict[str, Read] = OrderedDict()
+    reading = threading.Lock()
+
+    def of(vocabulary: Vocabulary) -> Read:
+        with reading:
+            if vocabulary.key not in known:
+                known[vocabulary.key] = read(vocabulary)
+                if len(known) > MOST_KEPT:
+                    known.popitem(last=False)
+            return known[vocabulary.key]
+
+    return of
 
 
 _MODULES: Mapping[str, tuple[str, str]] = {
