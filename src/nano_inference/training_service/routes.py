@@ -5,7 +5,6 @@ size.
 import asyncio
 import hmac
 import json
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
@@ -45,8 +44,6 @@ from nano_inference.training_service.messages import (
 )
 from nano_inference.training_service.protobuf import forward_backward_request
 from nano_inference.training_service.service import Service
-
-log = logging.getLogger("nano_inference.training_service")
 
 ROOT = "/api/v1"
 FILES = f"{ROOT}/files"  # their links are their keys
@@ -98,9 +95,7 @@ def build_app(service: Service, *, poll: float = POLL) -> ASGIApp:
 async def _answer_to(_: Request, problem: Exception) -> Response:
     if isinstance(problem, HTTPException):
         return _error(problem.status_code, f"this service has no such route: {problem.detail}.")
-    refusal = refusal_of(problem)
-    if refusal is not problem and refusal.status == 500:
-        log.error("a request failed", exc_info=problem)
+    refusal = refusal_of(problem, "a request")
     return _error(refusal.status, str(refusal))
 
 
