@@ -1,6 +1,5 @@
 """`nano-inference run-batch`: a file of requests in OpenAI's batch form, answered row by row."""
 
-import importlib.util
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +15,6 @@ from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.models.embedded import install_command
 from nano_inference.serving.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -91,12 +89,8 @@ def run_batch(
     if (model is None) == (server is None):
         raise ConfigError("give --model or --server, one of them.")
     _check_given(ctx, model is not None)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing and model is not None:
-        raise ConfigError(
-            f"--model needs {', '.join(missing)}, which this installation lacks; all that is "
-            f"missing comes with: {install_command(model, 'server')}"
-        )
+    if model is not None:
+        options.require_packages(_NEEDED, "--model", model, "server")
     if out.exists() and out.samefile(source):
         raise ConfigError(f"{out} is the input and cannot be the output too.")
     from nano_inference.serving.batches import Output, Reader, lines_of, run_lines
