@@ -167,9 +167,9 @@ def test_grammars_are_checked_without_the_packages_and_without_torch() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nano_inference.structured import backend, xgrammar_backend
+    from nano_inference.structured import backend
 
-    monkeypatch.setattr(xgrammar_backend, "find_spec", lambda _: None)
+    monkeypatch.setattr(backend, "find_spec", lambda _: None)
     monkeypatch.delitem(backend._loaded, "xgrammar", raising=False)  # pyright: ignore
     with pytest.raises(InvalidRequest, match=r"xgrammar needs .*nano-inference\[xgrammar\]"):
         backend.backend_named("xgrammar")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -153,10 +154,11 @@ def kept(read: Callable[[Vocabulary], Read]) -> Callable[[Vocabulary], Read]:
     return of
 
 
-_MODULES: Mapping[str, tuple[str, str]] = {
-    "llguidance": ("llguidance_backend", "llguidance"),
-    "xgrammar": ("xgrammar_backend", "nano-inference[xgrammar]"),
-    "outlines": ("outlines_backend", "nano-inference[outlines]"),
+# by name: the class, the module that it needs, and what pip installs
+_CLASSES: Mapping[str, tuple[str, str, str]] = {
+    "llguidance": ("LlguidanceBackend", "llguidance", "llguidance"),
+    "xgrammar": ("XgrammarBackend", "xgrammar", "nano-inference[xgrammar]"),
+    "outlines": ("OutlinesBackend", "outlines_core", "nano-inference[outlines]"),
 }
 _loaded: dict[str, Backend] = {}
 
@@ -164,11 +166,12 @@ _loaded: dict[str, Backend] = {}
 def backend_named(name: BackendName) -> Backend:
     """The backend of a name. Raises `InvalidRequest` where its package is missing."""
     if name not in _loaded:
-        module, package = _MODULES[name]
+        kind, needed, package = _CLASSES[name]
         try:
-            loaded: Any = import_module(f"nano_inference.structured.{module}")
-            make: Callable[[], Backend] = loaded.make_backend
-            _loaded[name] = make()
+            if find_spec(needed) is None:  # not imported here: xgrammar would import torch
+                raise ImportError(f"No module named {needed!r}")
+            loaded: Any = import_module(f"nano_inference.structured.{name}_backend")
+            _loaded[name] = getattr(loaded, kind)()
         except ImportError as problem:
             raise InvalidRequest(
                 f"the grammar backend {name} needs the package {package}: {problem}; install it, "

@@ -30,11 +30,6 @@ FEW = 8  # matchers whose masks are made sooner by one thread
 MOST_THREADS = 16
 
 
-def make_backend() -> Backend:
-    """The backend."""
-    return LlguidanceBackend()
-
-
 class LlguidanceBackend:
     """Compiles with llguidance. Keeps the tokenizers that it has read."""
 

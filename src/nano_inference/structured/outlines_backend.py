@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -55,13 +54,6 @@ DEPTH = 1
 _HOLDS = {"items", "prefixItems", "properties", "additionalProperties"}
 MOST_STEPS = 2**23  # from a state to another by a token: 8 bytes each
 END = "\U0010fffe"  # no character; it ends the texts that the automaton reads
-
-
-def make_backend() -> Backend:
-    """The backend. Raises `ImportError` where the package is missing."""
-    if find_spec("outlines_core") is None:
-        raise ImportError("No module named 'outlines_core'")
-    return OutlinesBackend()
 
 
 class Table(msgspec.Struct):

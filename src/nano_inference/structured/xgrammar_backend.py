@@ -7,7 +7,6 @@ The API process checks grammars with this module and never imports xgrammar, whi
 import json
 import os
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -55,13 +54,6 @@ ABILITIES = Abilities(
 # What stands between the tokens of JSON, as `json.dumps` writes it: less than the default allows.
 SEPARATORS = {COMPACT: (",", ":"), BOUNDED: (", ", ": ")}
 KINDS = ("json", "regex", "choice", "gbnf")
-
-
-def make_backend() -> Backend:
-    """The backend. Raises `ImportError` where the package is missing."""
-    if find_spec("xgrammar") is None:
-        raise ImportError("No module named 'xgrammar'")
-    return XgrammarBackend()
 
 
 class XgrammarBackend:
