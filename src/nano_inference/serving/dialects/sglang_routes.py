@@ -56,7 +56,6 @@ _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
     "in_place": ("keep", "keep"),
 }
 _NOTHING_TO_RELEASE = "cuda_graph"  # a tag of SGLang's; here its memory goes with the cache's
-_PARTS: Mapping[str, Memory] = {part: part for part in get_args(Memory)}
 
 _NOT_HERE: Mapping[str, str] = {
     "/post_process_weights": "weights are not repacked here; send them as they stand in a "
@@ -564,11 +563,10 @@ async def _change_memory(
 
 def _memory(fields: Fields) -> list[Memory]:
     tags = fields.texts("tags")
-    if tags is None:
-        return list(_PARTS.values())
-    if unknown := [each for each in tags if each not in (*_PARTS, _NOTHING_TO_RELEASE)]:
-        raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(_PARTS)}.", "tags")
-    return [part for name, part in _PARTS.items() if name in tags]
+    parts = get_args(Memory)
+    if unknown := [each for each in tags or () if each not in (*parts, _NOTHING_TO_RELEASE)]:
+        raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(parts)}.", "tags")
+    return [part for part in parts if tags is None or part in tags]
 
 
 async def _rows(control: Control, fields: Fields) -> list[Any]:
