@@ -21,6 +21,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, api_error_of, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
+from nano_inference.serving.tasks import start_task
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
 
 MAX_NAME = 256  # characters
@@ -564,10 +565,7 @@ class Control:
         """Let the engine cancel it, and the next update wait for that."""
         if self._engine.update is update:
             self._engine.update = None
-        task = asyncio.create_task(self._cancel(update.number, why))
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)
-        return task
+        return start_task(self._cancel(update.number, why), self._cancelling)
 
     async def _cancel(self, session: int, reason: str) -> bool:
         text = f"the weight update was cancelled: {reason}"

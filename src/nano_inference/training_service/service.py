@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nano_inference.serving.tasks import start_task
 from nano_inference.training_service.base import Adapter, Base
 from nano_inference.training_service.checkpoints import Checkpoints, Kind, Run
 from nano_inference.training_service.config import TrainServiceConfig
@@ -587,7 +588,7 @@ class Service:
                 found = await self.base.generate(prompt, params, request.num_samples, adapter)
             return sampled(request, found)
 
-        future.task = self._start(self._sample(future, generate, session))
+        future.task = start_task(self._sample(future, generate, session), self._tasks)
         if session is not None:
             session.sampling.add(future)
         return future, ids
@@ -655,9 +656,3 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._training.shutdown)
         await asyncio.to_thread(self.base.close)
-
-    def _start(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(what)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

@@ -20,6 +20,7 @@ from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
+from nano_inference.serving.tasks import start_task
 from nano_inference.speculation.joined import counted, joined
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, SpeculationStats
 
@@ -217,15 +218,11 @@ class Supervisor:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a task, until the fleet's end."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(work, self._tasks)
 
     def _end(self, client: EngineClient) -> None:
         """Close it. `close` waits for this task, and does not cancel it."""
-        task = asyncio.get_running_loop().create_task(client.close())
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
+        start_task(client.close(), self._ends)
 
     def living(self) -> dict[str, EngineClient]:
         """Those that serve, draining ones too."""
