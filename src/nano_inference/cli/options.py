@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import wraps
 from pathlib import Path
@@ -292,6 +292,16 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     """Whether an option is given, on the command line or by a variable of the environment."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
+
+
+def first_given(ctx: typer.Context, names: Container[str | None]) -> str | None:
+    """The flag of the first of these options that is given; None: none is."""
+    given = (
+        each.opts[0]
+        for each in ctx.command.params
+        if each.name is not None and each.name in names and is_given(ctx, each.name)
+    )
+    return next(given, None)
 
 
 def key_of(key: str | None, file: Path | None) -> str | None:

@@ -134,14 +134,9 @@ def run_batch(
 def _check_given(ctx: typer.Context, in_process: bool) -> None:
     """No option is passed over. Raises `ConfigError`."""
     theirs = ("api_key", "api_key_file") if in_process else (*_SERVER, *_ENGINE)
-    for name in theirs:
-        if options.is_given(ctx, name):
-            needs = "--server" if in_process else "--model"
-            raise ConfigError(f"{_flag(ctx, name)} means nothing without {needs}.")
-
-
-def _flag(ctx: typer.Context, name: str) -> str:
-    return next(each.opts[0] for each in ctx.command.params if each.name == name)
+    if (flag := options.first_given(ctx, theirs)) is not None:
+        needs = "--server" if in_process else "--model"
+        raise ConfigError(f"{flag} means nothing without {needs}.")
 
 
 @asynccontextmanager
@@ -149,9 +144,9 @@ async def _of_engine(engine: EngineConfig, config: ServerConfig) -> "AsyncIterat
     from nano_inference.serving.local import local_app
 
     with errors.status(f"loading {engine.model_path}") as status:
-        async with local_app(engine, config) as app:
+        async with local_app(engine, config) as ask:
             status.stop()
-            yield app.ask
+            yield ask
 
 
 @asynccontextmanager
