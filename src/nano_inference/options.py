@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, field, fields
 from functools import wraps
 from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
@@ -46,6 +46,14 @@ def check_least(config: Any, error: type[NanoInferenceError]) -> None:
             continue
         wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise error(f"{each.name}={value!r} must be {wanted}.")
+
+
+def check_seconds(config: Any, names: Iterable[str], error: type[NanoInferenceError]) -> None:
+    """Raise `error` for an option of these that is no positive and finite number."""
+    for name in names:
+        value = getattr(config, name)
+        if not is_number(value) or not 0 < value < math.inf:
+            raise error(f"{name}={value!r} must be a positive number of seconds.")
 
 
 def is_optional(each: "Field[Any]") -> bool:

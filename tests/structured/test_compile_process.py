@@ -33,11 +33,11 @@ ODD = "tests.structured.odd_compiler"
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> CompileProcesses:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return CompileProcesses(ODD, memory=2**28)
+    return CompileProcesses(ODD, lambda _: TOKENS, memory=2**28)
 
 
 def compiled(children: CompileProcesses, kind: str) -> bytes:
-    return children.compile(GRAMMAR, WORDS, lambda: TOKENS, Job(kind, "!"))
+    return children.compile(GRAMMAR, WORDS, Job(kind, "!"))
 
 
 def ids(children: CompileProcesses) -> set[int]:
@@ -115,7 +115,7 @@ def test_compilations_at_once_have_a_child_each(children: CompileProcesses) -> N
 
 
 def test_a_child_that_does_not_start_says_why(children: CompileProcesses) -> None:
-    missing = CompileProcesses("tests.structured.no_compiler")
+    missing = CompileProcesses("tests.structured.no_compiler", lambda _: TOKENS)
     with pytest.raises(InvalidRequest, match=r"process that compiles grammars.*no_compiler"):
         compiled(missing, "")
 
@@ -167,9 +167,9 @@ def test_grammars_are_checked_without_the_packages_and_without_torch() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nano_inference.structured import backend, xgrammar_backend
+    from nano_inference.structured import backend
 
-    monkeypatch.setattr(xgrammar_backend, "find_spec", lambda _: None)
+    monkeypatch.setattr(backend, "find_spec", lambda _: None)
     monkeypatch.delitem(backend._loaded, "xgrammar", raising=False)  # pyright: ignore
     with pytest.raises(InvalidRequest, match=r"xgrammar needs .*nano-inference\[xgrammar\]"):
         backend.backend_named("xgrammar")

@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from nano_inference.bench.cpu_time import server_parts
 from nano_inference.bench.shape import HIGHEST_ID, LOWEST_ID, Ask, Lengths, Shape, start_times
 from nano_inference.bench.wire import Broken, connect
 from nano_inference.cli import options
-from nano_inference.cli.terminal import errors, output
+from nano_inference.cli.terminal import errors, output, write_file
 from nano_inference.errors import ConfigError
 
 REQUESTS = 256  # where neither a number nor a duration is given
@@ -244,7 +243,9 @@ def bench(
     if out is not None:
         told = {"url": target.url, "model": target.model, "sent": str(shape), "pace": str(pace)}
         report = told | {"seed": seed, "limits": limits, "version": nano_inference.__version__}
-        _write(out, report | {"summary": row, "requests": [*_rows(done)]})
+        report |= {"summary": row, "requests": [*_rows(done)]}
+        write_file(out, json.dumps(report, indent=1) + "\n")
+        errors.print(f"written: {out}", style="dim", soft_wrap=True)
     if plot is not None:
         from nano_inference.bench.picture import draw  # imports matplotlib
 
@@ -404,15 +405,3 @@ def _rows(done: load.Load) -> Iterator[dict[str, Any]]:
             "error_kind": each.kind,
             "error": each.error,
         }
-
-
-def _write(file: Path, report: dict[str, Any]) -> None:
-    """The whole file or none."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(report, indent=1) + "\n")
-        beside.replace(file)
-    except OSError as problem:
-        beside.unlink(missing_ok=True)
-        raise ConfigError(f"{file} cannot be written: {problem}") from None
-    errors.print(f"written: {file}", style="dim", soft_wrap=True)

@@ -115,9 +115,8 @@ def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None
         if url is None
         else ((*options.ONE_ENGINE, "generation_config", "adapter"), "an engine of your own")
     )
-    for option in ctx.command.params:
-        if option.name in unused and options.is_given(ctx, option.name):
-            raise typer.BadParameter(f"{option.opts[0]} is for {owner}; leave it out.")
+    if (flag := options.first_given(ctx, unused)) is not None:
+        raise typer.BadParameter(f"{flag} is for {owner}; leave it out.")
 
 
 def _require_template(model: str, tokenizer: str | None) -> None:

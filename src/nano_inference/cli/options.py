@@ -1,8 +1,9 @@
 """Options of commands: made from the fields of configurations, or shared as annotated types."""
 
+import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import wraps
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from nano_inference.cli.terminal import errors, set_up_logging
 from nano_inference.errors import ConfigError
+from nano_inference.models.embedded import install_command
 from nano_inference.models.generation_defaults import (
     AUTO,
     NONE,
@@ -60,6 +62,18 @@ def _read(file: Path, what: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{what} {file} cannot be read: {problem}") from None
+
+
+def require_packages(names: Iterable[str], what: str, model: str, extra: str) -> None:
+    """Raise `ConfigError` where some of these packages are missing, which `what` needs; it names
+    the command that installs the extra.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{what} needs {', '.join(missing)}, which this installation lacks; all that is "
+            f"missing comes with: {install_command(model, extra)}"
+        )
 
 
 # -- options made from fields ----------------------------------------------------------------------
@@ -278,6 +292,16 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     """Whether an option is given, on the command line or by a variable of the environment."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
+
+
+def first_given(ctx: typer.Context, names: Container[str | None]) -> str | None:
+    """The flag of the first of these options that is given; None: none is."""
+    given = (
+        each.opts[0]
+        for each in ctx.command.params
+        if each.name is not None and each.name in names and is_given(ctx, each.name)
+    )
+    return next(given, None)
 
 
 def key_of(key: str | None, file: Path | None) -> str | None:

@@ -1,6 +1,5 @@
 """`nano-inference report`: a file of samples as one page for a browser."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from nano_inference.cli import options
 from nano_inference.cli.report_page import Page, Pieces
-from nano_inference.cli.terminal import errors
+from nano_inference.cli.terminal import errors, write_file
 from nano_inference.errors import ConfigError, InvalidRequest
 
 SHOWN_REASONS = 5
@@ -59,13 +58,7 @@ def report(
         errors.print(reason, markup=False, soft_wrap=True)
     if not page.count:
         raise InvalidRequest(f"{file} holds no sample that can be read ({page.refused} lines).")
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        beside.write_text(page.html(title or file.name), encoding="utf-8")
-        beside.replace(out)
-    except OSError as problem:
-        beside.unlink(missing_ok=True)
-        raise ConfigError(f"{out} cannot be written: {problem}") from None
+    write_file(out, page.html(title or file.name))
     errors.print(f"{page.count:,} samples, {page.refused:,} lines left out: {out}", soft_wrap=True)
 
 

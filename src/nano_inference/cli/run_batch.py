@@ -1,6 +1,5 @@
 """`nano-inference run-batch`: a file of requests in OpenAI's batch form, answered row by row."""
 
-import importlib.util
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +15,6 @@ from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.models.embedded import install_command
 from nano_inference.serving.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -91,12 +89,8 @@ def run_batch(
     if (model is None) == (server is None):
         raise ConfigError("give --model or --server, one of them.")
     _check_given(ctx, model is not None)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing and model is not None:
-        raise ConfigError(
-            f"--model needs {', '.join(missing)}, which this installation lacks; all that is "
-            f"missing comes with: {install_command(model, 'server')}"
-        )
+    if model is not None:
+        options.require_packages(_NEEDED, "--model", model, "server")
     if out.exists() and out.samefile(source):
         raise ConfigError(f"{out} is the input and cannot be the output too.")
     from nano_inference.serving.batches import Output, Reader, lines_of, run_lines
@@ -140,14 +134,9 @@ def run_batch(
 def _check_given(ctx: typer.Context, in_process: bool) -> None:
     """No option is passed over. Raises `ConfigError`."""
     theirs = ("api_key", "api_key_file") if in_process else (*_SERVER, *_ENGINE)
-    for name in theirs:
-        if options.is_given(ctx, name):
-            needs = "--server" if in_process else "--model"
-            raise ConfigError(f"{_flag(ctx, name)} means nothing without {needs}.")
-
-
-def _flag(ctx: typer.Context, name: str) -> str:
-    return next(each.opts[0] for each in ctx.command.params if each.name == name)
+    if (flag := options.first_given(ctx, theirs)) is not None:
+        needs = "--server" if in_process else "--model"
+        raise ConfigError(f"{flag} means nothing without {needs}.")
 
 
 @asynccontextmanager
@@ -155,9 +144,9 @@ async def _of_engine(engine: EngineConfig, config: ServerConfig) -> "AsyncIterat
     from nano_inference.serving.local import local_app
 
     with errors.status(f"loading {engine.model_path}") as status:
-        async with local_app(engine, config) as app:
+        async with local_app(engine, config) as ask:
             status.stop()
-            yield app.ask
+            yield ask
 
 
 @asynccontextmanager

@@ -8,10 +8,9 @@ import typer
 
 from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
-from nano_inference.cli.options import FieldOptions, read_keys, read_template
+from nano_inference.cli.options import FieldOptions, read_keys, read_template, require_packages
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.models.embedded import install_command
 from nano_inference.serving.config import KEYS, SERVER, ServerConfig
 
 _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn", "zmq")
@@ -83,13 +82,7 @@ def serve(
     nano-inference serve smollm2-135m --port 8000
     nano-inference serve smollm2-135m --rl --replicas 2
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"the server needs {', '.join(missing)}, which this installation lacks; all that is "
-            "missing comes with: "
-            f"{install_command(model, 'server')}"
-        )
+    require_packages(_NEEDED, "the server", model, "server")
     from nano_inference.serving.main import serve as run
     from nano_inference.serving.parsing import chat_format
 

@@ -2,11 +2,13 @@
 
 import logging
 import math
+import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -15,6 +17,7 @@ from rich.logging import RichHandler
 from rich.status import Status
 from rich.text import Text
 
+from nano_inference.errors import ConfigError
 from nano_inference.progress import shown_by
 
 if TYPE_CHECKING:
@@ -44,6 +47,17 @@ def write(text: str) -> None:
     # not `print`: it would expand tabs and drop what it takes for control codes
     output.file.write(printable(text))
     output.file.flush()
+
+
+def write_file(file: Path, text: str) -> None:
+    """Write a file of UTF-8, the whole or none of it. Raises `ConfigError`."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    except OSError as problem:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"{file} cannot be written: {problem}") from None
 
 
 def set_up_streams() -> None:

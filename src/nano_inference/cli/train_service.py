@@ -1,6 +1,5 @@
 """`nano-inference train-service`: LoRA training over HTTP, by the API of the client `tinker`."""
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +7,8 @@ from typing import Annotated
 import typer
 
 from nano_inference.cli import options
-from nano_inference.cli.options import FieldOptions, read_keys
+from nano_inference.cli.options import FieldOptions, read_keys, require_packages
 from nano_inference.config import EngineConfig
-from nano_inference.errors import ConfigError
-from nano_inference.models.embedded import install_command
 from nano_inference.training_service.config import KEYS, TrainServiceConfig
 
 _NEEDED = ("fastapi", "httptools", "pydantic", "uvicorn")
@@ -46,12 +43,7 @@ def train_service(
 
     nano-inference train-service smollm2-135m --state-dir state/
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"the training service needs {', '.join(missing)}, which this installation lacks; all "
-            f"that is missing comes with: {install_command(model, 'tinker')}"
-        )
+    require_packages(_NEEDED, "the training service", model, "tinker")
     from nano_inference.training_service.main import serve
 
     config = TrainServiceConfig(**service)

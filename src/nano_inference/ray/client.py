@@ -18,6 +18,7 @@ from nano_inference.ray.cluster import Placement, RankNeeds, num_ranks, rank_con
 from nano_inference.ray.kept import Bucket, KeptUpdate
 from nano_inference.serving.client import STOPPING, RemoteClient
 from nano_inference.serving.messages import FromEngine, Ready, Stop
+from nano_inference.serving.tasks import start_task
 
 log = logging.getLogger("nano_inference.ray")
 
@@ -233,9 +234,7 @@ class RayClient(RemoteClient):
         self._settle(EngineDead(reason))
 
     def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(work, self._tasks)
 
 
 def _reason(problem: BaseException) -> str:

@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nano_inference.config import EngineConfig, require_count
+from nano_inference.config import EngineConfig
 from nano_inference.engine.adapters import AdapterInfo
-from nano_inference.engine.assembly import require_one_rank
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import AdapterError, ConfigError
 from nano_inference.models.lora import (
@@ -41,12 +40,11 @@ from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batc
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.policy import (
     ScoringModule,
-    dtype_of_products,
     place_param,
     sum_of_parts,
 )
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
-from nano_inference.rl.torch_decoder import LORA, TorchDecoder
+from nano_inference.rl.torch_decoder import LORA
 from nano_inference.scheduling.sequence import POLICY
 from nano_inference.types import KvPolicy
 
@@ -84,16 +82,8 @@ class LoraPolicy(ScoringModule):
         num_workers: int | None = None,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(engine, micro_batch_tokens, num_workers)
         settings = settings or LoraSettings()
-        for what, count in (
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("num_workers", num_workers),
-        ):
-            if count is not None:
-                require_count(what, count)
-        self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
-        require_one_rank(self.engine.runner, "LoraPolicy")
         spec, own = self.engine.spec, self.engine.model
         if spec.state is not None or spec.moe is not None:
             kind = "experts" if spec.moe is not None else "layers that carry a state"
@@ -109,7 +99,6 @@ class LoraPolicy(ScoringModule):
         if settings.rank > most:
             raise AdapterError(f"rank={settings.rank} is above max_lora_rank={most}.")
         self.settings, self.name = settings, name
-        self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
         self._targets = chosen(spec, settings.targets)
         generator = torch.Generator().manual_seed(settings.seed)
         for target in self._targets:
@@ -125,10 +114,8 @@ class LoraPolicy(ScoringModule):
             for place, target in self._by_place()
         ]
         self._memory = AdapterMemory(spec, own.device, own.ops.placed)
-        products = dtype_of_products(self.engine, gradient_dtype)
-        kept = self.engine.runner.storage.format
-        self._decoder = TorchDecoder(own.spec, own.ropes, own.embed_scale, products, kept)
-        self._frozen = _Frozen(self.engine, products)
+        self._decoder = self._torch_decoder(gradient_dtype)
+        self._frozen = _Frozen(self.engine, self._decoder.dtype)
         self._lock = threading.Lock()
         self._scoring: tuple[list[State], Adapter] | None = None
 

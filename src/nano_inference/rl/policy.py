@@ -51,9 +51,33 @@ WEIGHT_SET = "trainer"
 
 
 class ScoringModule(nn.Module):
-    """Parameters whose logprobs the engine computes, and their gradients by `_gradients`."""
+    """Parameters whose logprobs the engine computes, and their gradients by `_gradients`.
 
-    engine: InferenceEngine
+    Args:
+        engine: an engine on one rank, or the configuration to build one from.
+        micro_batch_tokens: see `PolicyModel`.
+        num_workers: as there.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine | EngineConfig,
+        micro_batch_tokens: int,
+        num_workers: int | None,
+    ) -> None:
+        super().__init__()
+        require_count("micro_batch_tokens", micro_batch_tokens)
+        if num_workers is not None:
+            require_count("num_workers", num_workers)
+        self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
+        require_one_rank(self.engine.runner, type(self).__name__)
+        self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
+
+    def _torch_decoder(self, gradient_dtype: torch.dtype | None) -> TorchDecoder:
+        """For the backward pass. Raises `ConfigError` for a dtype that it does not multiply in."""
+        own, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
+        kept = self.engine.runner.storage.format
+        return TorchDecoder(own.spec, own.ropes, own.embed_scale, products, kept)
 
     def forward(
         self,
@@ -159,34 +183,22 @@ class PolicyModel(ScoringModule):
         num_workers: int | None = None,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         if not dtype.is_floating_point:
             raise ConfigError(
                 f"dtype={dtype} must be a floating point dtype, such as torch.float32."
             )
-        for name, count in (
-            ("micro_batch_tokens", micro_batch_tokens),
-            ("num_workers", num_workers),
-        ):
-            if count is not None:
-                require_count(name, count)
-        self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
-        require_one_rank(self.engine.runner, "PolicyModel")
+        super().__init__(engine, micro_batch_tokens, num_workers)
         if self.engine.spec.state is not None:
             raise ConfigError(
                 f"PolicyModel has no gradients for {self.engine.spec.architecture}, whose layers "
                 "carry a state; the engine itself serves and scores it."
             )
-        self.micro_batch_tokens = micro_batch_tokens
-        self.num_workers = num_workers
         self._table = param_table(self.engine.spec)
         self._slots = slots(self._table)
         for name, tensor in _initial_weights(self.engine, dtype).items():
             place_param(self, name, nn.Parameter(tensor))
         self._trainer = _TrainerWeights(self.engine)
-        policy, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
-        kept = self.engine.runner.storage.format
-        self._decoder = TorchDecoder(policy.spec, policy.ropes, policy.embed_scale, products, kept)
+        self._decoder = self._torch_decoder(gradient_dtype)
 
     def publish(self, *, blocking: bool = True, **options: Any) -> WeightUpdate:
         """Let the engine serve the parameters as a new version; options are those of

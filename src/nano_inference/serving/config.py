@@ -9,7 +9,14 @@ from urllib.parse import urlsplit
 
 from nano_inference.errors import ConfigError
 from nano_inference.models.generation_defaults import check_generation_config
-from nano_inference.options import check_least, is_number, is_whole, option, strict_options
+from nano_inference.options import (
+    check_least,
+    check_seconds,
+    is_number,
+    is_whole,
+    option,
+    strict_options,
+)
 from nano_inference.serving.log_lines import LogFormat
 
 MIB = 1 << 20
@@ -295,10 +302,8 @@ class ServerConfig:
         self._check_keys()
         self._check_rl()
         self._check_weight_group()
-        for name in ("request_timeout", "body_timeout", "rl_timeout", "stall_timeout"):
-            seconds: Any = getattr(self, name)
-            if not is_number(seconds) or not 0 < seconds < float("inf"):
-                raise ConfigError(f"{name}={seconds!r} must be a positive number of seconds.")
+        timeouts = ("request_timeout", "body_timeout", "rl_timeout", "stall_timeout")
+        check_seconds(self, timeouts, ConfigError)
         if not is_number(self.drain_timeout) or not 0 <= self.drain_timeout < float("inf"):
             raise ConfigError(
                 f"drain_timeout={self.drain_timeout!r} must be a number of seconds, 0 or more."

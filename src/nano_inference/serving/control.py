@@ -5,13 +5,10 @@ and keeps order.
 import asyncio
 import itertools
 import logging
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Unpack, get_args
 
 import msgspec
@@ -21,6 +18,8 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.errors import ApiError, api_error_of, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
+from nano_inference.serving.tasks import start_task
+from nano_inference.serving.temporary import temporary_folder
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
 
 MAX_NAME = 256  # characters
@@ -564,10 +563,7 @@ class Control:
         """Let the engine cancel it, and the next update wait for that."""
         if self._engine.update is update:
             self._engine.update = None
-        task = asyncio.create_task(self._cancel(update.number, why))
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)
-        return task
+        return start_task(self._cancel(update.number, why), self._cancelling)
 
     async def _cancel(self, session: int, reason: str) -> bool:
         text = f"the weight update was cancelled: {reason}"
@@ -713,14 +709,10 @@ class Control:
         checked_name(name, "lora_name")
         require_safetensors(content)
         told = {"name": name, "config": dict(config), "version": version}
-        async with self._adapter_turn:
-            folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="nano-inference-lora-"))
-            try:
-                path = folder / "adapter.safetensors"
-                await asyncio.to_thread(path.write_bytes, content)
-                return await self._load_adapter("load_adapter_file", path=str(path), **told)
-            finally:
-                await asyncio.to_thread(shutil.rmtree, folder, True)
+        async with self._adapter_turn, temporary_folder("lora") as folder:
+            path = folder / "adapter.safetensors"
+            await asyncio.to_thread(path.write_bytes, content)
+            return await self._load_adapter("load_adapter_file", path=str(path), **told)
 
     async def _load_adapter(self, operation: str, *, name: str, **told: Any) -> AdapterInfo:
         """Ask for it in the turn of adapters."""

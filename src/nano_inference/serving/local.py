@@ -5,12 +5,13 @@ port.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.types import ASGIApp, Message
 
 from nano_inference.config import EngineConfig
 from nano_inference.serving.app import build_app
-from nano_inference.serving.batches import Answer
+from nano_inference.serving.batches import Answer, Ask
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import PROTOCOLS, engine_client, raise_if_lost
 from nano_inference.serving.routes import embedding_routes
@@ -19,32 +20,26 @@ from nano_inference.serving.server import Server
 _GLANCE = 0.02  # seconds between two looks at whether the engine is built
 
 
-class LocalApp:
-    """Asks an application as a client would."""
+async def _ask(app: ASGIApp, path: str, body: bytes) -> Answer:
+    """POST a body of JSON as a client would."""
+    status, headers, parts = 0, dict[str, str](), list[bytes]()
+    to_come = [body]
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def receive() -> Message:
+        if not to_come:
+            await asyncio.Event().wait()  # a client that stays
+        return {"type": "http.request", "body": to_come.pop(), "more_body": False}
 
-    async def ask(self, path: str, body: bytes) -> Answer:
-        """POST a body of JSON."""
-        status, headers, parts = 0, dict[str, str](), list[bytes]()
-        to_come = [body]
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers.update((name.decode(), text.decode()) for name, text in message["headers"])
+        else:
+            parts.append(message.get("body", b""))
 
-        async def receive() -> Message:
-            if not to_come:
-                await asyncio.Event().wait()  # a client that stays
-            return {"type": "http.request", "body": to_come.pop(), "more_body": False}
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers.update((name.decode(), text.decode()) for name, text in message["headers"])
-            else:
-                parts.append(message.get("body", b""))
-
-        await self._app(_scope(path, body), receive, send)
-        return Answer.of(status, headers, b"".join(parts))
+    await app(_scope(path, body), receive, send)
+    return Answer.of(status, headers, b"".join(parts))
 
 
 def _scope(path: str, body: bytes) -> Message:
@@ -67,8 +62,8 @@ def _scope(path: str, body: bytes) -> Message:
 
 
 @asynccontextmanager
-async def local_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator[LocalApp]:
-    """The application around an engine that is built, for the length of a block. Raises
+async def local_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator[Ask]:
+    """What asks the application around an engine that is built, for the length of a block. Raises
     `NanoInferenceError` where it cannot be built.
     """
     server = Server(config, engine_client(engine, config))
@@ -77,4 +72,4 @@ async def local_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator
         while not server.lifecycle.is_ready:
             raise_if_lost(server)
             await asyncio.sleep(_GLANCE)
-        yield LocalApp(app)
+        yield partial(_ask, app)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.scheduling.sequence import POLICY, Sequence, SequenceStatus
 from nano_inference.speculation.source import NO_GUESS, Guess
-from nano_inference.speculation.suffix import ALIGNED, SuffixIndex, most_frequent
+from nano_inference.speculation.suffix import ALIGNED, SuffixIndex
 
 MOST_AGREEMENT = 8  # tokens in a row that were the earlier sample's, as far as kinds tell
 
@@ -140,7 +140,4 @@ class _Place:
             first = 4 * ALIGNED + self._agreement
             last = 4 * ALIGNED + MOST_AGREEMENT
             return Guess(ahead, [min(first + i, last) for i in range(len(ahead))])
-        if self._pasts is None:
-            return NO_GUESS
-        length, places = self._pasts.index.find(known)
-        return most_frequent(places, length, most) if places else NO_GUESS
+        return NO_GUESS if self._pasts is None else self._pasts.index.guess(known, most)

@@ -77,8 +77,13 @@ class SuffixIndex:
             return 1, [self._tokens[last]]
         return longest, found
 
+    def guess(self, text: Listed[int], most: int) -> Guess:
+        """At most so many tokens that may follow a text."""
+        length, places = self.find(text)
+        return _most_frequent(places, length, most) if places else NO_GUESS
 
-def most_frequent(places: Listed[Place], length: int, most: int) -> Guess:
+
+def _most_frequent(places: Listed[Place], length: int, most: int) -> Guess:
     """What followed most places, token by token. The kind of a draft is how long its match is, and
     how far the places agree.
     """
@@ -116,11 +121,9 @@ class SuffixDrafts:
         for seq, group in zip(seqs, groups, strict=True):
             left -= group.follow(seq, left)
         self._forget_some()
-        found: list[Guess] = []
-        for seq, group in zip(seqs, groups, strict=True):
-            length, places = group.index.find(seq.token_ids)
-            found.append(most_frequent(places, length, most) if places else NO_GUESS)
-        return found
+        return [
+            group.index.guess(seq.token_ids, most) for seq, group in zip(seqs, groups, strict=True)
+        ]
 
     def _group(self, seq: Sequence) -> "_Group":
         key = seq.request_id if self._siblings else -1 - seq.seq_id

@@ -1,16 +1,23 @@
 """What makes masks from grammars: the protocol of backends, and which there are."""
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from importlib import import_module
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.grammar import BackendName, Grammar
+
+MOST_KEPT = 4  # vocabularies that a backend has read
+
+Read = TypeVar("Read")
 
 
 class GrammarError(Exception):
@@ -129,10 +136,29 @@ def fill_each(matchers: Sequence[Matcher], table: np.ndarray) -> list[GrammarErr
     return problems
 
 
-_MODULES: Mapping[str, tuple[str, str]] = {
-    "llguidance": ("llguidance_backend", "llguidance"),
-    "xgrammar": ("xgrammar_backend", "nano-inference[xgrammar]"),
-    "outlines": ("outlines_backend", "nano-inference[outlines]"),
+def kept(read: Callable[[Vocabulary], Read]) -> Callable[[Vocabulary], Read]:
+    """`read`, whose results for the last few vocabularies are kept. Any thread may call it; one
+    reads at a time.
+    """
+    known: OrderedDict[str, Read] = OrderedDict()
+    reading = threading.Lock()
+
+    def of(vocabulary: Vocabulary) -> Read:
+        with reading:
+            if vocabulary.key not in known:
+                known[vocabulary.key] = read(vocabulary)
+                if len(known) > MOST_KEPT:
+                    known.popitem(last=False)
+            return known[vocabulary.key]
+
+    return of
+
+
+# by name: the class, the module that it needs, and what pip installs
+_CLASSES: Mapping[str, tuple[str, str, str]] = {
+    "llguidance": ("LlguidanceBackend", "llguidance", "llguidance"),
+    "xgrammar": ("XgrammarBackend", "xgrammar", "nano-inference[xgrammar]"),
+    "outlines": ("OutlinesBackend", "outlines_core", "nano-inference[outlines]"),
 }
 _loaded: dict[str, Backend] = {}
 
@@ -140,11 +166,12 @@ _loaded: dict[str, Backend] = {}
 def backend_named(name: BackendName) -> Backend:
     """The backend of a name. Raises `InvalidRequest` where its package is missing."""
     if name not in _loaded:
-        module, package = _MODULES[name]
+        kind, needed, package = _CLASSES[name]
         try:
-            loaded: Any = import_module(f"nano_inference.structured.{module}")
-            make: Callable[[], Backend] = loaded.make_backend
-            _loaded[name] = make()
+            if find_spec(needed) is None:  # not imported here: xgrammar would import torch
+                raise ImportError(f"No module named {needed!r}")
+            loaded: Any = import_module(f"nano_inference.structured.{name}_backend")
+            _loaded[name] = getattr(loaded, kind)()
         except ImportError as problem:
             raise InvalidRequest(
                 f"the grammar backend {name} needs the package {package}: {problem}; install it, "

@@ -9,9 +9,10 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +27,8 @@ TIME_LIMIT = 20.0  # seconds of a grammar; the compiler's own limit is longer
 MEMORY = 2 * 2**30  # bytes that a grammar may take
 MOST_RESULT = 2**26  # bytes of a compiled grammar: many are kept
 OUT_OF_MEMORY = 77  # exit code
+
+Way = TypeVar("Way")
 
 
 class Begin(msgspec.Struct):
@@ -68,41 +71,41 @@ class CompileProcesses:
 
     Args:
         module: see `Begin`.
+        tokens_of: the bytes of a vocabulary's tokens.
         time_limit: seconds that a grammar may take.
         memory: bytes that it may take.
     """
 
-    def __init__(self, module: str, time_limit: float = TIME_LIMIT, memory: int = MEMORY) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: str,
+        tokens_of: Callable[[Vocabulary], list[bytes]],
+        time_limit: float = TIME_LIMIT,
+        memory: int = MEMORY,
+    ) -> None:
+        self._module, self._tokens_of = module, tokens_of
         self.time_limit, self.memory = time_limit, memory
         self._idle: dict[str, list[_Child]] = {}  # by vocabulary
         self._lock = threading.Lock()
         weakref.finalize(self, _kill_all, self._idle)  # also when the interpreter ends
 
-    def prepare(self, vocabulary: Vocabulary, tokens: Callable[[], list[bytes]]) -> None:
+    def prepare(self, vocabulary: Vocabulary) -> None:
         """Have a child that waits for grammars."""
-        self._give_back(vocabulary, self._take(vocabulary, tokens))
+        self._give_back(vocabulary, self._take(vocabulary))
 
-    def compile(
-        self,
-        grammar: Grammar,
-        vocabulary: Vocabulary,
-        tokens: Callable[[], list[bytes]],
-        job: Job,
-    ) -> bytes:
+    def compile(self, grammar: Grammar, vocabulary: Vocabulary, job: Job) -> bytes:
         """A compiled grammar. Other threads run meanwhile.
 
         Args:
             grammar: that errors name.
             vocabulary: of the model.
-            tokens: its tokens' bytes.
             job: the grammar, as the child reads it.
 
         Raises:
             CompilationStopped: it took too long or too much memory, or the child crashed.
             InvalidRequest: the grammar cannot be compiled.
         """
-        child = self._take(vocabulary, tokens)
+        child = self._take(vocabulary)
         try:
             answer = child.ask(job, self.time_limit)
         except _Ended as problem:
@@ -119,7 +122,7 @@ class CompileProcesses:
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {reason}.")
         return answer.result
 
-    def _take(self, vocabulary: Vocabulary, tokens: Callable[[], list[bytes]]) -> "_Child":
+    def _take(self, vocabulary: Vocabulary) -> "_Child":
         with self._lock:
             idle = self._idle.get(vocabulary.key, [])
             while idle:
@@ -127,12 +130,24 @@ class CompileProcesses:
                 if child.runs:
                     return child
                 child.kill()
-        words = Words(tokens(), vocabulary.eos_token_ids)
+        words = Words(self._tokens_of(vocabulary), vocabulary.eos_token_ids)
         return _Child(self._module, self.memory, words)
 
     def _give_back(self, vocabulary: Vocabulary, child: "_Child") -> None:
         with self._lock:
             self._idle.setdefault(vocabulary.key, []).append(child)
+
+
+def way_for_whitespace(grammar: Grammar, ways: Mapping[str, Way], backend: str) -> Way:
+    """What a backend writes between the tokens of JSON, by the grammar's `whitespace`. Raises
+    `InvalidRequest` where it has no way to.
+    """
+    if grammar.whitespace not in ways:
+        raise InvalidRequest(
+            f"the backend {backend} takes the default as `whitespace`, or none, not "
+            f"{grammar.whitespace!r}; llguidance takes any."
+        )
+    return ways[grammar.whitespace]
 
 
 def _kill_all(idle: "dict[str, list[_Child]]") -> None:

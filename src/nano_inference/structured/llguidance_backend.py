@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +18,7 @@ from nano_inference.structured.backend import (
     Matcher,
     Vocabulary,
     fill_each,
+    kept,
 )
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.structural_tag import lark_of
@@ -31,17 +30,11 @@ FEW = 8  # matchers whose masks are made sooner by one thread
 MOST_THREADS = 16
 
 
-def make_backend() -> Backend:
-    """The backend."""
-    return LlguidanceBackend()
-
-
 class LlguidanceBackend:
     """Compiles with llguidance. Keeps the tokenizers that it has read."""
 
     def __init__(self) -> None:
-        self._tokenizers: OrderedDict[str, LLTokenizer] = OrderedDict()
-        self._reading = threading.Lock()
+        self._tokenizer = kept(_tokenizer_of)
 
     def check(self, grammar: Grammar) -> None:
         """See `Backend`."""
@@ -80,23 +73,19 @@ class LlguidanceBackend:
     def _executor(self) -> LLExecutor:
         return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
 
-    def _tokenizer(self, vocabulary: Vocabulary) -> LLTokenizer:
-        with self._reading:
-            if vocabulary.key not in self._tokenizers:
-                try:
-                    self._tokenizers[vocabulary.key] = LLTokenizer(
-                        with_plain_tokens(vocabulary.tokenizer_json),
-                        n_vocab=vocabulary.size,
-                        eos_token=list(vocabulary.eos_token_ids),
-                    )
-                except Exception as problem:
-                    raise InvalidRequest(
-                        f"llguidance cannot read this model's tokenizer: {problem}; grammars are "
-                        "not possible with it."
-                    ) from None
-                while len(self._tokenizers) > 4:
-                    self._tokenizers.popitem(last=False)
-            return self._tokenizers[vocabulary.key]
+
+def _tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
+    try:
+        return LLTokenizer(
+            with_plain_tokens(vocabulary.tokenizer_json),
+            n_vocab=vocabulary.size,
+            eos_token=list(vocabulary.eos_token_ids),
+        )
+    except Exception as problem:
+        raise InvalidRequest(
+            f"llguidance cannot read this model's tokenizer: {problem}; grammars are not possible "
+            "with it."
+        ) from None
 
 
 class _Limits:

@@ -6,11 +6,8 @@ outlines-core itself passes over many keywords of a schema: it gets schemas in t
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -24,8 +21,9 @@ from nano_inference.structured.backend import (
     Vocabulary,
     backend_named,
     fill_each,
+    kept,
 )
-from nano_inference.structured.compile_process import CompileProcesses, Job
+from nano_inference.structured.compile_process import CompileProcesses, Job, way_for_whitespace
 from nano_inference.structured.grammar import BOUNDED, COMPACT, Grammar
 from nano_inference.structured.plain_schema import Abilities, parts_of, plain_schema
 from nano_inference.structured.token_bytes import token_bytes
@@ -55,15 +53,7 @@ KINDS = ("json", "regex", "choice")
 DEPTH = 1
 _HOLDS = {"items", "prefixItems", "properties", "additionalProperties"}
 MOST_STEPS = 2**23  # from a state to another by a token: 8 bytes each
-MOST_KEPT = 4  # vocabularies
 END = "\U0010fffe"  # no character; it ends the texts that the automaton reads
-
-
-def make_backend() -> Backend:
-    """The backend. Raises `ImportError` where the package is missing."""
-    if find_spec("outlines_core") is None:
-        raise ImportError("No module named 'outlines_core'")
-    return OutlinesBackend()
 
 
 class Table(msgspec.Struct):
@@ -115,9 +105,7 @@ class OutlinesBackend:
     """
 
     def __init__(self) -> None:
-        self.processes = CompileProcesses("nano_inference.structured.outlines_backend")
-        self._known: OrderedDict[str, list[bytes]] = OrderedDict()
-        self._reading = threading.Lock()
+        self.processes = CompileProcesses(__name__, kept(token_bytes))
 
     def check(self, grammar: Grammar) -> None:
         """See `Backend`. What outlines-core itself would say is not known here."""
@@ -127,26 +115,17 @@ class OutlinesBackend:
 
     def prepare(self, vocabulary: Vocabulary) -> None:
         """See `Backend`."""
-        self.processes.prepare(vocabulary, lambda: self._tokens(vocabulary))
+        self.processes.prepare(vocabulary)
 
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
         """See `Backend`."""
-        job = _job(grammar)
-        found = self.processes.compile(grammar, vocabulary, lambda: self._tokens(vocabulary), job)
+        found = self.processes.compile(grammar, vocabulary, _job(grammar))
         automaton = Automaton.of(msgspec.msgpack.decode(found, type=Table))
         return OutlinesMatcher(self, automaton, vocabulary, [0])
 
     def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
         """See `Backend`."""
         return fill_each(matchers, table)
-
-    def _tokens(self, vocabulary: Vocabulary) -> list[bytes]:
-        with self._reading:
-            if vocabulary.key not in self._known:
-                self._known[vocabulary.key] = token_bytes(vocabulary)
-                while len(self._known) > MOST_KEPT:
-                    self._known.popitem(last=False)
-            return self._known[vocabulary.key]
 
 
 class OutlinesMatcher:
@@ -286,8 +265,9 @@ def _job(grammar: Grammar) -> Job:
     """A grammar as the child reads it. Raises `InvalidRequest`."""
     match grammar.kind:
         case "json":
-            told = {"schema": _schema(grammar), "whitespace": _whitespace(grammar)}
-            return Job("json", json.dumps(told))
+            schema = _schema(grammar)
+            whitespace = way_for_whitespace(grammar, WHITESPACE, "outlines")
+            return Job("json", json.dumps({"schema": schema, "whitespace": whitespace}))
         case "regex":
             return Job("regex", _unanchored(grammar.text))
         case "choice":
@@ -335,15 +315,6 @@ def _unanchored(pattern: str) -> str:
     body = pattern.removeprefix("^")
     ends = body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1
     return body[:-1] if ends else body
-
-
-def _whitespace(grammar: Grammar) -> str:
-    if grammar.whitespace not in WHITESPACE:
-        raise InvalidRequest(
-            "the backend outlines takes the default as `whitespace`, or none, not "
-            f"{grammar.whitespace!r}; llguidance takes any."
-        )
-    return WHITESPACE[grammar.whitespace]
 
 
 def _escaped(text: str) -> str:

@@ -6,10 +6,7 @@ The API process checks grammars with this module and never imports xgrammar, whi
 
 import json
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -22,8 +19,9 @@ from nano_inference.structured.backend import (
     Vocabulary,
     backend_named,
     fill_each,
+    kept,
 )
-from nano_inference.structured.compile_process import CompileProcesses, Job
+from nano_inference.structured.compile_process import CompileProcesses, Job, way_for_whitespace
 from nano_inference.structured.grammar import BOUNDED, COMPACT, Grammar
 from nano_inference.structured.masks import cut_to, num_words, without
 from nano_inference.structured.plain_schema import Abilities, parts_of, plain_schema
@@ -56,14 +54,6 @@ ABILITIES = Abilities(
 # What stands between the tokens of JSON, as `json.dumps` writes it: less than the default allows.
 SEPARATORS = {COMPACT: (",", ":"), BOUNDED: (", ", ": ")}
 KINDS = ("json", "regex", "choice", "gbnf")
-MOST_KEPT = 4  # vocabularies
-
-
-def make_backend() -> Backend:
-    """The backend. Raises `ImportError` where the package is missing."""
-    if find_spec("xgrammar") is None:
-        raise ImportError("No module named 'xgrammar'")
-    return XgrammarBackend()
 
 
 class XgrammarBackend:
@@ -74,9 +64,8 @@ class XgrammarBackend:
     """
 
     def __init__(self) -> None:
-        self.processes = CompileProcesses("nano_inference.structured.xgrammar_backend")
-        self._known: OrderedDict[str, tuple[list[bytes], Any]] = OrderedDict()
-        self._reading = threading.Lock()
+        self._read = kept(_read)
+        self.processes = CompileProcesses(__name__, lambda vocabulary: self._read(vocabulary)[0])
 
     def check(self, grammar: Grammar) -> None:
         """See `Backend`. What xgrammar itself would say is not known here."""
@@ -86,16 +75,16 @@ class XgrammarBackend:
 
     def prepare(self, vocabulary: Vocabulary) -> None:
         """See `Backend`."""
-        self._vocabulary(vocabulary)
-        self.processes.prepare(vocabulary, lambda: self._vocabulary(vocabulary)[0])
+        self._read(vocabulary)
+        self.processes.prepare(vocabulary)
 
     def compile(self, grammar: Grammar, vocabulary: Vocabulary) -> Matcher:
         """See `Backend`."""
         import xgrammar  # pyright: ignore[reportMissingImports]
 
         job = _job(grammar)
-        tokens, information = self._vocabulary(vocabulary)
-        found = self.processes.compile(grammar, vocabulary, lambda: tokens, job)
+        _, information = self._read(vocabulary)
+        found = self.processes.compile(grammar, vocabulary, job)
         try:
             compiled = xgrammar.CompiledGrammar.deserialize_json(found.decode(), information)
             return XgrammarMatcher(self, xgrammar.GrammarMatcher(compiled), vocabulary)
@@ -107,16 +96,6 @@ class XgrammarBackend:
     def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
         """See `Backend`."""
         return fill_each(matchers, table)
-
-    def _vocabulary(self, vocabulary: Vocabulary) -> tuple[list[bytes], Any]:
-        with self._reading:
-            if vocabulary.key not in self._known:
-                tokens = token_bytes(vocabulary)
-                made = _information(tokens, vocabulary.eos_token_ids)
-                self._known[vocabulary.key] = (tokens, made)
-                while len(self._known) > MOST_KEPT:
-                    self._known.popitem(last=False)
-            return self._known[vocabulary.key]
 
 
 class XgrammarMatcher:
@@ -199,6 +178,12 @@ def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, st
     return compile_one
 
 
+def _read(vocabulary: Vocabulary) -> tuple[list[bytes], Any]:
+    """The bytes of its tokens, and what xgrammar makes of them."""
+    tokens = token_bytes(vocabulary)
+    return tokens, _information(tokens, vocabulary.eos_token_ids)
+
+
 def _information(tokens: list[bytes], ends: Sequence[int]) -> Any:
     import xgrammar  # pyright: ignore[reportMissingImports]
 
@@ -209,9 +194,9 @@ def _job(grammar: Grammar) -> Job:
     """A grammar as the child reads it. Raises `InvalidRequest`."""
     match grammar.kind:
         case "json":
-            return Job(
-                "json", json.dumps({"schema": _schema(grammar), "separators": _separators(grammar)})
-            )
+            schema = _schema(grammar)
+            separators = way_for_whitespace(grammar, SEPARATORS, "xgrammar")
+            return Job("json", json.dumps({"schema": schema, "separators": separators}))
         case "regex":
             try:
                 return Job("regex", plain_regex(grammar.text))
@@ -239,12 +224,3 @@ def _schema(grammar: Grammar) -> str:
         if "minLength" in part:
             part["pattern"] = characters(part.pop("minLength"), part.pop("maxLength", None))
     return json.dumps(plain, ensure_ascii=False)
-
-
-def _separators(grammar: Grammar) -> tuple[str, str]:
-    if grammar.whitespace not in SEPARATORS:
-        raise InvalidRequest(
-            "the backend xgrammar takes the default as `whitespace`, or none, not "
-            f"{grammar.whitespace!r}; llguidance takes any."
-        )
-    return SEPARATORS[grammar.whitespace]

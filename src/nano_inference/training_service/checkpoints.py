@@ -15,8 +15,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -154,7 +154,7 @@ class Checkpoints:
             "user_metadata": user_metadata,
         }
         self._require_room(size + _ABOUT_BYTES + len(json.dumps(user_metadata)), target)
-        with _Filled(target, fill) as folder:
+        with _filled(target, fill) as folder:
             about["sha256"] = hashlib.sha256((folder / ADAPTER).read_bytes()).hexdigest()
             _write_json(folder / _ABOUT, about)
             if target.exists():
@@ -169,7 +169,7 @@ class Checkpoints:
     def write_snapshot(self, run_id: str, number: int, fill: Callable[[Path], None]) -> Path:
         """A folder of a PEFT adapter that nothing but its owner names."""
         target = self._runs / run_id / "snapshots" / str(number)
-        with _Filled(target, fill) as folder:
+        with _filled(target, fill) as folder:
             folder.rename(target)
         return target
 
@@ -259,26 +259,18 @@ class Checkpoints:
         )
 
 
-class _Filled:
+@contextmanager
+def _filled(target: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
     """A folder beside `target` with files in it; gone at the end unless it was renamed."""
-
-    def __init__(self, target: Path, fill: Callable[[Path], None]) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = target.with_name(f"{_UNFINISHED}{target.name}")
-        self._fill = fill
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir()
-        try:
-            self._fill(self._folder)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        return self._folder
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f"{_UNFINISHED}{target.name}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        fill(folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

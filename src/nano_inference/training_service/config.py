@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nano_inference.errors import ConfigError
-from nano_inference.options import check_least, is_number, option, strict_options
+from nano_inference.options import check_least, check_seconds, option, strict_options
 from nano_inference.serving.config import MIB
 
 SERVICE, KEYS, LIMITS = "The service", "Keys", "Limits"
@@ -76,10 +76,8 @@ class TrainServiceConfig:
 
     def __post_init__(self) -> None:
         check_least(self, ConfigError)
-        for name in ("request_timeout", "result_timeout", "session_timeout"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value!r} must be a positive number of seconds.")
+        timeouts = ("request_timeout", "result_timeout", "session_timeout")
+        check_seconds(self, timeouts, ConfigError)
         for key in self.api_keys:
             if not re.fullmatch(_PREFIX + r"[!-~]+", key):
                 raise ConfigError(

@@ -1,8 +1,11 @@
 """`Refused`: what the service does not do, in the two forms that the client reads."""
 
+import logging
 from typing import Literal
 
 from nano_inference.errors import ModelLoadError, NanoInferenceError
+
+log = logging.getLogger("nano_inference.training_service")
 
 # The client retries or gives up by it: "user" is the request's own fault, "server" is not.
 Category = Literal["user", "server"]
@@ -23,8 +26,10 @@ class Refused(NanoInferenceError):
         self.category: Category = category
 
 
-def refusal_of(problem: BaseException) -> Refused:
-    """The answer to what an operation raised. Anything unknown is our bug, and tells nothing."""
+def refusal_of(problem: BaseException, what: str) -> Refused:
+    """The answer to what `what` raised. Anything unknown is our bug: the log has it, and the answer
+    tells nothing.
+    """
     match problem:
         case Refused():
             return problem
@@ -35,5 +40,6 @@ def refusal_of(problem: BaseException) -> Refused:
         case TimeoutError():
             return Refused("the request did not end before its deadline.", 504, "server")
         case _:
+            log.error("%s failed", what, exc_info=problem)
             text = "something went wrong in the service; its log says what."
             return Refused(text, 500, "server")

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from typing import Any
 
 from nano_inference.training_service.errors import Refused
@@ -42,7 +41,7 @@ class Futures:
 
     def __init__(self, max_pending: int, keep: float) -> None:
         self._max_pending, self._keep = max_pending, keep
-        self._known: OrderedDict[str, Future] = OrderedDict()
+        self._known: dict[str, Future] = {}
 
     def known(self, request_id: str) -> Future | None:
         """A request that came before, if its result is still kept."""
@@ -77,10 +76,8 @@ class Futures:
     def sweep(self) -> None:
         """Forget results that have been kept long enough."""
         now = time.monotonic()
-        old = [
-            each.request_id
-            for each in self._known.values()
-            if each.result is not None and now - each.ended > self._keep
-        ]
-        for request_id in old:
-            del self._known[request_id]
+        self._known = {
+            request_id: each
+            for request_id, each in self._known.items()
+            if each.result is None or now - each.ended <= self._keep
+        }

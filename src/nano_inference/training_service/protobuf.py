@@ -7,6 +7,7 @@ The messages are those of `tinker_public.proto`, which the client carries; numbe
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ _DTYPES: Mapping[int, type] = {_FLOAT32: np.float32, _INT64: np.int64}
 STOPPED, REACHED_LENGTH = 0, 1  # of the enum StopReason
 
 Value = int | bytes
+Kind = TypeVar("Kind", int, bytes)
 Fields = dict[int, list[Value]]
 
 
@@ -167,23 +169,19 @@ def _packed(part: Value) -> Iterator[int]:
         yield _signed(value)
 
 
-def _last(fields: Fields, number: int, kind: type, default: Value) -> Value:
+def _last(fields: Fields, number: int, default: Kind) -> Kind:
     value = fields.get(number, [default])[-1]
-    if not isinstance(value, kind):
+    if not isinstance(value, type(default)):
         raise Refused(f"field {number} of the message has another wire type than the protocol's.")
     return value
 
 
 def _bytes(fields: Fields, number: int) -> bytes:
-    value = _last(fields, number, bytes, b"")
-    assert isinstance(value, bytes)
-    return value
+    return _last(fields, number, b"")
 
 
 def _whole(fields: Fields, number: int) -> int:
-    value = _last(fields, number, int, 0)
-    assert isinstance(value, int)
-    return _signed(value)
+    return _signed(_last(fields, number, 0))
 
 
 def _text(fields: Fields, number: int) -> str:

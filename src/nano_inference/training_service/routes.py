@@ -5,7 +5,6 @@ size.
 import asyncio
 import hmac
 import json
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
@@ -46,8 +45,6 @@ from nano_inference.training_service.messages import (
 from nano_inference.training_service.protobuf import forward_backward_request
 from nano_inference.training_service.service import Service
 
-log = logging.getLogger("nano_inference.training_service")
-
 ROOT = "/api/v1"
 FILES = f"{ROOT}/files"  # their links are their keys
 PROTOBUF = "application/x-protobuf"
@@ -55,6 +52,7 @@ POLL = 20.0  # seconds that a request for a result waits: the client gives up af
 _MOST_LISTED = 1000
 
 Asked = TypeVar("Asked", bound=BaseModel)
+Listed = TypeVar("Listed", Run, Checkpoint)
 Answer = dict[str, Any] | Response
 
 
@@ -98,9 +96,7 @@ def build_app(service: Service, *, poll: float = POLL) -> ASGIApp:
 async def _answer_to(_: Request, problem: Exception) -> Response:
     if isinstance(problem, HTTPException):
         return _error(problem.status_code, f"this service has no such route: {problem.detail}.")
-    refusal = refusal_of(problem)
-    if refusal is not problem and refusal.status == 500:
-        log.error("a request failed", exc_info=problem)
+    refusal = refusal_of(problem, "a request")
     return _error(refusal.status, str(refusal))
 
 
@@ -306,26 +302,21 @@ def _add_records(app: FastAPI, service: Service) -> None:
             "train_attn": run.train_attn,
         }
 
+    def record_of(run: Run) -> dict[str, Any]:
+        return _run_record(run, kept.of(run.run_id))
+
     def runs(limit: int = 20, offset: int = 0) -> Answer:
-        found = kept.runs()
-        part = found[offset : offset + min(limit, _MOST_LISTED)]
-        listed = [_run_record(run, kept.of(run.run_id)) for run in part]
-        return {"training_runs": listed, "cursor": _cursor(limit, offset, len(found))}
+        return _page("training_runs", kept.runs(), record_of, limit, offset)
 
     def run(run_id: str) -> Answer:
-        return _run_record(kept.run(run_id), kept.of(run_id))
+        return record_of(kept.run(run_id))
 
     def of_run(run_id: str) -> Answer:
         kept.run(run_id)
         return {"checkpoints": [_record(each) for each in kept.of(run_id)]}
 
     def of_all(limit: int = 100, offset: int = 0) -> Answer:
-        found = kept.of()
-        part = found[offset : offset + min(limit, _MOST_LISTED)]
-        return {
-            "checkpoints": [_record(each) for each in part],
-            "cursor": _cursor(limit, offset, len(found)),
-        }
+        return _page("checkpoints", kept.of(), _record, limit, offset)
 
     def remove(run_id: str, checkpoint_id: str) -> Response:
         kept.remove(f"tinker://{run_id}/{checkpoint_id}")
@@ -398,8 +389,12 @@ def _run_record(run: Run, checkpoints: list[Checkpoint]) -> dict[str, Any]:
     }
 
 
-def _cursor(limit: int, offset: int, total: int) -> dict[str, int]:
-    return {"offset": offset, "limit": limit, "total_count": total}
+def _page(
+    name: str, found: list[Listed], record: Callable[[Listed], Any], limit: int, offset: int
+) -> Answer:
+    part = found[offset : offset + min(limit, _MOST_LISTED)]
+    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    return {name: [record(each) for each in part], "cursor": cursor}
 
 
 # -- the gate --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nano_inference.serving.tasks import start_task
 from nano_inference.training_service.base import Adapter, Base
 from nano_inference.training_service.checkpoints import Checkpoints, Kind, Run
 from nano_inference.training_service.config import TrainServiceConfig
@@ -85,9 +86,7 @@ class Job:
                 raise Refused(self.expired, 504, "server")
             return self.work()
         except BaseException as problem:
-            refusal = refusal_of(problem)
-            if refusal is not problem and refusal.status == 500:
-                log.exception("request %s failed", self.future.request_id)
+            refusal = refusal_of(problem, f"request {self.future.request_id}")
             if self.undone is not None:
                 self.undone(str(refusal))
             return refusal
@@ -202,24 +201,15 @@ class Service:
 
     def create_model(self, request: CreateModel) -> Future:
         """A new adapter. What is wrong with the request is the future's result."""
-        session = self.session(request.session_id)
-        run_id = f"{session.session_id}:train:{request.model_seq_id}"
-        if (known := self.futures.known(f"{run_id}:0")) is not None:
-            return known
-        future = self.futures.new(f"{run_id}:0", run_id)
-        try:
+
+        def run_of(run_id: str) -> Run:
             self._require_base(request.base_model)
             self._require_adamw(request.optimizer_config)
             if request.lora_config is None:
                 raise Refused("there is no lora_config; this service trains LoRA adapters alone.")
-            run = self._new_run(run_id, request.lora_config, request.user_metadata)
-            model = self._new_model(session, run)
-        except Refused as problem:
-            future.finish(problem)
-            return future
-        reply = {"type": "create_model", "model_id": run_id}
-        self._submit(Job(future, lambda: self._make_trainer(model, reply), None))
-        return future
+            return self._new_run(run_id, request.lora_config, request.user_metadata)
+
+        return self._add_model(request.session_id, request.model_seq_id, run_of, self._make_trainer)
 
     def load_weights(self, request: LoadWeights) -> Future:
         """A checkpoint into a model, or into a new one."""
@@ -230,34 +220,51 @@ class Service:
             return self._in_order(model, request.seq_id, lambda: self._load_into(model, request))
         if request.session_id is None or request.model_seq_id is None:
             raise Refused("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
-        session = self.session(request.session_id)
-        run_id = f"{session.session_id}:train:{request.model_seq_id}"
-        if (known := self.futures.known(f"{run_id}:0")) is not None:
-            return known
-        future = self.futures.new(f"{run_id}:0", run_id)
-        try:
+
+        def run_of(run_id: str) -> Run:
             if request.base_model is not None:
                 self._require_base(request.base_model)
             self._require_adamw(request.optimizer_config)
             old = self.checkpoints.run(self.checkpoints.find(request.path).run_id)
             now = time.time()
-            run = replace(
+            return replace(
                 old,
                 run_id=run_id,
                 user_metadata=request.user_metadata,
                 created=now,
                 last_request=now,
             )
-            model = self._new_model(session, run)
-        except Refused as problem:
-            future.finish(problem)
-            return future
 
-        def work() -> Result:
-            self._make_trainer(model, {})
+        def work(model: Model) -> Result:
+            self._make_trainer(model)
             return self._load_into(model, request)
 
-        self._submit(Job(future, work, lambda _: self._close_model(model)))
+        return self._add_model(
+            request.session_id, request.model_seq_id, run_of, work, self._close_model
+        )
+
+    def _add_model(
+        self,
+        session_id: str,
+        number: int,
+        run_of: Callable[[str], Run],
+        work: Callable[[Model], Result],
+        undone: Callable[[Model], None] = lambda _: None,
+    ) -> Future:
+        """A new model of a session: `run_of` its id says what it is, or raises `Refused`, and
+        `work` makes it. What `run_of` raises is the future's result.
+        """
+        session = self.session(session_id)
+        run_id = f"{session.session_id}:train:{number}"
+        if (known := self.futures.known(f"{run_id}:0")) is not None:
+            return known
+        future = self.futures.new(f"{run_id}:0", run_id)
+        try:
+            model = self._new_model(session, run_of(run_id))
+        except Refused as problem:
+            future.finish(problem)
+        else:
+            self._submit(Job(future, lambda: work(model), lambda _: undone(model)))
         return future
 
     def model(self, model_id: str) -> Model:
@@ -304,19 +311,9 @@ class Service:
         model = self.model(request.model_id)
 
         def work() -> Result:
-            trainer = model.require_trainer()
-            made = self.checkpoints.write(
-                model.run.run_id,
-                "weights",
-                request.path or f"checkpoint-{request.seq_id:06d}",
-                trainer.save,
-                trainer.size(optimizer=True),
-                overwrite=request.overwrite,
-                ttl=request.ttl_seconds,
-                user_metadata=request.user_metadata,
-            )
-            self._touch(model)
-            return {"type": "save_weights", "path": made.path}
+            name = request.path or f"checkpoint-{request.seq_id:06d}"
+            path = self._save(model, "weights", name, request, overwrite=request.overwrite)
+            return {"type": "save_weights", "path": path}
 
         return self._in_order(model, request.seq_id, work)
 
@@ -328,11 +325,7 @@ class Service:
             name = request.path
 
             def named() -> Result:
-                about = request.ttl_seconds, request.user_metadata
-                return {
-                    **reply,
-                    "path": self._write_adapter(model, "sampler_weights", name, *about),
-                }
+                return {**reply, "path": self._save(model, "sampler_weights", name, request)}
 
             return self._in_order(model, request.seq_id, named)
         if request.sampling_session_seq_id is None:
@@ -360,27 +353,33 @@ class Service:
         def work() -> Result:
             if request.age_encryption_recipients is not None:
                 raise Refused("age_encryption_recipients: this service writes files as they are.")
-            made = self._write_adapter(
-                model, "external_weights", request.path, request.ttl_seconds, None
-            )
-            return {"type": "save_weights_external", "path": made}
+            path = self._save(model, "external_weights", request.path, request)
+            return {"type": "save_weights_external", "path": path}
 
         return self._in_order(model, request.seq_id, work)
 
-    def _write_adapter(
+    def _save(
         self,
         model: Model,
         kind: Kind,
         name: str,
-        ttl: float | None,
-        user_metadata: dict[str, str] | None,
+        request: SaveWeights | SaveForSampler | SaveExternal,
+        *,
+        overwrite: bool = False,
     ) -> str:
-        """On the training thread. The checkpoint's path."""
-        trainer = model.require_trainer()
-        size = trainer.size(optimizer=False)
-        about: dict[str, Any] = {"ttl": ttl, "user_metadata": user_metadata}
+        """On the training thread. The path of a checkpoint: of adapter and optimizer as
+        `weights`, else of the adapter alone.
+        """
+        trainer, trains = model.require_trainer(), kind == "weights"
         made = self.checkpoints.write(
-            model.run.run_id, kind, name, trainer.save_adapter, size, **about
+            model.run.run_id,
+            kind,
+            name,
+            trainer.save if trains else trainer.save_adapter,
+            trainer.size(optimizer=trains),
+            overwrite=overwrite,
+            ttl=request.ttl_seconds,
+            user_metadata=None if isinstance(request, SaveExternal) else request.user_metadata,
         )
         self._touch(model)
         return made.path
@@ -453,7 +452,7 @@ class Service:
         made = self._models[run.run_id] = session.models[run.run_id] = Model(run, session)
         return made
 
-    def _make_trainer(self, model: Model, reply: dict[str, Any]) -> Result:
+    def _make_trainer(self, model: Model) -> Result:
         """On the training thread."""
         run = model.run
         adapter = Adapter(run.rank, run.seed, run.train_attn, run.train_mlp, run.train_unembed)
@@ -463,7 +462,7 @@ class Service:
         except BaseException:
             self._close_model(model)
             raise
-        return reply
+        return {"type": "create_model", "model_id": run.run_id}
 
     def _load_into(self, model: Model, request: LoadWeights) -> Result:
         """On the training thread."""
@@ -589,7 +588,7 @@ class Service:
                 found = await self.base.generate(prompt, params, request.num_samples, adapter)
             return sampled(request, found)
 
-        future.task = self._start(self._sample(future, generate, session))
+        future.task = start_task(self._sample(future, generate, session), self._tasks)
         if session is not None:
             session.sampling.add(future)
         return future, ids
@@ -606,10 +605,7 @@ class Service:
             future.finish(Refused("the request was cancelled, or its session has ended.", 410))
             raise
         except Exception as problem:
-            refusal = refusal_of(problem)
-            if refusal is not problem and refusal.status == 500:
-                log.exception("request %s failed", future.request_id)
-            future.finish(refusal)
+            future.finish(refusal_of(problem, f"request {future.request_id}"))
         finally:
             if session is not None:
                 session.sampling.discard(future)
@@ -660,9 +656,3 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._training.shutdown)
         await asyncio.to_thread(self.base.close)
-
-    def _start(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(what)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

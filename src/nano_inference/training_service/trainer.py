@@ -17,7 +17,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.regular_files import read_json
 from nano_inference.training_service.base import Policy
 from nano_inference.training_service.errors import Refused
-from nano_inference.training_service.losses import Inputs, loss_of
+from nano_inference.training_service.losses import Inputs, Loss, loss_of
 from nano_inference.training_service.messages import AdamParams
 from nano_inference.training_service.protobuf import Datum, ForwardBackward
 
@@ -65,12 +65,8 @@ class Trainer:
         if request.refusal is not None:
             raise request.refusal
         loss_fn, settings = loss_of(request.loss_fn, request.loss_fn_config)
-        names = loss_fn.inputs
         sequences = self._check(request.data)
-        inputs = [
-            _inputs_of(number, datum, names, loss_fn.optional)
-            for number, datum in enumerate(request.data)
-        ]
+        inputs = [_inputs_of(number, datum, loss_fn) for number, datum in enumerate(request.data)]
         with torch.set_grad_enabled(not request.forward_only):
             logprobs = self.policy.logprobs(sequences, from_position=1)
             losses = [
@@ -223,19 +219,17 @@ class Trainer:
         return whole
 
 
-def _inputs_of(
-    number: int, datum: Datum, names: frozenset[str], optional: frozenset[str]
-) -> Inputs:
+def _inputs_of(number: int, datum: Datum, loss: Loss) -> Inputs:
     """The loss's inputs as float32 tensors. Raises `Refused` for one that is missing, unknown, of
     another length, or not finite.
     """
     given = {name: each for name, each in datum.inputs.items() if name != "target_tokens"}
-    if unknown := sorted(given.keys() - names):
+    if unknown := sorted(given.keys() - loss.inputs):
         raise Refused(
             f"data[{number}] has the input {unknown[0]!r}; this loss takes "
-            f"{', '.join(sorted(names)) or 'none'} beside target_tokens."
+            f"{', '.join(sorted(loss.inputs)) or 'none'} beside target_tokens."
         )
-    if missing := sorted(names - optional - given.keys()):
+    if missing := sorted(loss.inputs - loss.optional - given.keys()):
         raise Refused(f"data[{number}] lacks the input {missing[0]!r}.")
     for name, values in given.items():
         if len(values) != len(datum.tokens) or not np.isfinite(values).all():

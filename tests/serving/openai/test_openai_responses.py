@@ -254,8 +254,7 @@ def pieces() -> st.SearchStrategy[list[ChoiceDelta]]:
 def test_items_open_and_close_one_after_the_other(drawn: list[ChoiceDelta]) -> None:
     stream = ItemStream(None, one_call=False)
     events = [event for piece in drawn for event in stream.push(piece)]
-    stream.finish()
-    events += stream._taken()
+    events += stream.end()
     open_item: str | None = None
     texts: dict[str, str] = {}
     for event in events:

@@ -35,7 +35,12 @@ from nano_inference.serving.dialects.reading import (
     fields_of,
     tensors_of,
 )
-from nano_inference.serving.dialects.shared import adapters_told, require_own_name, server_info
+from nano_inference.serving.dialects.shared import (
+    adapters_told,
+    one_field,
+    require_own_name,
+    server_info,
+)
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
@@ -51,7 +56,6 @@ _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
     "in_place": ("keep", "keep"),
 }
 _NOTHING_TO_RELEASE = "cuda_graph"  # a tag of SGLang's; here its memory goes with the cache's
-_PARTS: Mapping[str, Memory] = {part: part for part in get_args(Memory)}
 
 _NOT_HERE: Mapping[str, str] = {
     "/post_process_weights": "weights are not repacked here; send them as they stand in a "
@@ -353,7 +357,7 @@ def routes(router: APIRouter, server: Server) -> None:
         "/get_model_info": lambda _: _model_info(server),
         "/get_server_info": lambda _: server_info(server),
         "/get_weights_by_name": lambda fields: _rows(control, fields),
-        "/get_weight_version": lambda _: _version(control),
+        "/get_weight_version": lambda _: one_field("weight_version", control.serving_version()),
         "/health_generate": lambda _: _health(server),
         "/v1/loads": lambda fields: _loads(control, fields),
         "/weights_checker": lambda fields: weights.check(fields, commits=False),
@@ -362,8 +366,8 @@ def routes(router: APIRouter, server: Server) -> None:
         "/pause_generation": lambda fields: _pause(control, weights, fields),
         "/continue_generation": lambda _: _continue(control, weights),
         "/abort_request": lambda fields: _abort(control, fields),
-        "/release_memory_occupation": lambda fields: _release(control, fields),
-        "/resume_memory_occupation": lambda fields: _resume_memory(control, fields),
+        "/release_memory_occupation": lambda fields: _change_memory(control, control.sleep, fields),
+        "/resume_memory_occupation": lambda fields: _change_memory(control, control.wake, fields),
         "/init_weights_update_group": lambda fields: _done(weights.join(fields)),
         "/destroy_weights_update_group": lambda fields: _done(weights.leave(fields)),
         "/get_weights_by_name": lambda fields: _rows(control, fields),
@@ -426,10 +430,6 @@ async def _model_info(server: Server) -> dict[str, Any]:
         "has_audio_understanding": False,
         "max_model_len": served.engine.max_model_len,
     }
-
-
-async def _version(control: Control) -> dict[str, str]:
-    return {"weight_version": await control.serving_version()}
 
 
 async def _health(server: Server) -> dict[str, str]:
@@ -553,23 +553,20 @@ async def _unload_adapter(server: Server, fields: Fields) -> dict[str, Any]:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-async def _release(control: Control, fields: Fields) -> dict[str, Any]:
-    await control.sleep(_memory(fields))
-    return {"success": True, "message": "", "sleeping": await control.call("sleeping")}
-
-
-async def _resume_memory(control: Control, fields: Fields) -> dict[str, Any]:
-    await control.wake(_memory(fields))
+async def _change_memory(
+    control: Control, change: Callable[[list[Memory]], Awaitable[None]], fields: Fields
+) -> dict[str, Any]:
+    """Let the parts that a request names sleep, or wake."""
+    await change(_memory(fields))
     return {"success": True, "message": "", "sleeping": await control.call("sleeping")}
 
 
 def _memory(fields: Fields) -> list[Memory]:
     tags = fields.texts("tags")
-    if tags is None:
-        return list(_PARTS.values())
-    if unknown := [each for each in tags if each not in (*_PARTS, _NOTHING_TO_RELEASE)]:
-        raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(_PARTS)}.", "tags")
-    return [part for name, part in _PARTS.items() if name in tags]
+    parts = get_args(Memory)
+    if unknown := [each for each in tags or () if each not in (*parts, _NOTHING_TO_RELEASE)]:
+        raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(parts)}.", "tags")
+    return [part for part in parts if tags is None or part in tags]
 
 
 async def _rows(control: Control, fields: Fields) -> list[Any]:

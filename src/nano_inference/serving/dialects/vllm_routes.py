@@ -3,7 +3,6 @@
 Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of order is a 409.
 """
 
-from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, get_args
 
@@ -19,7 +18,7 @@ from nano_inference.serving.dialects.reading import (
     fields_of,
     tensors_of,
 )
-from nano_inference.serving.dialects.shared import require_own_name
+from nano_inference.serving.dialects.shared import one_field, require_own_name
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import ApiError, bad_request, shown
 from nano_inference.serving.server import Server
@@ -53,10 +52,10 @@ def routes(router: APIRouter, server: Server) -> None:
         "/wake_up": lambda fields: _wake(control, fields),
     }
     gets: dict[str, Answer] = {
-        "/is_paused": lambda _: _said("is_paused", control.is_paused()),
+        "/is_paused": lambda _: one_field("is_paused", control.is_paused()),
         # as in vLLM, a pause is a light sleep
-        "/is_sleeping": lambda _: _said("is_sleeping", control.is_paused()),
-        "/weight_info": lambda _: _said("weight_version", control.serving_version()),
+        "/is_sleeping": lambda _: one_field("is_sleeping", control.is_paused()),
+        "/weight_info": lambda _: one_field("weight_version", control.serving_version()),
         "/get_world_size": lambda _: _world_size(server),
     }
     add_routes(router, server, "POST", posts)
@@ -109,10 +108,6 @@ def _adapter_routes(router: APIRouter, server: Server) -> None:
 
 def _text(said: str) -> Response:
     return Response(said, media_type="text/plain")
-
-
-async def _said(name: str, value: Awaitable[object]) -> dict[str, Any]:
-    return {name: await value}
 
 
 async def _world_size(server: Server) -> dict[str, Any]:

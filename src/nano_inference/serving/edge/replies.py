@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from nano_inference.serving.errors import NO_RETRY, ApiError, error_body, shown
 from nano_inference.serving.protocols.answers import json_pieces
+from nano_inference.serving.tasks import start_task
 
 access = logging.getLogger("nano_inference.access")
 
@@ -324,8 +325,6 @@ class EventStream(Response):
         """
         quiet = self._loop.time() - self._last
         if quiet >= self._keep_alive and not self._sending:
-            task = self._loop.create_task(self._comment())
-            self._comments.add(task)
-            task.add_done_callback(self._comments.discard)
+            start_task(self._comment(), self._comments)
             quiet = 0.0
         self._timer = self._loop.call_later(max(0.001, self._keep_alive - quiet), self._tick)

@@ -2,11 +2,11 @@
 then keys and values as they lie in memory. Nothing here is ever unpickled.
 """
 
-import sys
 from array import array
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from nano_inference.engine.block_exchange import (
@@ -94,7 +94,7 @@ def encode(piece: BlockPiece) -> bytes:
             format=piece.format,
             namespace=piece.namespace,
             names=pack_names(piece.names),
-            token_ids=_swapped(array("i", piece.token_ids)).tobytes(),
+            token_ids=np.array(piece.token_ids, "<i4").tobytes(),
             first=piece.first,
             num_bytes=piece.data.numel(),
         )
@@ -124,14 +124,12 @@ def decode(data: bytes) -> BlockPiece:
     )
     if rest != header.num_bytes or count * block_bytes != rest:
         raise InvalidRequest(f"{rest} bytes came for {count} blocks of {block_bytes}.")
-    token_ids = array("i")
-    token_ids.frombytes(header.token_ids)
     contents = torch.frombuffer(bytearray(memoryview(data)[8 + size :]), dtype=torch.uint8)
     return BlockPiece(
         header.format,
         header.namespace,
         unpack_names(header.names),
-        tuple(_swapped(token_ids)),
+        tuple(np.frombuffer(header.token_ids, "<i4").tolist()),
         header.first,
         contents.view(count, -1),
     )
@@ -155,9 +153,3 @@ def _block_bytes(form: BlockFormat) -> int:
     if any(len(shape) != 5 for shape in form.shapes):
         raise InvalidRequest(f"blocks of shapes {form.shapes}: each has five extents.")
     return form.block_bytes
-
-
-def _swapped(numbers: "array[int]") -> "array[int]":
-    if sys.byteorder != "little":
-        numbers.byteswap()
-    return numbers

@@ -1,13 +1,9 @@
 """`FleetClient`: several engines as one. A replica that dies takes no request with it."""
 
-import asyncio
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +17,7 @@ from nano_inference.serving.fleet.supervisor import ReplicaStatus, Supervisor
 from nano_inference.serving.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
 from nano_inference.serving.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.serving.operations import Operation
+from nano_inference.serving.temporary import temporary_folder
 from nano_inference.types import Delta
 
 SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
@@ -137,16 +134,13 @@ class FleetClient(EngineClient):
         """Give an engine the weights of this version, which `donor` serves: by way of a folder of
         this machine.
         """
-        folder = Path(tempfile.mkdtemp(prefix="nano-inference-weights-"))
-        try:
+        async with temporary_folder("weights") as folder:
             path = str(folder / "all")
             await donor.call("save_weights", path=path, version=version, timeout=SYNC_TIMEOUT)
             await client.call("begin_update", session=0, complete=True)
             options = {"session": 0, "timeout": SYNC_TIMEOUT}
             await client.call("receive_folder", path=path, **options)
             await client.call("finish_update", version=version, kv_policy="abort", **options)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, folder, True)
 
     def kill(self) -> None:
         """End all engines at once."""

@@ -4,13 +4,10 @@ share.
 
 import asyncio
 import logging
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -20,6 +17,8 @@ from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.messages import EngineInfo
+from nano_inference.serving.tasks import start_task
+from nano_inference.serving.temporary import temporary_folder
 from nano_inference.speculation.joined import counted, joined
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, SpeculationStats
 
@@ -217,15 +216,11 @@ class Supervisor:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a task, until the fleet's end."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(work, self._tasks)
 
     def _end(self, client: EngineClient) -> None:
         """Close it. `close` waits for this task, and does not cancel it."""
-        task = asyncio.get_running_loop().create_task(client.close())
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
+        start_task(client.close(), self._ends)
 
     def living(self) -> dict[str, EngineClient]:
         """Those that serve, draining ones too."""
@@ -616,12 +611,9 @@ async def bring_adapter(
     """Give an engine an adapter that `donor` serves, as the same version and to the bit, by way of
     a file of this machine.
     """
-    folder = Path(tempfile.mkdtemp(prefix="nano-inference-adapter-"))
-    try:
+    async with temporary_folder("adapter") as folder:
         path = str(folder / "adapter")
         await donor.call("save_adapter", name=name, path=path, timeout=ADAPTER_TIMEOUT)
         await client.call(
             "receive_adapter", path=path, kv_policy=kv_policy, timeout=ADAPTER_TIMEOUT
         )
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, True)

@@ -342,7 +342,8 @@ def python(example: Example, family: Family, address: str) -> str:
     """The call as a program."""
     if example.call:
         client = family.client.replace("URL", address)
-        arguments = "".join(f"    {name}={value!r},\n" for name, value in _body(example).items())
+        body = example.body or {}
+        arguments = "".join(f"    {name}={value!r},\n" for name, value in body.items())
         return f"{client}\nprint({example.call}(\n{arguments}))"
     url = json.dumps(address + example.path)
     if example.body is None:
@@ -350,10 +351,6 @@ def python(example: Example, family: Family, address: str) -> str:
     return (
         f"import httpx\n\nbody = {dict(example.body)!r}\nprint(httpx.post({url}, json=body).text)"
     )
-
-
-def _body(example: Example) -> Mapping[str, Any]:
-    return example.body or {}
 
 
 def _family(family: Family, routes: Routes, address: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from nano_inference.types import RoutedExperts, TopLogprobs, TrainingSample, VersionSpan
 
@@ -128,10 +129,8 @@ def npy_of(routed: RoutedExperts) -> str:
 
 def int32_of(routed: RoutedExperts) -> str:
     """Routed experts as base64 of little-endian int32, as SGLang tells them."""
-    ids = array("B" if routed.dtype == "uint8" else "H", routed.data)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return base64_of("i", ids)
+    ids = np.frombuffer(routed.data, "<u1" if routed.dtype == "uint8" else "<u2")
+    return base64.b64encode(ids.astype("<i4").tobytes()).decode("ascii")
 
 
 def routed_experts_told(

@@ -47,7 +47,7 @@ from nano_inference.serving.protocols.anthropic_schema import (
     encode,
     kept_seconds,
 )
-from nano_inference.serving.protocols.blocks import Blocks, Kind
+from nano_inference.serving.protocols.blocks import Blocks, Event, Kind
 from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.serving.protocols.openapi import operation
 from nano_inference.serving.protocols.requests import (
@@ -63,8 +63,6 @@ from nano_inference.serving.protocols.requests import (
 )
 from nano_inference.serving.protocols.tool_calls import with_calls
 from nano_inference.types import TrainingSample
-
-Event = dict[str, Any]
 
 
 def count_tokens(body: bytes, served: Served) -> dict[str, int]:
@@ -250,19 +248,8 @@ class BlockStream(Blocks):
     def __init__(self, *, omit_thinking: bool = False, one_tool: bool = False) -> None:
         super().__init__(one_call=one_tool)
         self._omit_thinking = omit_thinking
-        self._events: list[Event] = []
         self._index = -1  # of the last block
         self._thought: list[str] = []  # in the open block
-
-    def push(self, piece: ChoiceDelta) -> list[Event]:
-        """The events of a piece."""
-        self.take(piece)
-        return self._taken()
-
-    def end(self) -> list[Event]:
-        """The events that are left."""
-        self.finish()
-        return self._taken()
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
         """`content_block_start`."""
@@ -299,10 +286,6 @@ class BlockStream(Blocks):
 
     def _delta(self, delta: Event) -> None:
         self._events.append({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
 
 
 PROTOCOL = ApiProtocol(

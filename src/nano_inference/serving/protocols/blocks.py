@@ -2,17 +2,18 @@
 thinking, text, and calls of tools.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from nano_inference.serving.choices import ChoiceDelta
 from nano_inference.serving.parsing import ToolCallDelta
 
+Event = dict[str, Any]
 Kind = Literal["thinking", "text", "call"]
 _KINDS: tuple[Kind, Kind] = ("thinking", "text")
 
 
 class Blocks:
-    """Opens and closes blocks; a protocol says what that looks like.
+    """Opens and closes blocks; a protocol says by which events, and gathers these in `_events`.
 
     White space before a text says nothing, and is held back until there is more. What is said while
     a call is open waits for its end.
@@ -26,6 +27,7 @@ class Blocks:
         self._open: Kind | None = None
         self._held: dict[Kind, str] = {"thinking": "", "text": ""}
         self._answered = False  # text or a call
+        self._events: list[Event] = []
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
         """A block begins. `call`: of a call; has its id and name."""
@@ -39,8 +41,8 @@ class Blocks:
         """The open block ends."""
         raise NotImplementedError
 
-    def take(self, piece: ChoiceDelta) -> None:
-        """What is new of the answer."""
+    def push(self, piece: ChoiceDelta) -> list[Event]:
+        """The events of what is new of the answer."""
         if piece.reasoning:
             self._say("thinking", piece.reasoning)
         if piece.content:
@@ -48,14 +50,20 @@ class Blocks:
         for call in piece.tool_calls:
             if not (self._one_call and call.index):
                 self._call(call)
+        return self._taken()
 
-    def finish(self) -> None:
-        """The answer has ended."""
+    def end(self) -> list[Event]:
+        """The answer has ended: the events that are left."""
         self._close()
         if self._held["text"] and not self._answered:
             self._begin("text")
             self.said("text", self._held["text"])
             self._close()
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
     def _say(self, kind: Kind, text: str) -> None:
         if self._open == "call":  # it may go on, so its block cannot be closed yet

@@ -4,12 +4,11 @@ them; of another one they are what they are.
 """
 
 import base64
-import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from nano_inference.serving.protocols.generation import Served
@@ -86,10 +85,7 @@ class EmbeddingsAsked:
     def _told(self, row: bytes) -> str | list[float]:
         if self.as_base64:
             return base64.b64encode(row).decode("ascii")
-        numbers = array("f", row)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers.tolist()
+        return np.frombuffer(row, "<f4").tolist()
 
 
 def read_embeddings(body: bytes, served: Served) -> EmbeddingsAsked:

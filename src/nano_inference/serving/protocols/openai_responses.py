@@ -22,7 +22,7 @@ from nano_inference.serving.choices import Choice, ChoiceDelta
 from nano_inference.serving.errors import ApiError
 from nano_inference.serving.parsing import ToolCallDelta
 from nano_inference.serving.protocols.answers import encode_line
-from nano_inference.serving.protocols.blocks import Blocks, Kind
+from nano_inference.serving.protocols.blocks import Blocks, Event, Kind
 from nano_inference.serving.protocols.generation import Builder, RequestUsage, Served
 from nano_inference.serving.protocols.kept_responses import KeptResponse
 from nano_inference.serving.protocols.openai_chat import ChatBuilder
@@ -38,8 +38,6 @@ from nano_inference.serving.protocols.responses_schema import (
     joined,
     messages_of,
 )
-
-Event = dict[str, Any]
 
 # a chat's names of fields -> a response's, for errors
 _RENAMED: Mapping[str, str] = {
@@ -229,7 +227,6 @@ class ItemStream(Blocks):
     def __init__(self, logprobs: ChatBuilder | None, one_call: bool) -> None:
         super().__init__(one_call=one_call)
         self._logprobs = logprobs
-        self._events: list[Event] = []
         self._said: list[str] = []  # in the open item
         self._number = 0  # of the next event
         self._new: list[Any] = []  # logprobs of tokens whose text is to come
@@ -245,16 +242,15 @@ class ItemStream(Blocks):
         return b"".join(written)
 
     def push(self, piece: ChoiceDelta) -> list[Event]:
-        """The events of a piece."""
+        """See `Blocks`."""
         if self._logprobs is not None and piece.token_ids:
             self._new += self._logprobs.token_rows(piece)
-        self.take(piece)
-        return self._taken()
+        return super().push(piece)
 
     def ended(self, choice: Choice) -> list[Event]:
         """The events that are left. The text has the logprobs of the whole answer."""
         whole = choice.finished is not None and choice.finished.finish_reason == "stop"
-        self.finish()
+        events = self.end()
         if self._logprobs is not None:
             rows = [*self._logprobs.token_rows(choice.whole)]
             for item in self.items:
@@ -262,7 +258,7 @@ class ItemStream(Blocks):
                     item["content"][0]["logprobs"] = rows
         if self.items and not whole:
             self.items[-1]["status"] = "incomplete"
-        return self._taken()
+        return events
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
         """`response.output_item.added`, and a part's beginning."""
@@ -315,10 +311,6 @@ class ItemStream(Blocks):
 
     def _event(self, event: str, **told: Any) -> None:
         self._events.append({"type": event, "output_index": len(self.items) - 1, **told})
-
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
 
 
 def _part(kind: Kind, text: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 Fields beside OpenAI's own are named as in vLLM where it has them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -80,10 +80,6 @@ Wanted = (
 VersionName = Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})]
 
 
-def _without(table: Mapping[str, Sequence[Any]], name: str) -> dict[str, Sequence[Any]]:
-    return {each: harmless for each, harmless in table.items() if each != name}
-
-
 class StreamOptions(Strict):
     """What a stream holds beside the answer."""
 
@@ -153,9 +149,11 @@ class OpenAIFields(SamplingFields):
         *("user", "metadata", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options"),
     )
-    refused = _without(SamplingFields.refused, "truncate_prompt_tokens") | {
-        "moderation": (),
-    }
+    refused = {
+        name: each
+        for name, each in SamplingFields.refused.items()
+        if name != "truncate_prompt_tokens"
+    } | {"moderation": ()}
 
 
 class CompletionRequest(OpenAIFields):

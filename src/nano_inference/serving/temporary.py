@@ -1,0 +1,18 @@
+"""Folders by way of which engines of this machine get something."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+
+@asynccontextmanager
+async def temporary_folder(what: str) -> AsyncIterator[Path]:
+    """A folder of mode 0700, named after what it is for; gone with all that is in it at the end."""
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=f"nano-inference-{what}-"))
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
