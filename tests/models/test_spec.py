@@ -1,9 +1,11 @@
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nano_inference import ModelLoadError
-from nano_inference.models.spec import RopeSpec, spec_from_config
+from nano_inference.models.spec import ARCHITECTURES, RopeSpec, spec_from_config
 from tests.models.tiny import FAMILIES, MORE_FAMILIES, llama_config
 
 
@@ -37,6 +39,20 @@ def test_the_fields_of_a_llama() -> None:
     assert spec.checkpoint_dtype == "float32"
     assert not spec.quantized_source
     assert spec.ropes[0] == RopeSpec(theta=10000.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "1e-5"])
+def test_a_value_under_a_familys_own_name_is_checked_too(
+    monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    def renamed(given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**given, "rms_norm_eps": given["layer_norm_epsilon"]}
+
+    family = replace(ARCHITECTURES["LlamaForCausalLM"], read=renamed)
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", family)
+    assert spec_from_config(config(layer_norm_epsilon=1e-5)).rms_norm_eps == 1e-5
+    with pytest.raises(ModelLoadError, match="rms_norm_eps"):
+        spec_from_config(config(layer_norm_epsilon=value))
 
 
 def test_what_old_configs_leave_out() -> None:

@@ -10,6 +10,7 @@ from nano_inference.training_service.errors import Refused
 from nano_inference.training_service.protobuf import (
     REACHED_LENGTH,
     STOPPED,
+    _put,
     forward_backward_output,
     forward_backward_request,
     sample_response,
@@ -82,6 +83,12 @@ def test_a_request_that_ends_within_a_field_is_refused() -> None:
         except Refused:
             refused += 1
     assert refused == len(REQUEST) - 1 - 6  # it may end behind each of its seven fields
+
+
+def test_a_shape_that_ends_within_a_number_is_refused() -> None:
+    tensor = _put(1, bytes(4)) + _put(3, 1) + _put(4, b"\x80")
+    body = _put(3, _put(2, _put(1, "weights") + _put(2, tensor)))
+    assert "no whole" in str(forward_backward_request(body).refusal)
 
 
 @given(st.binary(max_size=300))

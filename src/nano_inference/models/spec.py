@@ -272,6 +272,7 @@ def _read(
     architecture: str, family: _Family, config: Config, generation_config: Config
 ) -> ModelSpec:
     config = family.read(config)
+    check_values(config)  # again: under the names that they have now
     for name in _UNSUPPORTED:
         if config.get(name) and name not in family.caps:
             raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for."""
+"""Tasks that are not awaited."""
 
 import asyncio
 from collections.abc import Coroutine

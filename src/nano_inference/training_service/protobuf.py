@@ -19,6 +19,7 @@ Array = NDArray[np.float32] | NDArray[np.int64]
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FLOAT32, _INT64 = 1, 2  # of the enum DType
 _DTYPES: Mapping[int, type] = {_FLOAT32: np.float32, _INT64: np.int64}
+_CUT = "the body is no whole Protocol Buffers message."
 STOPPED, REACHED_LENGTH = 0, 1  # of the enum StopReason
 
 Value = int | bytes
@@ -120,37 +121,33 @@ def _read(data: bytes) -> Fields:
     """The fields of a message: numbers, or bytes of what is nested. Raises `Refused`."""
     found: Fields = {}
     at = 0
-    try:
-        while at < len(data):
-            key, at = _varint(data, at)
-            kind = key & 7
-            if kind == _VARINT:
-                value, at = _varint(data, at)
-            elif kind == _BYTES:
-                size, at = _varint(data, at)
-                value, at = data[at : at + size], at + size
-            elif kind in (_FIXED64, _FIXED32):
-                size = 8 if kind == _FIXED64 else 4
-                value, at = data[at : at + size], at + size
-            else:
-                raise Refused(f"the body is no Protocol Buffers message: wire type {kind}.")
-            if at > len(data):
-                raise IndexError
-            found.setdefault(key >> 3, []).append(value)
-    except IndexError:
-        raise Refused("the body is no whole Protocol Buffers message.") from None
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+        elif kind == _BYTES:
+            size, at = _varint(data, at)
+            value, at = data[at : at + size], at + size
+        elif kind in (_FIXED64, _FIXED32):
+            size = 8 if kind == _FIXED64 else 4
+            value, at = data[at : at + size], at + size
+        else:
+            raise Refused(f"the body is no Protocol Buffers message: wire type {kind}.")
+        if at > len(data):
+            raise Refused(_CUT)
+        found.setdefault(key >> 3, []).append(value)
     return found
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of at most ten bytes, and where the next one begins. Raises `Refused`."""
     value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
+    for place, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * place
         if byte < 0x80:
-            return value, at
-    raise IndexError
+            return value, at + place + 1
+    raise Refused(_CUT)
 
 
 def _signed(value: int) -> int:
