@@ -334,7 +334,7 @@ def _code_part(rows: np.ndarray, tensor: StoredTensor, part: int) -> np.ndarray:
     assert found is not None
     form = FORMATS[KINDS[tensor.kind.name].form]
     if part == 0 and form.bits == 4:
-        bits = (found + (0 if form.mins else 8)).view(np.uint8)
+        bits = (found + (0 if form.mins else form.middle)).view(np.uint8)
         found = bits[:, ::2] | bits[:, 1::2] << 4
     return np.ascontiguousarray(found)
 

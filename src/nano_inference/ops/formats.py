@@ -38,6 +38,11 @@ class Format:
         """Of the scale of a group, and of its minimum."""
         return (4 if self.wide else 2) + (4 if self.mins else 0)
 
+    @property
+    def middle(self) -> int:
+        """The code that stands for 0 where codes have no sign and there is no minimum."""
+        return 0 if self.bits == 8 else 1 << (self.bits - 1)
+
     def holds(self, other: "Format") -> bool:
         """Whether it stores weights of another format to the bit; those of group 0 where a row has
         one segment.

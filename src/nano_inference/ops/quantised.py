@@ -69,7 +69,7 @@ def quantise_weight(
         if form.bits == 8:
             scale, low, high = largest.abs() / torch.full_like(largest, MOST), -MOST, MOST
         else:
-            scale, low, high = largest / -8, -8, 7
+            scale, low, high = largest / -form.middle, -form.middle, form.middle - 1
         scale = torch.where(largest.abs() > TINY, scale, 0.0) + known
         if not form.wide:
             scale = scale.half().float()
@@ -136,7 +136,16 @@ def unpacked(data: Tensor, columns: int, form: Format) -> Tensor:
         return data[:, :columns].view(torch.int8)
     pairs = data[:, : -(-columns // 2)]
     codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, :columns]
-    return codes.view(torch.int8) - (0 if form.mins else 8)
+    return codes.view(torch.int8) - (0 if form.mins else form.middle)
+
+
+def packed(codes: Tensor, form: Format) -> Tensor:
+    """Codes int8 [n, K] as bytes uint8 [n, K or half of it], which `unpacked` reads."""
+    if form.bits == 8:
+        return codes.view(torch.uint8)
+    moved = codes if form.mins else codes + form.middle
+    pairs = torch.nn.functional.pad(moved, (0, codes.shape[1] % 2)).view(torch.uint8)
+    return pairs[:, ::2] | pairs[:, 1::2] << 4
 
 
 def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
@@ -146,9 +155,7 @@ def encode(weight: Tensor, form: Format, bounds: tuple[int, ...]) -> Codes:
     codes, scales = quantise_weight(weight, form, groups_of(bounds, form))
     if not form.mins:
         return Codes(codes, scales, form, bounds)
-    if form.bits == 4:
-        return Codes(codes + 8, scales, form, bounds, scales * 8)
-    return Codes(codes, scales, form, bounds, torch.zeros_like(scales))
+    return Codes(codes + form.middle, scales, form, bounds, scales * form.middle)
 
 
 def product(x: Tensor, weight: Codes) -> Tensor:
@@ -183,6 +190,5 @@ def widened(given: Codes, form: Format, bounds: tuple[int, ...]) -> Codes:
     codes, scales = given.codes, given.scales[:, at]
     mins = None if given.mins is None else given.mins[:, at]
     if form.mins and mins is None:
-        moved = 8 if form.bits == 4 else 0
-        codes, mins = codes + moved, scales * moved
+        codes, mins = codes + form.middle, scales * form.middle
     return Codes(codes, scales, form, bounds, mins)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.formats import Format, bounds_of, groups_of
-from nano_inference.ops.quantised import Codes, encode, product, unpacked, widened
+from nano_inference.ops.quantised import Codes, encode, packed, product, unpacked, widened
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 ALIGNMENT = 4  # bytes: scales are read as float32
@@ -78,7 +78,7 @@ class QuantisedWeight:
         require_rows(self.shape, start, given.codes)
         given = widened(given, self.form, self.bounds)
         own = self.data[start : start + len(given.codes)]
-        parts = [_packed(given.codes, self.form), given.scales.to(self._scale)]
+        parts = [packed(given.codes, self.form), given.scales.to(self._scale)]
         parts += [] if given.mins is None else [given.mins]
         for at, part in zip((0, *self._ends), parts, strict=False):
             stored = part.contiguous().view(torch.uint8)
@@ -137,15 +137,6 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) ->
     """
     sums = product(x.to(weight.dtype), weight.codes())
     return sums if bias is None else sums + bias.to(weight.dtype).float()
-
-
-def _packed(codes: Tensor, form: Format) -> Tensor:
-    """Codes int8 [n, K] as bytes uint8 [n, K or half of it]."""
-    if form.bits == 8:
-        return codes.view(torch.uint8)
-    moved = codes if form.mins else codes + 8
-    pairs = torch.nn.functional.pad(moved, (0, codes.shape[1] % 2)).view(torch.uint8)
-    return pairs[:, ::2] | pairs[:, 1::2] << 4
 
 
 def _aligned(size: int) -> int:
