@@ -30,7 +30,7 @@ from nano_inference.models.loading import resolve_model
 from nano_inference.structured.backend import CompilationStopped, Vocabulary, backend_named
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import BackendName, Grammar
-from nano_inference.structured.masks import WORD, num_words
+from nano_inference.structured.mask_bits import WORD, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import load_tokenizer

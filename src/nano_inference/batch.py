@@ -21,7 +21,7 @@ from nano_inference.sampling.sampling_batch import (
 )
 from nano_inference.scheduling.decision import NO_DRAFTS, Drafts, SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences
-from nano_inference.structured.masks import bans_under
+from nano_inference.structured.mask_bits import bans_under
 
 ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
 NOTHING = torch.empty(0, dtype=torch.int64)

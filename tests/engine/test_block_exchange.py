@@ -17,8 +17,8 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, Traini
 from nano_inference.engine.block_exchange import BlockPiece
 from nano_inference.engine.workers.runner import RankedRunner
 from nano_inference.errors import InvalidRequest, VersionGone
+from nano_inference.kv_cache.block_changes import BlockChanges, short_name
 from nano_inference.kv_cache.block_hash import Namespace
-from nano_inference.kv_cache.news import BlockNews, short_name
 from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_model
 
@@ -366,7 +366,7 @@ def test_reports_say_what_a_cache_has(build: Build, cache_type: str) -> None:
 
 
 def test_news_are_bounded_and_cancel_out() -> None:
-    news = BlockNews(most=3)
+    news = BlockChanges(most=3)
     assert news.take([5]).whole
     for name in (1, 2):
         news.published(name)

@@ -27,7 +27,7 @@ from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
-from nano_inference.structured.masks import mask_of
+from nano_inference.structured.mask_bits import mask_of
 from tests.depth import at_depth
 from tests.ops import cpu_kernels
 from tests.ops.cpu_kernels import as_packed

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nano_inference import SamplingParams
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence, SequenceStatus
-from nano_inference.speculation.history import HistoryDrafts
+from nano_inference.speculation.earlier_samples import HistoryDrafts
 from nano_inference.speculation.suffix import LONGEST_MATCH, MOST_READ, SuffixDrafts, SuffixIndex
 
 IDS = count()

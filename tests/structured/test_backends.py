@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from nano_inference import Grammar
 from nano_inference.structured.backend import Matcher, backend_named
 from nano_inference.structured.llguidance_backend import FEW, LlguidanceMatcher
-from nano_inference.structured.masks import may_draw, num_words
+from nano_inference.structured.mask_bits import may_draw, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.structured.thought import Thoughts
 from nano_inference.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from nano_inference import Grammar, InvalidRequest, SamplingParams
 from nano_inference.structured.backend import GrammarError, backend_named
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import COMPACT, BackendName, GrammarKind
-from nano_inference.structured.masks import num_words
+from nano_inference.structured.mask_bits import num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.structured.outlines_backend import KINDS as OF_OUTLINES
 from nano_inference.structured.xgrammar_backend import KINDS as OF_XGRAMMAR

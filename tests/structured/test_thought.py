@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from nano_inference import Grammar, InvalidRequest
-from nano_inference.structured.masks import may_draw
+from nano_inference.structured.mask_bits import may_draw
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.text.tokenizer import Tokenizer
 from tests.depth import at_depth

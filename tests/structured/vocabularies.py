@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.structured.backend import Matcher, Vocabulary, backend_named
 from nano_inference.structured.grammar import BackendName, Grammar
-from nano_inference.structured.masks import may_draw, num_words
+from nano_inference.structured.mask_bits import may_draw, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.structured.thought import Thoughts
 from nano_inference.text.token_texts import TokenTexts

@@ -16,9 +16,9 @@ from torch import Tensor
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest, VersionGone
+from nano_inference.kv_cache.block_changes import BlockChanges, BlockReport
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
-from nano_inference.kv_cache.news import BlockNews, BlockReport
 from nano_inference.scheduling.sequence import POLICY
 
 MOST_BYTES = 16 << 20  # of one piece: a step waits while it is copied
@@ -106,7 +106,7 @@ class BlockExchange:
         self._cache = cache
         self._runner = runner
         self._enabled = enabled  # whether prefixes are looked for at all
-        self._news: BlockNews | None = None
+        self._news: BlockChanges | None = None
         self._format: BlockFormat | None = None
         self.num_exported = 0  # blocks
         self.num_imported = 0
@@ -215,7 +215,7 @@ class BlockExchange:
         """
         with self._shared.lock:
             if self._news is None:
-                self._news = BlockNews()
+                self._news = BlockChanges()
             elif lost:
                 self._news.forget()
             return self._news.take(self._cache.observe(self._news))

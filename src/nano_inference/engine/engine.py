@@ -16,6 +16,7 @@ from nano_inference.engine.adapters import AdapterInfo, Adapters
 from nano_inference.engine.assembly import Launcher, assemble_all, require_one_rank
 from nano_inference.engine.backends import lookahead_of
 from nano_inference.engine.block_exchange import BlockExchange
+from nano_inference.engine.draft_sources import make_drafter, measure_costs
 from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
@@ -26,7 +27,6 @@ from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
 from nano_inference.engine.routed_experts import route_taker
 from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
-from nano_inference.engine.speculation import make_drafter, measure_costs
 from nano_inference.engine.transports import WeightTransport, receive_update
 from nano_inference.engine.weights.merging import Merging
 from nano_inference.engine.weights.sync import Updates

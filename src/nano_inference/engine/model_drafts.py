@@ -28,7 +28,7 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from nano_inference.scheduling.sequence import DRAFT, Sequence
 from nano_inference.speculation.source import NO_GUESS, Guess
-from nano_inference.structured.masks import bans_under
+from nano_inference.structured.mask_bits import bans_under
 
 MOST_BEHIND = 512  # rows of one call that only bring a model's own cache up to date
 SURE = 8  # kinds of drafts: by how probable the model thought them

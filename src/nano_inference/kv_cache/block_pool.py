@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from nano_inference.kv_cache.block_changes import BlockChanges
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace
 from nano_inference.kv_cache.kept import KEPT_SHARE, Kept, Mark
-from nano_inference.kv_cache.news import BlockNews
 
 _NONE = -1  # not in the ring
 
@@ -65,7 +65,7 @@ class BlockPool:
         num_cached: free blocks with a name: what they hold can still be found.
         num_shared: blocks with more than one holder.
         names: of every named block: its name, and its id.
-        news: is told of names that come and go; None: nothing follows them.
+        changes: is told of names that come and go; None: nothing follows them.
         kept: names that requests asked to keep.
     """
 
@@ -79,7 +79,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.num_cached = self.num_shared = 0
         self.names: dict[int, int] = {}
-        self.news: BlockNews | None = None
+        self.changes: BlockChanges | None = None
         self.kept = Kept(int(KEPT_SHARE * num_blocks), self._is_free)
         self._emptied, self._unkept = emptied, unkept
         # Four elements of the ring are no blocks: the head, the gate before the named ones, the
@@ -169,8 +169,8 @@ class BlockPool:
         """From now on the contents of this block are known under a name, which another block may
         have had so far.
         """
-        if self.news is not None and name not in self.names:
-            self.news.published(name)
+        if self.changes is not None and name not in self.names:
+            self.changes.published(name)
         self.num_cached += block.ref_count == 0 and block.hash == NO_PREFIX
         block.hash, block.namespace = name, namespace
         self.names[name] = block.block_id
@@ -198,8 +198,8 @@ class BlockPool:
         if self.names.get(block.hash) == block.block_id:
             del self.names[block.hash]
             self.kept.drop(block.hash)
-            if self.news is not None:
-                self.news.dropped(block.hash)
+            if self.changes is not None:
+                self.changes.dropped(block.hash)
         self.num_cached -= block.ref_count == 0 and block.hash != NO_PREFIX
         block.forget()
         if self._unkept is not None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from nano_inference.kv_cache.block_changes import BlockChanges
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block, BlockPool
 from nano_inference.kv_cache.kept import Kept, Mark
-from nano_inference.kv_cache.news import BlockNews
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
 
 
@@ -395,11 +395,11 @@ class KVCacheManager(ABC):
         self.extend(table, cached * self.block_size, end * self.block_size)
         return table, cached
 
-    def observe(self, news: BlockNews | None) -> list[int]:
-        """Tell `news` (None: nothing) from now on of names that come and go; returns those that are
+    def observe(self, changes: BlockChanges | None) -> list[int]:
+        """Tell `changes` (None: nothing) from now on of names that come and go; returns those that are
         here.
         """
-        self._pool.news = news
+        self._pool.changes = changes
         return list(self._pool.names)
 
     def check(self, tables: Iterable[Sequence[int]], num_slid: Iterable[int] | None = None) -> None:

@@ -28,7 +28,7 @@ from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampl
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 from nano_inference.scheduling.sequence import REFERENCE
-from nano_inference.structured.masks import bans_under
+from nano_inference.structured.mask_bits import bans_under
 from nano_inference.structured.matching import GrammarState
 from nano_inference.types import (
     SamplingMask,

@@ -21,7 +21,7 @@ from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.pipeline import Bias, Distribution, Masks, Penalties, distance, divide
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
-from nano_inference.structured.masks import WORD
+from nano_inference.structured.mask_bits import WORD
 
 ROW_TILE = 64  # rows of one exchange: bounds the memory of a large vocabulary
 

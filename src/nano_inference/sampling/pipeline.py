@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from nano_inference.sampling.filters import FILTERS, Ranking, rank
 from nano_inference.sampling.sampling_batch import SamplingBatch
-from nano_inference.structured.masks import WORD
+from nano_inference.structured.mask_bits import WORD
 
 
 class Distribution:

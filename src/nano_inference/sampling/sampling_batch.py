@@ -12,7 +12,7 @@ from nano_inference.columns import Entries, column, columns_of
 from nano_inference.sampling.filters import FilterColumns
 from nano_inference.sampling.noise import noise_streams, stream_keys
 from nano_inference.scheduling.decision import NO_DRAFTS, Drafts
-from nano_inference.structured.masks import mask_of
+from nano_inference.structured.mask_bits import mask_of
 from nano_inference.types import SamplingParams
 
 

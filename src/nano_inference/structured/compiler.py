@@ -23,7 +23,7 @@ from nano_inference.structured.backend import (
     backend_named,
 )
 from nano_inference.structured.grammar import REFUSED, BackendName, Grammar
-from nano_inference.structured.masks import cut_to, num_words
+from nano_inference.structured.mask_bits import cut_to, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.structured.thought import Thought, Thoughts
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from nano_inference.structured.backend import Backend, GrammarError, Matcher, Vocabulary
 from nano_inference.structured.grammar import Grammar
-from nano_inference.structured.masks import cut_to, mask_of, may_draw, num_words
+from nano_inference.structured.mask_bits import cut_to, mask_of, may_draw, num_words
 from nano_inference.structured.thought import Thought
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.grammar import Grammar
-from nano_inference.structured.masks import mask_of, num_words, without
+from nano_inference.structured.mask_bits import mask_of, num_words, without
 
 MOST_KEPT = 8  # pairs of markers of a vocabulary
 

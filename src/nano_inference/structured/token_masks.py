@@ -10,7 +10,7 @@ import numpy as np
 
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import Grammar
-from nano_inference.structured.masks import may_draw
+from nano_inference.structured.mask_bits import may_draw
 from nano_inference.structured.matching import GrammarState
 
 MOST_BYTES = 2**27  # of masks that are kept

@@ -23,7 +23,7 @@ from nano_inference.structured.backend import (
 )
 from nano_inference.structured.compile_process import CompileProcesses, Job, way_for_whitespace
 from nano_inference.structured.grammar import BOUNDED, COMPACT, Grammar
-from nano_inference.structured.masks import cut_to, num_words, without
+from nano_inference.structured.mask_bits import cut_to, num_words, without
 from nano_inference.structured.plain_schema import Abilities, parts_of, plain_schema
 from nano_inference.structured.regular import NotPlain, characters, plain_regex
 from nano_inference.structured.token_bytes import token_bytes

@@ -9,8 +9,8 @@ import torch
 
 from nano_inference.engine.block_exchange import BlockFormat, BlockPiece
 from nano_inference.errors import InvalidRequest
+from nano_inference.kv_cache.block_changes import short_name
 from nano_inference.kv_cache.block_hash import Namespace
-from nano_inference.kv_cache.news import short_name
 from nano_inference.serving.fleet.block_link import decode, encode
 from nano_inference.serving.fleet.directory import names_of, pack_names, unpack_names
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from nano_inference.kv_cache.news import BlockNews, BlockReport
+from nano_inference.kv_cache.block_changes import BlockChanges, BlockReport
 from nano_inference.serving.fleet.directory import Directory, FetchCost, Holder, worth_fetching
 from tests.depth import at_depth
 
@@ -21,7 +21,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Directory()
         self.has: dict[str, set[int]] = {}
-        self.news: dict[str, BlockNews] = {}
+        self.news: dict[str, BlockChanges] = {}
         self.on_the_way: dict[str, list[BlockReport]] = {}
         self.whole_is_due: set[str] = set()
         self.num_added = 0
@@ -32,7 +32,7 @@ class Machine(RuleBasedStateMachine):
         self.num_added += 1
         name = f"r{self.num_added}"
         self.directory.add(name)
-        self.has[name], self.news[name], self.on_the_way[name] = set(), BlockNews(most=5), []
+        self.has[name], self.news[name], self.on_the_way[name] = set(), BlockChanges(most=5), []
 
     @precondition(lambda self: self.has)
     @rule(pick=PICK)

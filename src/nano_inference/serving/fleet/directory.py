@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.kv_cache.block_changes import BlockReport, short_name
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
-from nano_inference.kv_cache.news import BlockReport, short_name
 
 NAME_BYTES = 32
 _POLICY = "policy"

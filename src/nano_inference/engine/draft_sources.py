@@ -19,8 +19,8 @@ from nano_inference.scheduling.decision import Drafts
 from nano_inference.scheduling.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.speculation.costs import ROWS, StepCosts
 from nano_inference.speculation.drafter import Drafter, may_draft
+from nano_inference.speculation.earlier_samples import HistoryDrafts
 from nano_inference.speculation.grammar import ForcedDrafts
-from nano_inference.speculation.history import HistoryDrafts
 from nano_inference.speculation.source import DraftSource
 from nano_inference.speculation.suffix import SuffixDrafts
 from nano_inference.types import SamplingParams, TrainingSample

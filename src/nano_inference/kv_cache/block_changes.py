@@ -30,7 +30,7 @@ class BlockReport:
     whole: bool = False
 
 
-class BlockNews:
+class BlockChanges:
     """Changes since the last report. A name that came and went within it is not told.
 
     Not thread-safe: the cache that tells it and the reader of reports share a lock.
