@@ -65,7 +65,7 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     """One stop string, or several."""
     if not isinstance(stop, str | list | tuple):
         raise InvalidRequest(f"stop must be a list of strings, not {stop!r}.")
-    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore
     for string in strings:
         if not isinstance(string, str) or not string:
             raise InvalidRequest(

@@ -396,8 +396,8 @@ class KVCacheManager(ABC):
         return table, cached
 
     def observe(self, changes: BlockChanges | None) -> list[int]:
-        """Tell `changes` (None: nothing) from now on of names that come and go; returns those that are
-        here.
+        """Tell `changes` (None: nothing) from now on of names that come and go; returns those that
+        are here.
         """
         self._pool.changes = changes
         return list(self._pool.names)

@@ -239,7 +239,7 @@ class DraftTrainer:
             total = total - DECAY**place * (wanted * logprobs).sum(-1).mean()
             weight += DECAY**place
         # of a sample too short for any draft there is nothing to learn
-        return total / weight if weight else sum(each.sum() * 0 for each in self.params.values())  # pyright: ignore[reportReturnType]
+        return total / weight if weight else sum(each.sum() * 0 for each in self.params.values())  # pyright: ignore
 
     def _policy_logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         return scaled(functional.linear(hidden, head), self.engine.spec.logit_scale)

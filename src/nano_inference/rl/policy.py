@@ -307,7 +307,7 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore
         names = [name for name, _ in ctx.model.named_parameters()]
         # torch's own check is of version counters
         values = dict(zip(names, ctx.saved_tensors, strict=True))

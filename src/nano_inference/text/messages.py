@@ -222,7 +222,7 @@ def _write_calls(message: Message) -> None:
 def _json_of(call: object) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict):
-        call = _function(function.get("name", ""), object_of(function.get("arguments") or {}))  # pyright: ignore[reportArgumentType]
+        call = _function(function.get("name", ""), object_of(function.get("arguments") or {}))  # pyright: ignore
     return json.dumps(call, ensure_ascii=False)
 
 
