@@ -54,15 +54,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of the other tier."""
     names = depth.thorough()
-    kept = [each for each in items if depth.runs(each.nodeid, _has_examples(each), names)]
+    kept = [each for each in items if depth.runs(each.nodeid, _depends_on_tier(each), names)]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[each for each in items if each not in kept])
         items[:] = kept
 
 
-def _has_examples(item: pytest.Item) -> bool:
+def _depends_on_tier(item: pytest.Item) -> bool:
+    """By its examples, or by the builds of the kernels that it has (`cpu_kernels.available`)."""
     if not isinstance(item, pytest.Function):
         return False
+    if hasattr(item.module, "available"):
+        return True
     # also such as choose their settings as they run
     code = getattr(item.function, "__code__", None)
     return is_hypothesis_test(item.obj) or (

@@ -1,8 +1,9 @@
 """How deep tests look.
 
 `make test` is for people: where pytest collects all of `tests`, the tier `quick` leaves out the
-tests of `thorough.txt`, and property tests try a quarter of their examples. `rest` runs what that
-left: the thorough tests, and tests with examples with all of them. `all` runs everything, with all
+tests of `thorough.txt`, property tests try a quarter of their examples, and tests of the CPU
+kernels have two builds of them. `rest` runs what that left: the thorough tests, and those tests
+with all of their examples and builds. `all` runs everything, with all
 examples. What is asked for by file, by name or by `-k` runs whole, as in `all`, unless a tier is
 asked for too.
 """
@@ -37,15 +38,15 @@ def thorough() -> set[str]:
     return {line for line in LIST.read_text().splitlines() if line and not line.startswith("#")}
 
 
-def runs(name: str, has_examples: bool, names: Collection[str]) -> bool:
+def runs(name: str, depends_on_tier: bool, names: Collection[str]) -> bool:
     """Whether this tier has the test.
 
     Args:
         name: as pytest writes it.
-        has_examples: how many it tries depends on the tier.
+        depends_on_tier: what it tries does, so that `rest` has more for it.
         names: those of the thorough tests.
     """
     is_thorough = name in names or name.partition("[")[0] in names
     if tier == "rest":
-        return is_thorough or has_examples
+        return is_thorough or depends_on_tier
     return tier == "all" or not is_thorough

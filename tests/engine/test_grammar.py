@@ -467,7 +467,8 @@ def test_asyncio_callers_get_structured_samples(build: Build) -> None:
 def test_a_backend_whose_package_is_missing_is_named(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(backends._MODULES, "llguidance", ("no_such_module", "llguidance"))  # pyright: ignore
+    missing = "LlguidanceBackend", "no_such_module", "llguidance"
+    monkeypatch.setitem(backends._CLASSES, "llguidance", missing)  # pyright: ignore
     monkeypatch.setattr(backends, "_loaded", {})
     with pytest.raises(InvalidRequest, match="needs the package llguidance"):
         build().generate(PROMPT, DIGITS)

@@ -9,20 +9,25 @@ from torch import Tensor
 from nano_inference.ops.cpu import build
 from nano_inference.ops.cpu.library import load
 from nano_inference.ops.cpu.weights import PackedWeight
+from tests import depth
 
 
 @functools.cache
 def available(law: build.Law = "pairs") -> tuple[str, ...]:
     """The builds that keep this law of sums and run here, best first; without AMX the law of tiles
-    has two of them, the best and the portable one.
+    has two of them, the best and the portable one. The tier `quick` has the engine's own and the
+    portable one alone: each takes a minute to compile. Tests of modules that import this run in
+    `rest` too.
     """
     has = build._processor_flags() | {"fast_pairs"}
     found = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has]
     pairs = [name for name in found if name != build.AMX]
-    if law == "pairs":
-        return tuple(pairs)
     emulated = dict.fromkeys(each + build.TILES for each in (pairs[0], pairs[-1]))
-    return (*(name for name in found if name == build.AMX), *emulated)
+    tiles = (*(name for name in found if name == build.AMX), *emulated)
+    chosen = tuple(pairs) if law == "pairs" else tiles
+    if depth.tier != "quick":
+        return chosen
+    return tuple(dict.fromkeys((build.best_instruction_set(law), chosen[-1])))
 
 
 def kernels(name: str | None = None) -> ctypes.CDLL:

@@ -29,8 +29,8 @@ from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from nano_inference.structured.mask_bits import mask_of
 from tests.depth import at_depth
-from tests.ops import cpu_kernels
-from tests.ops.cpu_kernels import as_packed
+from tests.ops.cpu_kernels import as_packed, available
+from tests.ops.cpu_kernels import kernels as built
 
 CAPPED = LogitScale(1.5, 3.0)
 CALM = settings(deadline=None, max_examples=at_depth(15))
@@ -41,7 +41,7 @@ CHI_SQUARE_39 = 72.1  # one in a thousand, 39 degrees of freedom
 
 @pytest.fixture(scope="module")
 def kernels() -> ctypes.CDLL:
-    return cpu_kernels.kernels()
+    return built()
 
 
 def random_requests(
@@ -353,14 +353,14 @@ def test_samples_of_a_group_draw_what_they_would_from_rows_of_their_own(
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, law: Law) -> None:
-    builds = cpu_kernels.available(law)
+    builds = available(law)
     if len(builds) < 2:
         pytest.skip("this machine has one instruction set only")
     hidden, weight = hidden_and_weight(8193, 31, 6, dtype)
     hidden[5, 0] = math.nan
     requests = random_requests(random.Random(6), 60, 6, 8193, top_logprobs=3)
     draws = {
-        name: CpuHead(cpu_kernels.kernels(name), 2).sample(hidden, weight, CAPPED, _raw(requests))
+        name: CpuHead(built(name), 2).sample(hidden, weight, CAPPED, _raw(requests))
         for name in builds
     }
     first = draws[builds[0]]
