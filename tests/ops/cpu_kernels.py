@@ -15,9 +15,9 @@ from tests import depth
 @functools.cache
 def available(law: build.Law = "pairs") -> tuple[str, ...]:
     """The builds that keep this law of sums and run here, best first; without AMX the law of tiles
-    has two of them, the best and the portable one. The tier `quick` has the engine's own and the
-    portable one alone: each takes a minute to compile. Tests of modules that import this run in
-    `rest` too.
+    has two of them, the best and the portable one. The tier `quick` has those that the engine
+    chooses, and the portable one of pairs: each takes a minute to compile. Tests of modules that
+    import this run in `rest` too.
     """
     has = build._processor_flags() | {"fast_pairs"}
     found = [name for name, (needs, _) in build.INSTRUCTION_SETS.items() if needs <= has]
@@ -27,7 +27,8 @@ def available(law: build.Law = "pairs") -> tuple[str, ...]:
     chosen = tuple(pairs) if law == "pairs" else tiles
     if depth.tier != "quick":
         return chosen
-    return tuple(dict.fromkeys((build.best_instruction_set(law), chosen[-1])))
+    best = build.best_instruction_set(law)
+    return (best,) if law == "tiles" else tuple(dict.fromkeys((best, chosen[-1])))
 
 
 def kernels(name: str | None = None) -> ctypes.CDLL:

@@ -154,7 +154,8 @@ def test_extremes_are_refused_in_a_sentence(url: str, path: str) -> None:
         tidy(client)
         reply = client.post("/begin_weight_update")
         assert reply.status_code == 200, reply.text  # 409: an update is open
-        assert client.post("/end_weight_update").status_code == 400
+        # it is not whole, or the half second that it may be silent is over
+        assert client.post("/end_weight_update").status_code in (400, 409)
         asked(
             client,
             "/generate",
