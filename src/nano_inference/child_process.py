@@ -22,7 +22,7 @@ Begin = TypeVar("Begin", bound=msgspec.Struct)
 def start_child(
     module: str, begin: msgspec.Struct, keep: Collection[int] = ()
 ) -> "subprocess.Popen[bytes]":
-    """Start `python -m module`, which calls `be_child`. What it prints goes to stderr. Raises
+    """Start `python -m module`, which calls `be_child`. Its output goes to stderr. Raises
     `OSError`.
 
     Args:
@@ -32,7 +32,7 @@ def start_child(
 
     It ends when its stdin is closed here or, by the system, when this process has ended.
     """
-    # What is not for it must not end it before it can say so: it inherits the mask, and lifts it.
+    # A signal for others must not end it before it can say so: it inherits the mask, and lifts it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
     try:
         # -P: a module in the current folder is not taken for one of ours

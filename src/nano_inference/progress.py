@@ -25,7 +25,7 @@ _shown_by: list[Show] = []  # the owners of the terminal's line; the last one ha
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """What is said goes to `show`, because a spinner has the terminal's last line."""
+    """Messages go to `show`, because a spinner has the terminal's last line."""
     _shown_by.append(show)
     try:
         yield

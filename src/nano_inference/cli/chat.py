@@ -256,7 +256,7 @@ class _Session:
             errors.print(text, style="dim")
 
     def _answer(self, line: str) -> None:
-        """Let the model answer a message. What it said is kept, also where it was stopped."""
+        """Let the model answer a message. Its words are kept, also where it was stopped."""
         message = {"role": "user", "content": line.strip()}
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages = [*first, *self.history, message]

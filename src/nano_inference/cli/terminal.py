@@ -89,7 +89,7 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
 
 @contextmanager
 def _shown_in(status: Status) -> Iterator[None]:
-    """What takes long is told beside the spinner, where there is one."""
+    """Long work is told beside the spinner, where there is one."""
     if not errors.is_terminal:
         yield
         return

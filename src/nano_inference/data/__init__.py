@@ -1,5 +1,5 @@
-"""Samples for training code: padded tensors, columns, JSON lines, Parquet. What is written is read
-back exactly.
+"""Samples for training code: padded tensors, columns, JSON lines, Parquet. Written samples are
+read back exactly.
 
 How a field is written follows from its type in `TrainingSample`:
 

@@ -70,8 +70,8 @@ def choose_ops(
 ) -> MakeOps:
     """The operations that a config means; with `try_kernels` those of a GPU have run once.
 
-    What was asked for by name and is not available raises `ConfigError`; in the place of what
-    `"auto"` would take there is the reference, and a warning.
+    A backend that was asked for by name and is not available raises `ConfigError`; in the place of
+    what `"auto"` would take there is the reference, and a warning.
     """
     _require_attention(config.attention, specs)
     if config.attention == "flex":

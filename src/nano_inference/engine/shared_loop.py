@@ -313,7 +313,7 @@ class SharedLoop:
             self._deliver(self._guarded(self.loop.handle))
 
     def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
-        """Call `change` with nothing in flight. What it returns is the weight set's new version;
+        """Call `change` with nothing in flight. It returns the weight set's new version;
         None: as it was.
 
         Raises `InvalidRequest` while the weights are asleep.
@@ -534,7 +534,7 @@ class SharedLoop:
         """Take these parts of the memory again, and go on once all is awake and no pause is asked
         for.
 
-        None: all of it; if any was asleep, that ends a pause as well. What is awake stays as it is.
+        None: all of it; if any was asleep, that ends a pause as well. Awake parts stay as they are.
         """
         self.require_alive()
         with self.lock:

@@ -282,7 +282,7 @@ class KVCacheManager(ABC):
 
     def keep(self, prefix: PrefixKeys, start: int, seconds: float, priority: int) -> None:
         """Keep the blocks of a chain, as far as they can be matched, so many seconds from now: they
-        are evicted last, of lower `priority` first. What layers with a window stored is kept as far
+        are evicted last, of lower `priority` first. Rows of layers with a window are kept as far
         as a row from position `start` on sees it; where evicted blocks come back, as a whole.
         """
         start = start if self.evicted is None else 0

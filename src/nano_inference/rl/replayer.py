@@ -385,7 +385,7 @@ class _Run:
         ]
 
     def result(self) -> TrainingSample:
-        """The sample as it came out. What stands beside appended tokens is the given sample's."""
+        """The sample as it came out. Values beside appended tokens are the given sample's."""
         sample, params, drawn = self.sample, self.params, self.drawn
         length = len(sample.completion_tokens)
         if not length:

@@ -38,7 +38,7 @@ def score(
     """Log-probability of each token given those before it, under the policy.
 
     To the bit what the engine reports for tokens that it draws itself at this temperature, under
-    this grammar and without filters. What several sequences have in common at their beginning is
+    this grammar and without filters. A common beginning of several sequences is
     computed once, with the prefix cache, and scored once.
 
     Args:

@@ -130,7 +130,7 @@ class Reader:
     _seen: set[bytes] = field(default_factory=set[bytes])
 
     def read(self, number: int, line: bytes) -> Line:
-        """A line. What is wrong with it is in its `error`."""
+        """A line. Its `error` says what is wrong with it."""
         try:
             if len(line) > MAX_LINE:
                 raise Failed("line_too_long", f"line {number} has more than {MAX_LINE} bytes.")

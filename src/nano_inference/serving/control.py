@@ -295,7 +295,7 @@ class Control:
         """Meet the trainer in a `torch.distributed` group at its TCP store.
 
         409 while a living trainer has a group of this name, or any group and an update that is
-        open. What a dead one has left is forgotten.
+        open. Updates of a dead one are forgotten.
 
         Args:
             name: by which `receive_broadcast` and `leave_group` know it.
@@ -543,7 +543,7 @@ class Control:
 
     @asynccontextmanager
     async def _or_forget(self, update: OpenUpdate | None) -> AsyncIterator[None]:
-        """What fails inside ends the update, also where it is unknown how far the engine has
+        """A failure inside ends the update, also where it is unknown how far the engine has
         come.
         """
         try:

@@ -1,5 +1,5 @@
 """What the API process and the engine process tell each other: msgspec structs, as msgpack on the
-wire. What the samples of one request have in common comes from the engine once.
+wire. The common part of a request's samples comes from the engine once.
 """
 
 import operator
@@ -29,7 +29,7 @@ NOT_UNDERSTOOD = (
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """The first line that the engine process reads, as JSON. What follows on stdin is nothing,
+    """The first line that the engine process reads, as JSON. Nothing follows on stdin
     until its end: the API process has ended then.
 
     Attributes:

@@ -68,7 +68,7 @@ class XgrammarBackend:
         self.processes = CompileProcesses(__name__, lambda vocabulary: self._read(vocabulary)[0])
 
     def check(self, grammar: Grammar) -> None:
-        """See `Backend`. What xgrammar itself would say is not known here."""
+        """See `Backend`. xgrammar's own words are not known here."""
         _job(grammar)
         if grammar.kind == "gbnf":
             backend_named("llguidance").check(grammar)

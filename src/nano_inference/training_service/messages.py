@@ -23,7 +23,7 @@ class ClientConfig(Message):
 
 
 class CreateSession(Message):
-    """`/create_session`. What describes it is kept for `/sessions`."""
+    """`/create_session`. Its description is kept for `/sessions`."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None

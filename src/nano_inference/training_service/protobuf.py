@@ -57,7 +57,7 @@ class ForwardBackward:
 
 
 def forward_backward_request(body: bytes) -> ForwardBackward:
-    """A request from its bytes. What the service cannot do with it is in `refusal`, since the model
+    """A request from its bytes. `refusal` says what the service cannot do with it, since the model
     and the place in its order are known all the same. Raises `Refused`: this is no such message.
     """
     fields = _read(body)

@@ -200,7 +200,7 @@ class Service:
     # -- models ------------------------------------------------------------------------------------
 
     def create_model(self, request: CreateModel) -> Future:
-        """A new adapter. What is wrong with the request is the future's result."""
+        """A new adapter. A refusal is the future's result."""
 
         def run_of(run_id: str) -> Run:
             self._require_base(request.base_model)
@@ -252,7 +252,7 @@ class Service:
         undone: Callable[[Model], None] = lambda _: None,
     ) -> Future:
         """A new model of a session: `run_of` its id says what it is, or raises `Refused`, and
-        `work` makes it. What `run_of` raises is the future's result.
+        `work` makes it. A refusal of `run_of` is the future's result.
         """
         session = self.session(session_id)
         run_id = f"{session.session_id}:train:{number}"

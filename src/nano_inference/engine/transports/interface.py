@@ -40,7 +40,7 @@ class WeightTransport(Protocol):
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Wait for an update to begin. Raises `WeightUpdateError`, as the buckets' iterator does.
 
-        What the peer says is checked against `shapes`, the model's own table, before anything is
+        The peer's words are checked against `shapes`, the model's own table, before anything is
         allocated.
         """
         ...

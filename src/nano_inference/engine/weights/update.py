@@ -271,7 +271,7 @@ class WeightUpdate:
             raise self.error
         return self.version
 
-    # What follows is the manager's.
+    # The rest is the manager's.
 
     def stage(
         self, version: int, staged: StagedChanges, staged_bytes: int, whole: Iterable[str]

@@ -26,7 +26,7 @@ PIECE_BYTES = 2**23  # of a tensor in one message: steps go between them
 
 class SentUpdates:
     """The other ranks' parts of updates of the policy: what is given is sent on, and written on all
-    ranks or on none. What is raised is a `WeightUpdateError`, or `RankLost`.
+    ranks or on none. Raises `WeightUpdateError` or `RankLost`.
     """
 
     def __init__(self, worker_group: WorkerGroup, model: Decoder) -> None:
@@ -191,7 +191,7 @@ class StagedUpdates:
         return len(self._staged)
 
     def take(self, piece: Piece) -> None:
-        """Put a piece aside. What goes wrong is told when the update is settled."""
+        """Put a piece aside. Errors are told when the update is settled."""
         staged = self._staged.setdefault(piece.update, _Staged())
         if staged.problem is not None:
             return
@@ -221,7 +221,7 @@ class StagedUpdates:
 
     @torch.no_grad()
     def apply(self, update: int) -> None:
-        """Write it. What fails now is the device's."""
+        """Write it. A failure now is the device's."""
         staged = self._staged.pop(update)
         self._settled.remove(update)
         staged.changes.write(self._model.params)

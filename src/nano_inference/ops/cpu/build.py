@@ -7,7 +7,7 @@ very sources beside it.
 
 Else the library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its
 owner may enter. One process builds, in a folder that it renames into place, and others wait for it.
-What does not have the bytes that its manifest tells of is built anew: a library that was cut short
+A library without the bytes that its manifest tells of is built anew: a library that was cut short
 would end the process that loads it.
 """
 

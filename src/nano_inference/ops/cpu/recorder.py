@@ -1,7 +1,7 @@
 """`Recorder`: runs a decoder's Python once on numbered buffers and keeps what it called, for C++ to
 replay.
 
-What the recorded calls are to the CPU backend a captured graph is to a GPU: the decoder is written
+Recorded calls are to the CPU backend as a captured graph is to a GPU: the decoder is written
 once, in Python, and a step costs one call. Operations that follow each other directly are joined
 where that changes no bit: a product and the gate that reads it, a product and the addition to the
 residual stream.

@@ -1,14 +1,14 @@
 """`FewRows`: the operations of a trunk for a few rows, of which several become one kernel.
 
 A decode step of a small model is a chain of kernels that each take a few microseconds, and wait for
-each other about as long. What a norm or a product gives is therefore not computed when it is asked
+each other about as long. A norm or a product is therefore not computed when it is asked
 for, but when it is known who reads it:
 
     norm, product                     one kernel (q, k and v)
     product, addition to the residual one kernel (o, down)
     norm, product, gate               one kernel (gate and up)
 
-So a layer is six kernels instead of nine. What does not fit is computed by the kernels of every
+So a layer is six kernels instead of nine. Other layers are computed by the kernels of every
 step: norms behind a block, norms in float32, and whatever has more rows than `FEW_ROWS`. As with
 `ops/cpu/recorder.py` the decoder knows nothing of it.
 

@@ -1,6 +1,6 @@
 """The noise of `sampling.noise` in Triton: the same bits of the hash, the same formula.
 
-What a launch sees is a pure function of a sample's key and a token id.
+The noise of a launch is a pure function of a sample's key and a token id.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false

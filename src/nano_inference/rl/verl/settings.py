@@ -1,5 +1,5 @@
-"""verl's configuration of a rollout as the engine's. What this engine cannot do is refused, not
-passed over.
+"""verl's configuration of a rollout as the engine's. Settings that this engine lacks
+are refused, not passed over.
 """
 
 from collections.abc import Iterator

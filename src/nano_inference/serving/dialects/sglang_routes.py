@@ -183,7 +183,7 @@ class Weights:
         whole: bool = False,
     ) -> str:
         """Take a request's weights, with `receive`, into the open update or a new one. `whole`:
-        they are all of the update, unless `begin` was called. What fails ends the update.
+        they are all of the update, unless `begin` was called. A failure ends the update.
         """
         control = self._control
         fields.word("selector", ("target", "all"), "all")  # there is no draft model
@@ -376,7 +376,7 @@ def routes(router: APIRouter, server: Server) -> None:
         "/unload_lora_adapter": lambda fields: _unload_adapter(server, fields),
         **{path: _refuser(why) for path, why in _NOT_HERE.items()},
     }
-    # What is refused of these ends the update: its weights are missing.
+    # A refusal of these ends the update: its weights are missing.
     updates: Mapping[str, Answer] = {
         "/update_weights_from_distributed": lambda fields: _done(
             weights.update_from_distributed(fields)

@@ -9,8 +9,8 @@ the socket brings (256 KiB).
 The end of a client is told to the request that runs, also where others wait behind it on the same
 connection. A wish for another protocol is ignored as HTTP allows (Java's clients ask for HTTP/2
 with every first request, and would lose its body), HTTP/1.0 gets no chunks, and trailers are no
-headers. What two servers in a row could read differently is refused: no Host or several, and any
-transfer coding beside `chunked`.
+headers. Headers that two servers in a row could read differently are refused: no Host or several,
+and any transfer coding beside `chunked`.
 
 Of uvicorn only public names are used and overridden; a test looks.
 """

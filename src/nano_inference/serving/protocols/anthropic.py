@@ -9,7 +9,7 @@ What is particular to this server:
   `model_context_window_exceeded`.
 - `thinking`: `enabled`, `adaptive` and `between_tools` ask the chat template to let the model think
   (`enable_thinking`), `disabled` or none ask it not to; a model that knows no such switch does as
-  it always does. `budget_tokens` is not enforced. What the model thinks is a thinking block, asked
+  it always does. `budget_tokens` is not enforced. The model's thoughts are a thinking block, asked
   for or not.
 - A last message of the assistant's is the beginning of the answer, and is not repeated in it. It
   may not end in white space.

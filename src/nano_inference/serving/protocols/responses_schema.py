@@ -53,7 +53,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    """How the model is to think. What it thinks is told as it is, without a summary."""
+    """How the model is to think. Its thoughts are told as they are, without a summary."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     summary: str | None = None
