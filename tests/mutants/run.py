@@ -44,7 +44,7 @@ CATCHES = {
     "cpu_block_tail_is_read": ON_CPU,
     "cpu_tiles_cut_chunks_of_keys": f"{ATTENTION} -k 'however and tiles'",
     "cpu_tiles_of_eight_pairs": "tests/ops/test_cpu_ops.py -k law",
-    "cpu_tiles_begin_before_the_segment": "tests/parallel/test_segments.py -k kernels",
+    "cpu_tiles_begin_before_the_segment": "tests/parallel/test_segments.py -k kernels --tier quick",
     "fingerprint_without_sums": "tests/ops/test_cpu_build.py -k whole_generation",
     "cpu_head_sums_by_thread": ON_CPU,
     "cpu_latent_products_of_one_head": "tests/ops/test_cpu_latent.py -k bound",
