@@ -188,7 +188,7 @@ $(QUANTISERS): $(INSTALLED)
 	@echo "Installing compressed-tensors, bitsandbytes and gptqmodel into $(VENV)/quantisers."
 	@$(PYTHON) -m venv $(VENV)/quantisers
 	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install $(CONSTRAINT) $(TORCH)
-	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install $(CONSTRAINT) accelerate loguru setuptools threadpoolctl \
+	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install $(CONSTRAINT) accelerate loguru pillow requests setuptools threadpoolctl \
 		"transformers>=5.20" compressed-tensors==0.20.0 bitsandbytes==0.50.2
 	@$(VENV)/quantisers/bin/python -m pip $(QUIET) install --no-deps --no-build-isolation defuser device-smi logbar pypcre \
 		tokenicer gptqmodel==7.7.0
