@@ -3,8 +3,9 @@
 `pytest --tier all -o junit_duration_report=call --junitxml=JUNIT.xml tests` measures, or, of what
 `make test` runs today, the tier `quick`: what is left out already and was not measured stays so.
 Calls alone count: a fixture that a test leaves behind is paid by the next. The most expensive cases
-go to tests/thorough.txt, until the rest takes `--seconds` of one core. Of a function whose cases would
-all go, the cheapest stays if it is cheap. Tests that turn the seeded faults of the centre red stay.
+go to tests/thorough.txt, until the rest takes `--seconds` of one core. Of a function whose cases
+would all go, the cheapest stays if it is cheap. Tests that turn the seeded faults of the centre red
+stay.
 """
 
 import argparse
