@@ -416,7 +416,7 @@ def test_a_whole_generation_has_the_same_bits_on_every_instruction_set(
     torch.set_num_threads(threads)
     fingerprints = {sample.numerics for samples in found.values() for sample in samples}
     assert ["/tiles" in each for each in fingerprints] == [law == "tiles" and dtype == "bfloat16"]
-    first = bits(next(samples for name, samples in found.items() if name.startswith("portable")))
+    first = bits(next(iter(found.values())))
     for samples in found.values():
         assert bits(samples) == first
 
