@@ -310,6 +310,18 @@ def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None
         assert "did not come to it" in asker.step()["error"]
 
 
+def test_a_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> None:
+    base = Bigrams()
+    with service(base, request_timeout=2.0, max_models=2) as url:
+        asker = Asker(url)
+        asker.create(1)
+        base.delay = 4.0
+        running = asker.send_batch(sequences(1))
+        assert "did not come to it" in Asker(url).create()["error"]
+        assert isinstance(asker.result(running), bytes)
+        assert "model_id" in asker.create(2)
+
+
 def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: Services) -> None:
     base = Bigrams()
     with service(base, max_pending=2, result_timeout=3.0) as url:

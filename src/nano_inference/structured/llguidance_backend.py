@@ -34,7 +34,7 @@ class LlguidanceBackend:
     """Compiles with llguidance. Keeps the tokenizers that it has read."""
 
     def __init__(self) -> None:
-        self._tokenizer = kept(_tokenizer_of)
+        self._tokenizer = kept(tokenizer_of)
 
     def check(self, grammar: Grammar) -> None:
         """See `Backend`."""
@@ -74,10 +74,11 @@ class LlguidanceBackend:
         return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
 
 
-def _tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
+def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
+    """A model's tokenizer, as llguidance reads it. Raises `InvalidRequest`."""
     try:
         return LLTokenizer(
-            with_plain_tokens(vocabulary.tokenizer_json),
+            _with_plain_tokens(vocabulary.tokenizer_json),
             n_vocab=vocabulary.size,
             eos_token=list(vocabulary.eos_token_ids),
         )
@@ -171,7 +172,7 @@ def _source(grammar: Grammar) -> str:
         raise InvalidRequest(_refusal(grammar, str(problem))) from None
 
 
-def with_plain_tokens(tokenizer_json: str) -> str:
+def _with_plain_tokens(tokenizer_json: str) -> str:
     """The same tokenizer, of which added tokens of the form <...> that are not special are no added
     ones any more.
 

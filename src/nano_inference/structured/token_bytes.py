@@ -2,11 +2,8 @@
 
 import re
 
-from llguidance import LLTokenizer
-
-from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import Vocabulary
-from nano_inference.structured.llguidance_backend import with_plain_tokens
+from nano_inference.structured.llguidance_backend import tokenizer_of
 
 
 def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
@@ -14,16 +11,7 @@ def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
     the tokenizer lacks, and bytes that no text in UTF-8 has. They cannot be drawn under a grammar.
     Raises `InvalidRequest`.
     """
-    try:
-        tokenizer = LLTokenizer(
-            with_plain_tokens(vocabulary.tokenizer_json),
-            n_vocab=vocabulary.size,
-            eos_token=list(vocabulary.eos_token_ids),
-        )
-    except Exception as problem:
-        raise InvalidRequest(
-            f"this model's tokenizer cannot be read: {problem}; grammars are not possible with it."
-        ) from None
+    tokenizer = tokenizer_of(vocabulary)
     hidden = set(vocabulary.eos_token_ids)
     hidden |= {each for each in range(vocabulary.size) if tokenizer.is_special_token(each)}
     texts = (

@@ -239,9 +239,7 @@ class Service:
             self._make_trainer(model)
             return self._load_into(model, request)
 
-        return self._add_model(
-            request.session_id, request.model_seq_id, run_of, work, self._close_model
-        )
+        return self._add_model(request.session_id, request.model_seq_id, run_of, work)
 
     def _add_model(
         self,
@@ -249,10 +247,10 @@ class Service:
         number: int,
         run_of: Callable[[str], Run],
         work: Callable[[Model], Result],
-        undone: Callable[[Model], None] = lambda _: None,
     ) -> Future:
         """A new model of a session: `run_of` its id says what it is, or raises `Refused`, and
-        `work` makes it. A refusal of `run_of` is the future's result.
+        `work` makes it; where it does not, there is no such model. A refusal of `run_of` is the
+        future's result.
         """
         session = self.session(session_id)
         run_id = f"{session.session_id}:train:{number}"
@@ -264,7 +262,7 @@ class Service:
         except Refused as problem:
             future.finish(problem)
         else:
-            self._submit(Job(future, lambda: work(model), lambda _: undone(model)))
+            self._submit(Job(future, lambda: work(model), lambda _: self._close_model(model)))
         return future
 
     def model(self, model_id: str) -> Model:
@@ -456,12 +454,8 @@ class Service:
         """On the training thread."""
         run = model.run
         adapter = Adapter(run.rank, run.seed, run.train_attn, run.train_mlp, run.train_unembed)
-        try:
-            policy = self.base.new_policy(run.run_id, adapter)
-            model.trainer = Trainer(policy, self._bounds)
-        except BaseException:
-            self._close_model(model)
-            raise
+        policy = self.base.new_policy(run.run_id, adapter)
+        model.trainer = Trainer(policy, self._bounds)
         return {"type": "create_model", "model_id": run.run_id}
 
     def _load_into(self, model: Model, request: LoadWeights) -> Result:
