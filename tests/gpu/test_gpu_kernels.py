@@ -19,6 +19,7 @@ from nano_inference.ops import reference
 from nano_inference.ops.backend import FEW_ROWS, Norm
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import CudaOps
+from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import sample
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
 from tests.gpu.target import Target, moved, numbers
@@ -89,7 +90,7 @@ def test_logits(target: Target, shape: tuple[int, ...], dtype: torch.dtype, ops:
     for rows in rows_of(target)[:4]:
         x = numbers(rows, rows, hidden, device=target.device, dtype=dtype)
         weight = numbers(1, vocab, hidden, device=target.device, dtype=dtype, scale=0.05)
-        got = ops.logits(x, weight, 2.0)
+        got = ops.logits(x, weight, LogitScale(2.0))
         assert got.dtype == torch.float32
         # double precision of all would take gigabytes
         part = slice(vocab - min(vocab, 5000), vocab)
@@ -309,5 +310,7 @@ def test_draw(target: Target, shape: tuple[int, ...], options: dict[str, Any]) -
             ((hidden.double() @ weight.double().T) / params.temperature).log_softmax(dim=-1).cpu()
         )
         ids = got.token_ids.to(target.device)
-        scores = ops.gather_logprobs(hidden, weight, 1.0, ids, temperatures.to(target.device)).cpu()
+        scores = ops.gather_logprobs(
+            hidden, weight, UNSCALED, ids, temperatures.to(target.device)
+        ).cpu()
         assert (scores - exact.gather(1, ids.cpu()[:, None])[:, 0]).abs().max() <= 2e-4
