@@ -61,6 +61,8 @@ TESTS = {
         "tests/models/test_gguf_llama3.py",
     ],
 }
+# They ask transformers, which wants a newer huggingface_hub than ours.
+LEFT_OUT = "tests/models/test_quantised.py::test_gpt_oss_has_its_experts_in_blocks"
 # Their other requirements, torch among them, are taken from where this runs.
 ALONE = {("outlines", "xgrammar")}
 
@@ -116,6 +118,8 @@ def test_the_lowest_versions_work(tmp_path: Path, extras: tuple[str, ...]) -> No
             "ignore",
             "-p",
             "no:cacheprovider",
+            "--deselect",
+            LEFT_OUT,
             *TESTS[extras],
         ],
         cwd=ROOT,
