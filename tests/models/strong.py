@@ -80,7 +80,7 @@ def strong_model(
         fields = TINY | config
     torch.manual_seed(seed)
     model = model_class(model_class.config_class(**fields)).float().eval()
-    if any("softcap" in name for name in fields):  # which other attention of 5.18 leaves out
+    if "attn_logit_softcapping" in fields:  # which other attention of transformers 5.18 leaves out
         model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     filled: set[int] = set()  # tied tensors are filled once
