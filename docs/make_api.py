@@ -210,8 +210,10 @@ def paragraphs(doc: str) -> Iterator[str]:
 
 
 def flush(block: list[str]) -> Iterator[str]:
-    """The lines of a paragraph as one."""
-    if block:
+    """The lines of a paragraph as one; those of a table as they are."""
+    if block and block[0].startswith("|"):
+        yield from block
+    elif block:
         yield " ".join(block)
 
 

@@ -372,10 +372,10 @@ def _check_choices(config: EngineConfig) -> None:
 def _check_adapters(config: EngineConfig) -> None:
     names: list[str] = []
     for each in config.loras:
-        name, _, folder = each.partition("=") if isinstance(each, str) else ("", "", "")  # pyright: ignore
-        if not name or not folder:
+        parts = each.split("=", 1) if isinstance(each, str) else []  # pyright: ignore
+        if len(parts) < 2 or not all(parts):
             raise ConfigError(f"loras: {each!r} must be NAME=FOLDER.")
-        names.append(name)
+        names.append(parts[0])
     if len({*names}) < len(names):
         raise ConfigError(f"loras={config.loras!r} names an adapter twice.")
     if config.max_lora_rank > 256:

@@ -194,9 +194,9 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        if not isinstance(self.cache_salt, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(self.cache_salt, str | None):  # pyright: ignore
             raise InvalidRequest(f"cache_salt must be a string or None, not {self.cache_salt!r}.")
-        if not isinstance(self.grammar, Grammar | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(self.grammar, Grammar | None):  # pyright: ignore
             raise InvalidRequest(f"grammar must be a Grammar or None, not {self.grammar!r}.")
         if self.prompt_top_logprobs and not self.prompt_logprobs:
             raise InvalidRequest(

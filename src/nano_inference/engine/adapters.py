@@ -175,7 +175,8 @@ class Adapters:
         """Raise `AdapterError` for what no adapter can be called, or updated by."""
         if not self._most:
             raise AdapterError("this engine takes no adapters; set max_loras to how many it may.")
-        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():  # pyright: ignore
+        is_text = isinstance(name, str)  # pyright: ignore
+        if not is_text or not 0 < len(name) <= MOST_NAME or not name.isprintable():
             raise AdapterError(
                 f"name={name!r} must be a text of 1 to {MOST_NAME} characters that can be printed."
             )

@@ -238,8 +238,10 @@ class DraftTrainer:
             logprobs = self._draft_logits(place, hidden).log_softmax(-1)
             total = total - DECAY**place * (wanted * logprobs).sum(-1).mean()
             weight += DECAY**place
+        if weight:
+            return total / weight
         # of a sample too short for any draft there is nothing to learn
-        return total / weight if weight else sum(each.sum() * 0 for each in self.params.values())  # pyright: ignore
+        return sum(each.sum() * 0 for each in self.params.values())  # pyright: ignore
 
     def _policy_logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         return scaled(functional.linear(hidden, head), self.engine.spec.logit_scale)

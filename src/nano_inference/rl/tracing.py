@@ -227,9 +227,8 @@ class _Schedules:
             batch = to_device(sampling_batch(requests), rows.device)
             draw = ops.sample(rows, weight, scale, batch)
             parts = (draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.log_kept_mass)
-            drawn.append(
-                sum(_marks(part[:, None]) * (3**place) for place, part in enumerate(parts))  # pyright: ignore
-            )
+            marks = [_marks(part[:, None]) * (3**place) for place, part in enumerate(parts)]
+            drawn.append(sum(marks))  # pyright: ignore
         tracer.note("logits", torch.cat(logits))
         tracer.note("sample", torch.cat(drawn))
 

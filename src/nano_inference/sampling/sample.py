@@ -40,8 +40,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
         _sample(logits[batch.rows[tile]], batch if len(tiles) == 1 else batch.select(tile))
         for tile in tiles
     ]
-    columns = zip(*draws, strict=True)
-    return Draw(*(None if column[0] is None else torch.cat(column) for column in columns))  # pyright: ignore
+    columns = (None if each[0] is None else torch.cat(each) for each in zip(*draws, strict=True))
+    return Draw(*columns)  # pyright: ignore
 
 
 def _sample(own: Tensor, batch: SamplingBatch) -> tuple[Tensor | None, ...]:

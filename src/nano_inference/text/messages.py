@@ -222,7 +222,9 @@ def _write_calls(message: Message) -> None:
 def _json_of(call: object) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if isinstance(function, dict):
-        call = _function(function.get("name", ""), object_of(function.get("arguments") or {}))  # pyright: ignore
+        given: Message = function
+        arguments: Any = object_of(given.get("arguments") or {})
+        call = _function(given.get("name", ""), arguments)
     return json.dumps(call, ensure_ascii=False)
 
 

@@ -221,7 +221,8 @@ def _center(context: Budget, value: object, width: int = 80) -> str:
 
 @pass_context
 def _format(context: Budget, value: object, *args: object, **kwargs: object) -> str:
-    return context.environment.call_binop(context, "%", context.text(value), kwargs or args)  # type: ignore[attr-defined]
+    environment = cast(_Environment, context.environment)
+    return environment.call_binop(context, "%", context.text(value), kwargs or args)
 
 
 @pass_context
@@ -352,7 +353,7 @@ class _CountedCode(CodeGenerator):
         self.writeline("context.tick()")  # the bodies of loops and macros are blocks
         super().blockvisit(nodes, frame)
 
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
         if node.test is not None:  # runs for each item, also where none reaches the body
             tick = nodes.Call(
                 nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None
@@ -360,14 +361,14 @@ class _CountedCode(CodeGenerator):
             node.test = nodes.And(tick, node.test)
         super().visit_For(node, frame)
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("context.joined((")
         for item in node.nodes:
             self.visit(item, frame)
             self.write(", ")
         self.write("))")
 
-    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         self.write("(")
         self._bounded(node.expr, frame)
         for operand in node.ops:
@@ -375,7 +376,7 @@ class _CountedCode(CodeGenerator):
             self._bounded(operand.expr, frame)
         self.write(")")
 
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
         self.write("{")
         for pair in node.items:
             self._bounded(pair.key, frame)  # will be hashed
@@ -392,7 +393,7 @@ class _CountedCode(CodeGenerator):
         self.visit(node, frame)
         self.write(")")
 
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         is_slice = isinstance(node.arg, nodes.Slice)
         self.write("context.charge(" if is_slice else "(")
         super().visit_Getitem(node, frame)

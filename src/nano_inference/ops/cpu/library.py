@@ -56,8 +56,11 @@ def struct(name: str) -> Any:
     return type(name, (ctypes.Structure,), {"_anonymous_": lent, "_fields_": found})
 
 
+_NAME_AND_SIZE = re.compile(r"[\s*]*(?:const[\s*]*)?(\w+)(?:\[([^]]*)\])?")
+
+
 def _field(kind: str, declared: str, constants: dict[str, int]) -> tuple[str, Any]:
-    name, size = re.match(r"[\s*]*(?:const[\s*]*)?(\w+)(?:\[([^]]*)\])?", declared).groups()  # pyright: ignore
+    name, size = _NAME_AND_SIZE.match(declared).groups()  # pyright: ignore
     if "*" in declared:
         return name, ctypes.c_void_p
     if size is not None:

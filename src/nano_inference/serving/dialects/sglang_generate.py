@@ -18,7 +18,7 @@ What is particular to this server:
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -270,7 +270,8 @@ def prompts_of(request: SglangRequest) -> tuple[list[Any], bool]:
     return given, True
 
 
-_is_text: Callable[[object], bool] = lambda value: isinstance(value, str) and value != ""  # noqa: E731
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _is_ids(value: object) -> bool:

@@ -53,7 +53,8 @@ class CompletionBuilder(OpenAIBuilder):
 
     around_text = (
         b'"text":',
-        b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}',
+        b',"logprobs":null,"finish_reason":null,"stop_reason":null,'
+        b'"prompt_token_ids":null,"token_ids":null}',
     )
     names = OpenAIBuilder.names | {
         "top_logprobs": "logprobs",
