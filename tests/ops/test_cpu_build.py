@@ -5,6 +5,8 @@ built.
 import ctypes
 import logging
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -380,6 +382,7 @@ def test_the_best_instruction_set(
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
+    monkeypatch.setattr(build, "_is_known", lambda name: True)
     assert build.best_instruction_set() == best
     assert build.best_instruction_set("pairs") == ("avx512_vnni" if best == "amx" else best)
     tiles = build.best_instruction_set("tiles")
@@ -387,6 +390,46 @@ def test_the_best_instruction_set(
     assert build.law_of(tiles) == "tiles"
     monkeypatch.setattr(build, "_may_use_tiles", lambda: False)  # by the system
     assert build.best_instruction_set() == ("avx512_vnni" if best == "amx" else best)
+
+
+@NEEDS_COMPILER
+@pytest.mark.skipif(platform.machine() not in build.X86, reason="instructions of x86")
+@pytest.mark.parametrize(
+    ("flags", "unknown", "best"),
+    [
+        (f"{AVX512} avx512_bf16 avx512_vnni {AMX}", "-mamx-tile", "avx512_vnni"),
+        (f"{AVX512} avx512_bf16 avx512_vnni", "-mavx512bf16", "avx512_vnni"),
+        ("avx_vnni", "-mavxvnni", "avx2"),
+    ],
+)
+def test_a_compiler_that_is_older_than_the_processor_builds_what_it_knows(
+    fresh: None,
+    tmp_path: Path,
+    flags: str,
+    unknown: str,
+    best: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = tmp_path / "bin" / "c++"
+    old.parent.mkdir()
+    real = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    old.write_text(f'#!/bin/sh\ncase " $* " in *" {unknown} "*) exit 1;; esac\nexec {real} "$@"\n')
+    old.chmod(0o755)
+    (tmp_path / "cpuinfo").write_text(X86.format(flags))
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
+    monkeypatch.setenv("PATH", f"{old.parent}{os.pathsep}{os.environ['PATH']}")
+    build._is_known.cache_clear()
+    try:
+        assert build.best_instruction_set() == best
+        assert build.best_instruction_set("tiles") == f"{best}+tiles"
+    finally:
+        build._is_known.cache_clear()
+    (record,) = caplog.records
+    assert str(old) in record.getMessage()
+    assert "slower ones are used" in record.getMessage()
 
 
 def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:

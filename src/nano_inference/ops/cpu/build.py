@@ -102,17 +102,43 @@ class KernelsUnavailable(ConfigError):
 
 
 def best_instruction_set(law: Law | None = None) -> str:
-    """The fastest build for this machine: an instruction set, with `TILES` behind it where it keeps
-    the law of tiles without AMX.
+    """The fastest build for this machine and its compiler: an instruction set, with `TILES` behind
+    it where it keeps the law of tiles without AMX.
 
     Args:
         law: that it keeps; None: that of the fastest one.
     """
     has = _processor_flags()
-    if law != "pairs" and INSTRUCTION_SETS[AMX][0] <= has:
-        return AMX
-    sets = (name for name, (needs, _) in INSTRUCTION_SETS.items() if needs <= has and name != AMX)
-    return next(sets) + (TILES if law == "tiles" else "")
+    best = next(
+        name
+        for name, (needs, _) in INSTRUCTION_SETS.items()
+        if needs <= has and (name != AMX or law != "pairs") and _is_known(name)
+    )
+    return best + (TILES if law == "tiles" and best != AMX else "")
+
+
+@functools.cache
+def _is_known(instruction_set: str) -> bool:
+    """Whether the compiler has flags for it: GCC before 11 has none for AMX and AVX-VNNI. True
+    where a library is there, or no compiler, which `build` complains of.
+    """
+    if is_whole(PREBUILT / prebuilt_name(instruction_set) / LIBRARY):
+        return True
+    try:
+        compiler, version = _compiler()
+    except KernelsUnavailable:
+        return True
+    flags = compiler_flags(instruction_set, platform.machine())
+    command = [compiler, *flags, "-fsyntax-only", "-x", "c++", "/dev/null"]
+    if subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0:
+        return True
+    logger.warning(
+        "This processor has %s, which %s cannot build kernels for (%s); slower ones are used.",
+        instruction_set,
+        compiler,
+        version.partition("\n")[0],
+    )
+    return False
 
 
 def law_of(instruction_set: str) -> Law:
