@@ -382,7 +382,7 @@ def test_the_best_instruction_set(
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
-    monkeypatch.setattr(build, "_is_known", lambda name: True)
+    monkeypatch.setattr(build, "_can_be_had", lambda name: True)
     assert build.best_instruction_set() == best
     assert build.best_instruction_set("pairs") == ("avx512_vnni" if best == "amx" else best)
     tiles = build.best_instruction_set("tiles")
@@ -392,10 +392,41 @@ def test_the_best_instruction_set(
     assert build.best_instruction_set() == ("avx512_vnni" if best == "amx" else best)
 
 
+@pytest.fixture
+def compiler_without(
+    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], Path]]:
+    """Puts a compiler first that refuses a flag, on a processor with these instructions."""
+
+    def put(refused: str, flags: str) -> Path:
+        compiler = tmp_path / "bin" / "c++"
+        compiler.parent.mkdir()
+        real = next(filter(None, map(shutil.which, build.COMPILERS)))
+        compiler.write_text(
+            f'#!/bin/sh\ncase " $* " in *" {refused} "*) exit 1;; esac\nexec {real} "$@"\n'
+        )
+        compiler.chmod(0o755)
+        (tmp_path / "cpuinfo").write_text(X86.format(flags))
+        monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
+        monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
+        monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
+        return compiler
+
+    build._can_be_had.cache_clear()
+    yield put
+    build._can_be_had.cache_clear()
+
+
+NEEDS_X86 = pytest.mark.skipif(
+    platform.machine() not in build.X86, reason="these instructions are x86's"
+)
+
+
 @NEEDS_COMPILER
-@pytest.mark.skipif(platform.machine() not in build.X86, reason="instructions of x86")
+@NEEDS_X86
 @pytest.mark.parametrize(
-    ("flags", "unknown", "best"),
+    ("flags", "refused", "best"),
     [
         (f"{AVX512} avx512_bf16 avx512_vnni {AMX}", "-mamx-tile", "avx512_vnni"),
         (f"{AVX512} avx512_bf16 avx512_vnni", "-mavx512bf16", "avx512_vnni"),
@@ -403,33 +434,29 @@ def test_the_best_instruction_set(
     ],
 )
 def test_a_compiler_that_is_older_than_the_processor_builds_what_it_knows(
-    fresh: None,
-    tmp_path: Path,
+    compiler_without: Callable[[str, str], Path],
     flags: str,
-    unknown: str,
+    refused: str,
     best: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    old = tmp_path / "bin" / "c++"
-    old.parent.mkdir()
-    real = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    old.write_text(f'#!/bin/sh\ncase " $* " in *" {unknown} "*) exit 1;; esac\nexec {real} "$@"\n')
-    old.chmod(0o755)
-    (tmp_path / "cpuinfo").write_text(X86.format(flags))
-    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "none")
-    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
-    monkeypatch.setenv("PATH", f"{old.parent}{os.pathsep}{os.environ['PATH']}")
-    build._is_known.cache_clear()
-    try:
-        assert build.best_instruction_set() == best
-        assert build.best_instruction_set("tiles") == f"{best}+tiles"
-    finally:
-        build._is_known.cache_clear()
+    compiler = compiler_without(refused, flags)
+    assert build.best_instruction_set() == best
     (record,) = caplog.records
-    assert str(old) in record.getMessage()
-    assert "slower ones are used" in record.getMessage()
+    assert f"{compiler} cannot build kernels" in record.getMessage()
+    assert build.best_instruction_set("tiles") == f"{best}+tiles"
+
+
+@NEEDS_COMPILER
+@NEEDS_X86
+def test_a_compiler_that_builds_nothing_says_so_once(
+    compiler_without: Callable[[str, str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler_without("-std=c++17", "avx_vnni")
+    assert build.best_instruction_set() == "avx2_vnni"
+    with pytest.raises(build.KernelsUnavailable, match="could not be built"):
+        build.build()
+    assert "slower ones" not in caplog.text
 
 
 def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:

@@ -3,17 +3,19 @@ read back exactly.
 
 How a field is written follows from its type in `TrainingSample`:
 
-| type                 | column                     | Parquet  | JSON                             |
-|----------------------|----------------------------|----------|----------------------------------|
-| `int`, `str`, `bool` | itself                     | int64, … | itself                           |
-| `bytes`              | base64                     | string   | string                           |
-| `float`              | itself                     | double   | all digits; `null`, `"Infinity"` |
-| `tuple[X, ...]`      | list                       | list     | array                            |
-| `frozenset[X]`       | sorted list                | list     | array                            |
-| `Mapping[X, Y]`      | list of `{"key", "value"}` | list     | array of objects                 |
-| a record             | dict                       | struct   | object                           |
-| `int` or `str`       | `{"int": 2, "str": None}`  | struct   | object                           |
-| `X` or `None`        | None, or as X              | null     | `null`                           |
+| type                        | column                     | Parquet  | JSON             |
+|-----------------------------|----------------------------|----------|------------------|
+| `int`, `str`, `bool`        | itself                     | int64, … | itself           |
+| `bytes`                     | base64                     | string   | string           |
+| `float`                     | itself                     | double   | number           |
+| `tuple[X, ...]`             | list                       | list     | array            |
+| `frozenset[X]`              | sorted list                | list     | array            |
+| `Mapping[X, Y]`             | list of `{"key", "value"}` | list     | array of objects |
+| a record like `VersionSpan` | dict                       | struct   | object           |
+| `int` or `str`              | `{"int": 2, "str": None}`  | struct   | object           |
+| `X` or `None`               | None, or as X              | null     | `null`           |
+
+A number of type float has all its digits; in JSON nan is `null`, and infinity `"Infinity"`.
 
 `seed` is unsigned in Parquet. Every column must be there, and none besides: a file that was written
 before a field existed is refused by the name of the missing column, since it is not known what it

@@ -108,19 +108,19 @@ def best_instruction_set(law: Law | None = None) -> str:
     Args:
         law: that it keeps; None: that of the fastest one.
     """
-    has = _processor_flags()
-    best = next(
-        name
+    has, suffix = _processor_flags(), TILES if law == "tiles" else ""
+    builds = (
+        name if name == AMX else name + suffix
         for name, (needs, _) in INSTRUCTION_SETS.items()
-        if needs <= has and (name != AMX or law != "pairs") and _is_known(name)
+        if needs <= has and (name != AMX or law != "pairs")
     )
-    return best + (TILES if law == "tiles" and best != AMX else "")
+    return next(each for each in builds if _can_be_had(each))
 
 
 @functools.cache
-def _is_known(instruction_set: str) -> bool:
-    """Whether the compiler has flags for it: GCC before 11 has none for AMX and AVX-VNNI. True
-    where a library is there, or no compiler, which `build` complains of.
+def _can_be_had(instruction_set: str) -> bool:
+    """Whether there is a library, or the compiler knows the flags: GCC before 11 has none for AMX
+    and AVX-VNNI. True too for a compiler that is not there or builds nothing: `build` says so.
     """
     if is_whole(PREBUILT / prebuilt_name(instruction_set) / LIBRARY):
         return True
@@ -128,17 +128,21 @@ def _is_known(instruction_set: str) -> bool:
         compiler, version = _compiler()
     except KernelsUnavailable:
         return True
-    flags = compiler_flags(instruction_set, platform.machine())
-    command = [compiler, *flags, "-fsyntax-only", "-x", "c++", "/dev/null"]
-    if subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0:
+    if _knows(compiler, instruction_set) or not _knows(compiler, "portable"):
         return True
     logger.warning(
         "This processor has %s, which %s cannot build kernels for (%s); slower ones are used.",
-        instruction_set,
+        instruction_set.removesuffix(TILES),
         compiler,
         version.partition("\n")[0],
     )
     return False
+
+
+def _knows(compiler: str, instruction_set: str) -> bool:
+    flags = compiler_flags(instruction_set, platform.machine())
+    command = [compiler, *flags, "-fsyntax-only", "-x", "c++", "/dev/null"]
+    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def law_of(instruction_set: str) -> Law:
