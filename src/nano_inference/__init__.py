@@ -59,9 +59,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+
+def _is_intel() -> bool:
+    """Whether Linux says that Intel made the processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            return "GenuineIntel" in lines.read(256)
+    except OSError:
+        return False
+
+
 # MKL, which computes torch's products on x86: the same bits with any number of threads. It reads
-# this before its first product; without it, it cuts long sums between threads on Intel's servers.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+# this before its first product. Without it, it cuts long sums between threads on Intel's servers;
+# with it, it rounds narrow products differently by the number of threads on AMD's.
+if _is_intel():
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait
 # seconds for it.

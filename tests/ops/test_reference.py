@@ -94,6 +94,20 @@ def test_logits(num: int, size: int, vocab: int, dtype: torch.dtype, data: st.Da
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_products_have_the_same_bits_with_any_number_of_threads(dtype: torch.dtype) -> None:
+    """MKL cuts narrow products between columns, long ones within a sum, by settings and vendor."""
+    sizes = [(16, 512), (32, 64), (48, 192), (176, 64), (64, 4096), (576, 1536)]
+    products = [(randn(9, k, dtype=dtype), randn(n, k, seed=1, dtype=dtype)) for n, k in sizes]
+    torch.set_num_threads(1)
+    alone = [reference.linear(*each) for each in products]
+    for threads in (2, 3, 5, 8, 16):
+        torch.set_num_threads(threads)
+        for (x, weight), one in zip(products, alone, strict=True):
+            found = reference.linear(x, weight)
+            assert torch.equal(found, one), f"{threads} threads, {tuple(weight.shape)}"
+
+
 def test_logits_of_a_vocabulary_of_several_tiles() -> None:
     weight, hidden = randn(2 * reference.VOCAB_TILE + 77, 40), randn(19, 40, seed=1)
     together = reference.logits(hidden, weight)
