@@ -5,6 +5,7 @@ model that is two matrices.
 import gc
 import hashlib
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from nano_inference.training_service import checkpoints
 from nano_inference.training_service.base import Adapter
+from nano_inference.training_service.checkpoints import Checkpoints
 from nano_inference.training_service.messages import AdamParams
 from nano_inference.training_service.trainer import Bounds, Trainer
 from tests.training_service.asking import Asker, batch
@@ -178,6 +181,10 @@ def test_a_batch_that_fails_leaves_nothing_half_applied(service: Services) -> No
         assert "weights must be 7" in refused["error"]
         assert adapter(service.folder, asker.save("after")["path"]) == before
         assert "no gradients" in asker.step()["error"]  # those of the good one are gone
+        asker.send_batch([(TOKENS, {"weights": [1.0] * 6})])
+        asker.send_batch(sequences(1))
+        assert "weights must be 7" in asker.step()["error"]
+        assert "no gradients" in asker.step()["error"]  # nor are those of the next one left
         asker.send_batch(sequences(1))
         assert asker.step()["metrics"]["grad_norm"] > 0
         # one without gradients fails alone
@@ -267,6 +274,16 @@ def test_models_that_are_refused(service: Services) -> None:
                 break
             time.sleep(0.05)
         assert later.model
+
+
+def test_a_model_that_cannot_be_written_down_fails_and_waits_for_nothing(
+    service: Services,
+) -> None:
+    with service(max_pending=1) as url:
+        asker = Asker(url)
+        found = asker.create(10**250)  # no folder can have such a long name
+        assert found["category"] == "server"
+        assert "model_id" in asker.create(1)
 
 
 def refused(asked: Callable[[], object], seconds: float = 60.0) -> httpx.HTTPStatusError:
@@ -485,6 +502,40 @@ def test_named_sampler_weights_and_the_base_model(service: Services) -> None:
             assert refusal.value.response.status_code == status
 
 
+def test_weights_that_were_overwritten_are_sampled_from_as_they_are(service: Services) -> None:
+    with service() as url:
+        asker = Asker(url)
+        asker.create()
+
+        def drawn(number: int, path: str) -> Any:
+            asked = {"session_id": asker.session, "model_path": path}
+            made = asker.post("/create_sampling_session", **asked, sampling_session_seq_id=number)
+            return asker.sample(made["sampling_session_id"], TOKENS)
+
+        first = drawn(0, asker.save("a")["path"])
+        asker.send_batch(sequences(1))
+        asker.step(1.0)
+        path = asker.save("a", overwrite=True)["path"]
+        assert drawn(1, path) == asker.sample(asker.sampler(2), TOKENS) != first
+
+
+def test_samples_without_a_number_are_told_apart(service: Services) -> None:
+    with service() as url:
+        asker = Asker(url)
+        about = {"session_id": asker.session, "sampling_session_seq_id": 0}
+        made = asker.post("/create_sampling_session", **about, base_model="bigrams")
+        ids = {
+            asker.post(
+                "/asample",
+                sampling_session_id=made["sampling_session_id"],
+                prompt={"chunks": [{"tokens": prompt}]},
+                sampling_params={"max_tokens": 2},
+            )["request_id"]
+            for prompt in ([1, 2], [3, 4])
+        }
+        assert len(ids) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -496,6 +547,7 @@ def test_named_sampler_weights_and_the_base_model(service: Services) -> None:
         ({"prompt": {"chunks": []}}, "prompt is empty"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "'image'"),
         ({"num_samples": 1000}, "max_request_tokens"),
+        ({"num_samples": 2**62}, "max_request_tokens"),
         ({"sampling_params": {"top_p": 2.0}}, "top_p=2.0"),
         ({"sampling_params": {"seed": -1}}, "seed=-1"),
     ],
@@ -569,6 +621,64 @@ def test_checkpoints_are_on_record(service: Services) -> None:
         for gone in (path, other):
             with pytest.raises(httpx.HTTPStatusError):
                 later.post("/weights_info", tinker_path=gone)
+
+
+def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Services) -> None:
+    with service() as url:
+        asker = Asker(url)
+        run = asker.create()["model_id"]
+        refusal = refused(lambda: asker.save("a", ttl_seconds=10**12), 0.1)
+        assert "ttl_seconds" in str(refusal)
+        asker.seq -= 1
+        asker.save("a", ttl_seconds=10**10)
+        place = f"/training_runs/{run}/checkpoints/weights/a/ttl"
+        for body in (b"[]", b"{", b'{"ttl_seconds": 0}', b'{"ttl_seconds": 1000000000000}'):
+            assert asker.http.put(place, content=body).status_code == 400, body
+        assert asker.get("/checkpoints")["checkpoints"][0]["expires_at"].startswith("23")
+        about = b'{"session_id": "%b", "model_seq_id": 1, "base_model": "bigrams", ' % (
+            asker.session.encode()
+        )
+        for half in (b"\\ud83d", b"\xed\xa0\xbd"):
+            body = about + b'"lora_config": {"rank": 1}, "user_metadata": {"a": "%b"}}' % half
+            assert asker.http.post("/create_model", content=body).status_code == 400, body
+        whole = about + b'"lora_config": {"rank": 1}, "user_metadata": {"a": "\\ud83d\\ude00"}}'
+        asker.result(asker.http.post("/create_model", content=whole).json()["request_id"])
+        assert asker.get("/training_runs")["training_runs"][0]["user_metadata"] == {
+            "a": "\U0001f600"
+        }
+
+
+def test_a_checkpoint_may_go_while_others_are_listed(
+    service: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with service() as url:
+        asker = Asker(url)
+        asker.create()
+        for name in ("a", "b"):
+            asker.save(name)
+        kept, read = Checkpoints(service.folder), checkpoints.read_json
+
+        def read_late(path: Path) -> dict[str, Any]:
+            if path.parent.name == "a":
+                shutil.rmtree(path.parent)
+            return read(path)
+
+        monkeypatch.setattr(checkpoints, "read_json", read_late)
+        assert [each.name for each in kept.of()] == ["b"]
+
+
+def test_sessions_end_also_where_the_disk_fails(
+    service: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Checkpoints) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Checkpoints, "sweep", fail)
+    with service(session_timeout=1.0) as url:
+        asker = Asker(url)
+        asker.create()
+        time.sleep(3.0)  # many looks
+        refused(lambda: asker.post("/get_info", model_id=asker.model), 0.1)
 
 
 def test_what_checkpoints_take_is_bounded(service: Services) -> None:

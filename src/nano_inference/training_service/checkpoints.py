@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from nano_inference.errors import ModelLoadError
 from nano_inference.regular_files import read_json
 from nano_inference.training_service.errors import Refused
 
@@ -202,7 +203,8 @@ class Checkpoints:
         for kind in TYPES:
             for about in self._runs.glob(f"{folder}/{kind}/*/{_ABOUT}"):
                 if not about.parent.name.startswith(_UNFINISHED):
-                    with suppress(FileNotFoundError):  # another thread deletes it
+                    # another thread deletes it
+                    with suppress(FileNotFoundError, ModelLoadError):
                         found.append(self._read(about.parent))
         return sorted(found, key=lambda each: (-each.created, each.path))
 

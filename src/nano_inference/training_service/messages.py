@@ -2,7 +2,7 @@
 so that nothing a client asks for is passed over in silence.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,10 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     type: str | None = None
+
+
+# Seconds that a checkpoint lives; a date so far away still has a year that can be written.
+Lifetime = Annotated[int, Field(gt=0, le=10**10)]
 
 
 class ClientConfig(Message):
@@ -101,7 +105,7 @@ class SaveWeights(Sequenced):
     """`/save_weights`."""
 
     path: str | None = None
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: Lifetime | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
@@ -112,7 +116,7 @@ class SaveForSampler(Sequenced):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: Lifetime | None = None
     user_metadata: dict[str, str] | None = None
 
 
@@ -120,8 +124,14 @@ class SaveExternal(Sequenced):
     """`/save_weights_external`."""
 
     path: str
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: Lifetime | None = None
     age_encryption_recipients: list[str] | None = None
+
+
+class SetLifetime(Message):
+    """`.../checkpoints/ID/ttl`: seconds from now on; None: for ever."""
+
+    ttl_seconds: Lifetime | None = None
 
 
 class LoadWeights(Message):

@@ -5,6 +5,7 @@ size.
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
@@ -40,6 +41,7 @@ from nano_inference.training_service.messages import (
     SaveExternal,
     SaveForSampler,
     SaveWeights,
+    SetLifetime,
     WeightsInfo,
 )
 from nano_inference.training_service.protobuf import forward_backward_request
@@ -50,6 +52,9 @@ FILES = f"{ROOT}/files"  # their links are their keys
 PROTOBUF = "application/x-protobuf"
 POLL = 20.0  # seconds that a request for a result waits: the client gives up after 45
 _MOST_LISTED = 1000
+
+# may be half a character, which no answer can carry
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 Asked = TypeVar("Asked", bound=BaseModel)
 Listed = TypeVar("Listed", Run, Checkpoint)
@@ -132,7 +137,11 @@ def _post(
 
 async def _read(request: Request, kind: type[Asked]) -> Asked:
     try:
-        return kind.model_validate(json.loads(await request.body() or b"{}"))
+        text = (await request.body() or b"{}").decode()
+        given = json.loads(text)
+        if _HALF.search(text):
+            json.dumps(given, ensure_ascii=False).encode()  # half a character fails here
+        return kind.model_validate(given)
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
@@ -323,10 +332,8 @@ def _add_records(app: FastAPI, service: Service) -> None:
         return Response(status_code=204)
 
     async def set_ttl(run_id: str, checkpoint_id: str, request: Request) -> Response:
-        ttl = json.loads(await request.body()).get("ttl_seconds")
-        if not isinstance(ttl, int | None) or (ttl is not None and ttl <= 0):
-            raise Refused(f"ttl_seconds={ttl!r} must be a positive integer, or null.")
-        kept.set_ttl(f"tinker://{run_id}/{checkpoint_id}", ttl)
+        asked = await _read(request, SetLifetime)
+        kept.set_ttl(f"tinker://{run_id}/{checkpoint_id}", asked.ttl_seconds)
         return Response(status_code=204)
 
     _post(app, "/weights_info", WeightsInfo, weights_info)

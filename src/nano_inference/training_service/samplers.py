@@ -18,10 +18,12 @@ class Weights:
     Attributes:
         folder: a PEFT folder; None: the base model. Weights of kind "inflight" change it.
         path: the client's name of them; None: nameless.
+        digest: of what a folder holds that may be overwritten.
     """
 
     folder: Path | None
     path: str | None = None
+    digest: str = ""
 
 
 @dataclass
@@ -34,13 +36,14 @@ class _Slot:
 
 
 class Samplers:
-    """Slots of the engine, by folder. One that is not in use makes room for another, the longest
-    unused first; a name serves one folder for ever, so no cached prefix meets other weights.
+    """Slots of the engine, by folder and digest. One that is not in use makes room for another, the
+    longest unused first; a name serves one folder for ever, so no cached prefix meets other
+    weights.
     """
 
     def __init__(self, base: Base, most: int) -> None:
         self._base, self._most = base, most
-        self._slots: OrderedDict[Path, _Slot] = OrderedDict()
+        self._slots: OrderedDict[tuple[Path, str], _Slot] = OrderedDict()
         self._count = 0
         self._changed = asyncio.Condition()
 
@@ -53,7 +56,7 @@ class Samplers:
         if folder is None:
             yield None
             return
-        slot = await self._take(folder)
+        slot = await self._take(folder, weights.digest)
         try:
             await slot.loaded.wait()
             if slot.problem is not None:
@@ -64,12 +67,13 @@ class Samplers:
                 slot.users -= 1
                 self._changed.notify_all()
 
-    async def _take(self, folder: Path) -> _Slot:
+    async def _take(self, folder: Path, digest: str) -> _Slot:
+        key = folder, digest
         async with self._changed:
             while True:
-                if (slot := self._slots.get(folder)) is not None:
+                if (slot := self._slots.get(key)) is not None:
                     slot.users += 1
-                    self._slots.move_to_end(folder)
+                    self._slots.move_to_end(key)
                     return slot
                 unused = next((at for at, each in self._slots.items() if not each.users), None)
                 if len(self._slots) < self._most or unused is not None:
@@ -78,12 +82,13 @@ class Samplers:
             old = None if len(self._slots) < self._most or unused is None else unused
             leaving = None if old is None else self._slots.pop(old).name
             self._count += 1
-            slot = self._slots[folder] = _Slot(f"sampler-{self._count}", users=1)
+            slot = self._slots[key] = _Slot(f"sampler-{self._count}", users=1)
         # a task of its own: the request that asked may go, and the slot is made all the same
-        slot.loading = asyncio.create_task(self._load(folder, slot, leaving))
+        slot.loading = asyncio.create_task(self._load(key, slot, leaving))
         return slot
 
-    async def _load(self, folder: Path, slot: _Slot, leaving: str | None) -> None:
+    async def _load(self, key: tuple[Path, str], slot: _Slot, leaving: str | None) -> None:
+        folder, _ = key
         try:
             if leaving is not None:
                 await asyncio.to_thread(self._base.unload_adapter, leaving)
@@ -97,7 +102,7 @@ class Samplers:
         except BaseException as problem:
             slot.problem = problem
             async with self._changed:
-                self._slots.pop(folder, None)
+                self._slots.pop(key, None)
                 self._changed.notify_all()
         finally:
             slot.loaded.set()

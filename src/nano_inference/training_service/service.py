@@ -259,8 +259,8 @@ class Service:
         future = self.futures.new(f"{run_id}:0", run_id)
         try:
             model = self._new_model(session, run_of(run_id))
-        except Refused as problem:
-            future.finish(problem)
+        except Exception as problem:  # the disk may be full
+            future.finish(refusal_of(problem, f"request {future.request_id}"))
         else:
             self._submit(Job(future, lambda: work(model), lambda _: self._close_model(model)))
         return future
@@ -557,13 +557,11 @@ class Service:
         """Samples; and an id for each. Raises `Refused` for what is wrong with the request."""
         if request.sampling_session_id is not None:
             session, weights = self.sampler(request.sampling_session_id)
-            request_id = f"{request.sampling_session_id}:{request.seq_id}"
+            number = uuid.uuid4() if request.seq_id is None else request.seq_id
+            request_id = f"{request.sampling_session_id}:{number}"
         else:
             session, weights = None, self._weights(request.model_path, request.base_model)
             request_id = f"sample:{uuid.uuid4()}"
-        ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
-        if (known := self.futures.known(request_id)) is not None:
-            return known, ids
         prompt = request.prompt.tokens()
         params = sampling_params(request, prompt, self.base)
         total = request.num_samples * (len(prompt) + params.max_tokens)
@@ -572,6 +570,9 @@ class Service:
                 f"the request may come to {total} tokens; {self.config.max_request_tokens} are "
                 "possible (max_request_tokens)."
             )
+        ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
+        if (known := self.futures.known(request_id)) is not None:
+            return known, ids
         future = self.futures.new(request_id)
 
         async def generate() -> Result:
@@ -617,7 +618,8 @@ class Service:
             if base_model is None:
                 raise Refused("name a base_model or a model_path to sample from.")
             return Weights(None)
-        return Weights(self.checkpoints.find(path).folder, path)
+        found = self.checkpoints.find(path)
+        return Weights(found.folder, path, found.sha256)
 
     def _add_sampler(self, session: Session, sampler_id: str, weights: Weights) -> None:
         session.samplers[sampler_id] = weights
@@ -639,7 +641,10 @@ class Service:
                 if session.ended and now - session.seen > timeout + keep:
                     del self.sessions[session.session_id]
             self.futures.sweep()
-            await asyncio.to_thread(self.checkpoints.sweep)
+            try:
+                await asyncio.to_thread(self.checkpoints.sweep)
+            except Exception:  # sessions end all the same
+                log.exception("what has expired could not be looked for")
 
     async def close(self) -> None:
         """End all sessions, wait for what the training thread has begun, shut the engine down."""

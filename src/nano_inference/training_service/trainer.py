@@ -90,6 +90,7 @@ class Trainer:
         """
         failed, self._failed = self._failed, ""
         if failed:
+            self._clear()  # of batches behind the one that failed
             raise Refused(f"nothing is applied, as a batch of this step failed: {failed}")
         tensors = list(self._params.values())
         if any(param.grad is None for param in tensors):
