@@ -22,6 +22,7 @@ from nano_inference.serving.protocols.anthropic import PROTOCOL as MESSAGES
 from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
 from nano_inference.serving.protocols.openai_completions import PROTOCOL as TEXTS
+from nano_inference.serving.protocols.openai_responses import PROTOCOL as RESPONSES
 from nano_inference.serving.protocols.requests import behind_reasoning, may_ask_for_grammar
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.grammar import COMPACT
@@ -154,6 +155,7 @@ OF_ANTHROPIC: list[tuple[dict[str, Any], Grammar | None]] = [
 PROTOCOLS: dict[str, tuple[Any, dict[str, Any], bool]] = {  # and whether fields are nested
     "chat": (CHATS, {"messages": [USER]}, False),
     "completions": (TEXTS, {"prompt": "Hello"}, False),
+    "responses": (RESPONSES, {"input": "Hello"}, False),
     "messages": (MESSAGES, {"model": "scripted", "messages": [USER], "max_tokens": 9}, False),
     "vllm": (VLLM, {"token_ids": [5, 6]}, True),
     "sglang": (SGLANG, {"input_ids": [5, 6]}, True),
@@ -339,6 +341,9 @@ def test_reasoning_stays_on_where_a_route_tells_it_apart(engine: ScriptedClient)
     behind = replace(plain, after="</think>", opened_by="<think>")
     for name in ("chat", "messages"):
         assert grammar_of(name, {"guided_regex": "a+"}, served) == behind
+    for text, expected in (("", behind), ("So", plain)):  # an answer that is begun, or not
+        begun = {"messages": [USER, {"role": "assistant", "content": text}]}
+        assert grammar_of("messages", {"guided_regex": "a+", **begun}, served) == expected
     for name in ("completions", "vllm", "sglang"):
         assert grammar_of(name, {"guided_regex": "a+"}, served) == plain
     for protocol, field, on, off in (

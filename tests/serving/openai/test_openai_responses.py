@@ -130,6 +130,22 @@ def test_a_conversation_goes_on_from_what_is_stored(client: OpenAI, script: Scri
         client.responses.retrieve(third.id)
 
 
+@pytest.mark.parametrize("most", [16, 19, 22, 25, 29])
+def test_a_conversation_goes_on_behind_a_call_that_was_cut_off(
+    client: OpenAI, script: ScriptedClient, most: int
+) -> None:
+    script.script = Script(
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "K\\u00f6ln", "days": 2}}\n'
+        "</tool_call>"
+    )
+    first = client.responses.create(
+        model="scripted", input="Köln?", tools=TOOLS, max_output_tokens=most
+    )
+    script.script = Script("Sunny.")
+    client.responses.create(model="scripted", previous_response_id=first.id, input="And?")
+    assert "Köln?" in prompt(script)
+
+
 def test_what_is_not_stored_is_not_found(client: OpenAI) -> None:
     reply = client.responses.create(model="scripted", input="Hello", store=False)
     assert not (reply.model_extra or {})["store"]
@@ -210,6 +226,24 @@ def test_the_longest_unused_are_dropped_first() -> None:
     for name in "abcd":
         with pytest.raises(ApiError):
             kept.get(name)
+    assert kept._bytes == 0
+
+
+def test_messages_of_responses_that_were_dropped_still_count() -> None:
+    kept = KeptResponses(2000)
+    messages = [{"role": "user", "content": "x" * 900}]
+    kept.put(KeptResponse({"id": "a"}, [], messages))
+    kept.put(KeptResponse({"id": "b"}, [], [*messages, {"role": "user", "content": "y"}]))
+    assert 900 < kept._bytes < 1300
+    kept.remove("a")
+    assert kept._bytes > 900
+    kept.put(KeptResponse({"id": "c"}, [], [{"role": "user", "content": "z" * 900}]))
+    kept.put(KeptResponse({"id": "d"}, [], [{"role": "user", "content": "z" * 900}]))
+    for name in "ab":
+        with pytest.raises(ApiError):
+            kept.get(name)
+    for name in "cd":
+        kept.remove(name)
     assert kept._bytes == 0
 
 

@@ -45,6 +45,7 @@ from nano_inference.serving.protocols.anthropic_schema import (
     MessagesRequest,
     demand_of,
     encode,
+    goes_on,
     kept_seconds,
 )
 from nano_inference.serving.protocols.blocks import Blocks, Event, Kind
@@ -86,7 +87,7 @@ class MessageBuilder(Builder):
                 "context_length_exceeded",
             )
         checked_prompt(prompt, served, "messages")
-        goes_on = request.messages[-1].role == "assistant"
+        is_begun = goes_on(request)
         params = sampling_params(
             request,
             served,
@@ -94,10 +95,10 @@ class MessageBuilder(Builder):
             stop=checked_stop(request.stop_sequences, served, "stop_sequences"),
             defaults=served.sampling_defaults,
             renamed={"adapter": adapter, **hinted(kept_seconds(request), served)},
-            behind=behind_reasoning(prompt, served, goes_on=goes_on),
+            behind=behind_reasoning(prompt, served, goes_on=is_begun),
         )
         self.asks: Sequence[Ask] = with_calls(
-            [Ask(prompt, params)], demand_of(request), served, goes_on=goes_on
+            [Ask(prompt, params)], demand_of(request), served, goes_on=is_begun
         )
         self.stream = bool(request.stream)
         self._clipped = request.max_tokens > room

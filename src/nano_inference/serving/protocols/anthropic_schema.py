@@ -389,6 +389,11 @@ def _turns(messages: Sequence[AnthropicMessage]) -> list[tuple[str, list[Block]]
     return turns
 
 
+def goes_on(request: CountRequest) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    return _turns(request.messages)[-1][0] == "assistant"
+
+
 def _says_anything(blocks: Iterable[Block]) -> bool:
     return any(not isinstance(block, TextBlock) or block.text for block in blocks)
 

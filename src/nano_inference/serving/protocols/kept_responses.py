@@ -29,13 +29,15 @@ class KeptResponses:
     """The last ones, by id. Thread-safe.
 
     Args:
-        most_bytes: of JSON together; the longest unused go first. Messages of earlier responses are
-            shared, and count with the response that brought them.
+        most_bytes: of JSON together; the longest unused go first. Messages that several responses
+            share count once, as long as one of these is kept.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[str, tuple[KeptResponse, int]] = OrderedDict()
+        # id of a message -> how many of them have it, and its bytes
+        self._shared: dict[int, tuple[int, int]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -45,8 +47,14 @@ class KeptResponses:
         with self._lock:
             self._kept[kept.response["id"]] = kept, size
             self._bytes += size
+            for message in kept.messages:
+                holders, its = self._shared.get(id(message), (0, 0))
+                if not holders:
+                    its = len(encode(message))
+                    self._bytes += its
+                self._shared[id(message)] = holders + 1, its
             while self._bytes > self._most_bytes:
-                self._bytes -= self._kept.popitem(last=False)[1][1]
+                self._drop(*self._kept.popitem(last=False)[1])
 
     def get(self, name: str, field: str | None = None) -> KeptResponse:
         """Raises `ApiError`: 400 where a request's `field` names it, else 404."""
@@ -68,4 +76,14 @@ class KeptResponses:
         self.get(name)
         with self._lock:
             if (found := self._kept.pop(name, None)) is not None:
-                self._bytes -= found[1]
+                self._drop(*found)
+
+    def _drop(self, kept: KeptResponse, size: int) -> None:
+        """It is kept no more. With the lock."""
+        self._bytes -= size
+        for message in kept.messages:
+            holders, its = self._shared.pop(id(message))
+            if holders > 1:
+                self._shared[id(message)] = holders - 1, its
+            else:
+                self._bytes -= its

@@ -12,10 +12,14 @@ What is particular to this server:
   stay; after a restart there are none. `store: false` keeps nothing.
 """
 
+import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
+
+from pydantic_core import from_json
 
 from nano_inference.budget import Names
 from nano_inference.serving.choices import Choice, ChoiceDelta
@@ -128,7 +132,7 @@ class ResponseBuilder(Builder):
             "usage": self._usage(usage, choice),
         }
         if self._head["store"]:
-            said = joined(messages_of(output)) if output else []
+            said = joined(messages_of(list(map(_sent_back, output)))) if output else []
             given = [_listed(item) for item in items_of(self._request.input)]
             kept = KeptResponse(response, given, [*self._before, *self._own, *said])
             self._served.responses.put(kept)
@@ -178,6 +182,27 @@ def _head(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "truncation": "disabled",
         "user": None,
     }
+
+
+def _sent_back(item: Item) -> Item:
+    """An item of an answer as an input may have it: of a call that was cut off the arguments are
+    as much of an object as came.
+    """
+    if item["type"] != "function_call":
+        return item
+    text, told = item["arguments"], "{}"
+    with suppress(ValueError):
+        given = from_json(text, allow_partial=True)
+        told = text if _is_json(text) else json.dumps(given)
+    return item | {"arguments": told}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        from_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _listed(item: Item) -> Item:

@@ -143,7 +143,7 @@ def chat_request(request: ResponsesRequest, before: Sequence[ChatMessage]) -> Ch
     messages = [*before, *messages_of(request.input)]
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
-    given = request.model_dump(include=_SHARED, exclude_none=True) | {
+    given = request.model_dump(include=_SHARED, by_alias=True, exclude_none=True) | {
         "messages": _with_one_beginning(messages),
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": LOGPROBS in include,
