@@ -2,8 +2,10 @@
 own, and of a fleet of two.
 """
 
+import asyncio
 from collections.abc import Iterator
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -49,6 +51,21 @@ def test_embeddings_are_the_engines(client: tuple[OpenAI, list[np.ndarray]]) -> 
                 if isinstance(told, str):
                     told = np.frombuffer(__import__("base64").b64decode(told), "<f4")
                 assert np.array_equal(np.asarray(told, np.float32), row)
+
+
+def test_many_clients_at_once_wait_for_each_other(client: tuple[OpenAI, list[np.ndarray]]) -> None:
+    openai_client, _ = client
+
+    async def ask_all() -> list[int]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(
+            base_url=str(openai_client.base_url), timeout=60, limits=limits
+        ) as http:
+            body = {"input": [list(range(40))] * 8}
+            asked = [http.post("embeddings", json=body) for _ in range(120)]
+            return [each.status_code for each in await asyncio.gather(*asked)]
+
+    assert set(asyncio.run(ask_all())) == {200}
 
 
 @pytest.mark.parametrize(

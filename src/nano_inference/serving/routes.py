@@ -1,5 +1,6 @@
 """Routes that generate nothing: health and numbers, models and tokens, and an administrator's."""
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -49,6 +50,8 @@ from nano_inference.types import EngineStats
 
 STATS_PATIENCE = 5.0  # seconds; the engine answers also amid a step
 SCRAPE_PATIENCE = 1.0  # the same for Prometheus, which waits for ten
+# calls of an engine, which refuses more than a few and has others to answer; the rest wait
+EMBEDS_AT_ONCE = 8
 
 
 def server_routes(router: APIRouter, server: Server) -> None:
@@ -272,6 +275,7 @@ def model_routes(router: APIRouter, server: Server) -> None:
 
 def embedding_routes(router: APIRouter, server: Server) -> None:
     """The route."""
+    turns = asyncio.Semaphore(EMBEDS_AT_ONCE)
 
     @router.post(
         "/v1/embeddings",
@@ -289,14 +293,15 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
         rows: list[bytes] = []
         try:
             for prompts in asked.portions():
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-                rows += await server.client.call(
-                    "embed",
-                    prompts=prompts,
-                    adapter=asked.adapter,
-                    timeout=server.config.request_timeout,
-                )
+                async with turns:
+                    if await request.is_disconnected():
+                        raise ClientDisconnect
+                    rows += await server.client.call(
+                        "embed",
+                        prompts=prompts,
+                        adapter=asked.adapter,
+                        timeout=server.config.request_timeout,
+                    )
         finally:
             server.admission.let_go(*held)
         return json_reply(200, asked.answer(rows, server.require_served()))
