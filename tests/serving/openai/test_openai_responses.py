@@ -99,6 +99,25 @@ def test_a_stream_ends_with_what_the_whole_answer_is(
     assert told(done) == told(events[-1].response.output)
 
 
+@pytest.mark.parametrize("include", [[], LOGPROBS])
+def test_a_stream_of_text_holds_all_that_the_client_wants(
+    client: OpenAI, include: list[Any]
+) -> None:
+    events = list(
+        client.responses.create(model="scripted", input="Hello", include=include, stream=True)
+    )
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    told = [
+        each
+        for event in events
+        if event.type == "response.output_text.delta"
+        for each in event.logprobs
+    ]
+    assert done.text == "Hello there, 🙂!"
+    assert [each.token for each in done.logprobs] == [each.token for each in told]
+    assert bool(told) == bool(include)
+
+
 def test_a_conversation_goes_on_from_what_is_stored(client: OpenAI, script: ScriptedClient) -> None:
     script.script = Script(THINKS_AND_CALLS)
     first = client.responses.create(

@@ -255,6 +255,7 @@ class ItemStream(Blocks):
         self._said: list[str] = []  # in the open item
         self._number = 0  # of the next event
         self._new: list[Any] = []  # logprobs of tokens whose text is to come
+        self._scored: list[Any] = []  # logprobs that the open item has told
         self.items: list[Item] = []
 
     def told(self, events: Iterable[Event]) -> bytes:
@@ -296,7 +297,7 @@ class ItemStream(Blocks):
             assert call is not None
             called = {"call_id": call.id, "name": call.name or "", "arguments": ""}
             item |= {"type": "function_call", **called}
-        self._said = []
+        self._said, self._scored = [], []
         self.items.append(item)
         self._event("response.output_item.added", item=dict(item))
         if kind != "call":
@@ -312,6 +313,8 @@ class ItemStream(Blocks):
         text, item = "".join(self._said), self.items[-1]
         name = "arguments" if kind == "call" else "text"
         more = {"name": item["name"]} if kind == "call" else {}
+        if kind == "text":
+            more = {"logprobs": self._scored}
         self._event(f"{_TEXT[kind]}.done", **self._where(kind), **{name: text}, **more)
         item["status"] = "completed"
         if kind == "call":
@@ -325,6 +328,7 @@ class ItemStream(Blocks):
         if kind != "text":
             return {}
         new, self._new = self._new, []
+        self._scored += new
         return {"logprobs": new}
 
     def _part(self, name: str, kind: Kind, text: str) -> None:
