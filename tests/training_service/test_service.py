@@ -546,6 +546,11 @@ def test_samples_without_a_number_are_told_apart(service: Services) -> None:
         ({"new_field": 3}, "new_field"),
         ({"prompt": {"chunks": []}}, "prompt is empty"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "'image'"),
+        (
+            {"prompt": {"chunks": [{"tokens": [{"role": "user", "content": "a"}]}]}},
+            "ids of tokens",
+        ),
+        ({"prompt": {"chunks": [{"tokens": [1.5]}]}}, "ids of tokens"),
         ({"num_samples": 1000}, "max_request_tokens"),
         ({"num_samples": 2**62}, "max_request_tokens"),
         ({"sampling_params": {"top_p": 2.0}}, "top_p=2.0"),

@@ -181,7 +181,7 @@ class ModelInput(Message):
     chunks: list[dict[str, Any]]
 
     def tokens(self) -> list[int]:
-        """All tokens. Raises `Refused` for another kind of chunk."""
+        """All tokens. Raises `Refused` for another kind of chunk, or what is no id."""
         found: list[int] = []
         for chunk in self.chunks:
             kind, tokens = chunk.get("type", "encoded_text"), chunk.get("tokens")
@@ -189,6 +189,8 @@ class ModelInput(Message):
                 raise Refused(
                     f"the prompt holds a chunk of type {kind!r}; this service takes encoded_text."
                 )
+            if not all(type(each) is int for each in tokens):  # the engine takes chats, too
+                raise Refused("the prompt holds something else than the ids of tokens.")
             found += tokens
         return found
 
