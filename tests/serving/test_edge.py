@@ -361,6 +361,13 @@ def test_cors(open_: str) -> None:
     assert "access-control-allow-origin" not in stranger.headers
 
 
+def test_pages_may_forget_a_response(open_: str) -> None:
+    asks = {"origin": "https://page.example", "access-control-request-method": "DELETE"}
+    answer = httpx.options(f"{open_}/v1/responses/resp_1", headers=asks)
+    assert answer.status_code == 200
+    assert "DELETE" in answer.headers["access-control-allow-methods"]
+
+
 def test_without_cors_nothing_is_allowed(keyed: str) -> None:
     asks = {"origin": "https://page.example", "access-control-request-method": "POST"}
     reply = httpx.options(keyed + "/v1/completions", headers=asks)

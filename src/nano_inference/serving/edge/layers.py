@@ -396,7 +396,7 @@ def in_layers(
         app = CORSMiddleware(
             app,
             allow_origins=config.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=_EXPOSED,
         )
