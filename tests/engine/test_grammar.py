@@ -325,6 +325,16 @@ def test_a_grammars_end_counts_before_min_tokens(build: Build) -> None:
     assert len(sample.completion_tokens) >= 10
 
 
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}, {}])
+def test_a_grammar_ends_a_sample_also_with_its_last_token(
+    build: Build, options: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=2, seed=1, grammar=Grammar.choice(["a"]), **options)
+    (sample,) = build().generate(PROMPT, params)
+    assert sample.completion_tokens[-1] == EOS
+    assert sample.finish_reason == "stop", "it has all of its text"
+
+
 def test_a_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> None:
     (sample,) = build().generate(PROMPT, replace(DIGITS, ignore_eos=True))
     assert sample.finish_reason == "stop"
