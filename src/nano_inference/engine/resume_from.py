@@ -207,6 +207,11 @@ def _params_to_go_on(
     if max_new_tokens is not None:
         if not is_whole(max_new_tokens, 1):
             raise InvalidRequest(f"max_new_tokens={max_new_tokens!r} must be a positive integer.")
+        if known + max_new_tokens < params.min_tokens:
+            raise InvalidRequest(
+                f"max_new_tokens={max_new_tokens} would end the sample before its "
+                f"min_tokens={params.min_tokens}; give at least {params.min_tokens - known}."
+            )
         return replace(params, max_tokens=known + max_new_tokens)
     if known >= params.max_tokens:
         raise InvalidRequest(
