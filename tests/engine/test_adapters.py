@@ -21,7 +21,8 @@ from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.models.loading import load_spec
 from nano_inference.models.lora import targets_of
 from nano_inference.ops.lora import Adapter
-from nano_inference.rl import replay
+from nano_inference.rl import replay, score
+from nano_inference.types import KvPolicy
 from tests.models.tiny import tiny_llama
 
 PROMPT = list(range(3, 40))
@@ -329,3 +330,37 @@ def test_blocks_of_two_versions_are_not_kept(
         engine.update_weights({"model.norm.weight": engine.model.params["norm"]}, kv_policy="keep")
     rest(engine)
     assert engine.stats().num_kept_blocks == 0
+
+
+@pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
+def test_the_scores_of_a_prompt_are_of_one_version(folder: Path, kv_policy: KvPolicy) -> None:
+    params = replace(PARAMS, prompt_logprobs=True)
+    with make(folder, max_tokens_per_batch=16) as engine:
+        engine.load_adapter("own", matrices(folder, 1))
+        engine.add_request(PROMPT, params)
+        engine.step()  # a part of the prompt
+        engine.load_adapter("own", matrices(folder, 2), kv_policy=kv_policy)
+        sample = rest(engine)
+        assert sample.adapter_versions == (VersionSpan(2, 0, 12),)
+        assert repr(sample.prompt_logprobs) == repr(whole(engine, params).prompt_logprobs)
+
+
+@pytest.mark.parametrize("kv_policy", ["finish_old", "recompute", "keep", "abort"])
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_sequences_are_scored_by_one_version_of_an_adapter(
+    folder: Path, kv_policy: KvPolicy, at: int
+) -> None:
+    sequences = [PROMPT, list(range(50, 90))]
+    with make(folder, max_tokens_per_batch=16, max_batch_size=1) as engine:
+        engine.load_adapter("own", matrices(folder, 1))
+        steps, step = [0], engine.loop.step
+
+        def step_and_load() -> list[TrainingSample]:
+            steps[0] += 1
+            if steps[0] == at:
+                engine.load_adapter("own", matrices(folder, 2), kv_policy=kv_policy)
+            return step()
+
+        engine.loop.step = step_and_load
+        scores = score(engine, sequences, adapter="own")
+        assert repr(scores) == repr(score(engine, sequences, adapter="own"))

@@ -298,3 +298,24 @@ def test_pieces_of_text_without_an_engine_of_ones_own() -> None:
             "Count: 1, 2,", SamplingParams(0, max_tokens=6)
         )
         assert len(pieces) > 1
+
+
+def test_who_is_cancelled_before_a_sample_is_gone_on_with_leaves_nothing(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request(prompt(1), params(1, max_tokens=40))
+    engine.step()
+    (partial,) = engine.abort()
+    aborted: list[list[int]] = []
+    monkeypatch.setattr(engine, "abort_soon", lambda ids: aborted.append(list(ids)))
+
+    async def cancel() -> None:
+        async with AsyncInferenceEngine(engine) as wrapped:
+            with engine.shared.lock:  # a step takes long
+                task = asyncio.create_task(wrapped.resume_from(partial))
+                await asyncio.sleep(0.05)
+                task.cancel()
+                await asyncio.wait([task])
+
+    run(cancel())
+    assert aborted == [[partial.request_id + 1]]

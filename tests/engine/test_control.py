@@ -303,6 +303,9 @@ def test_what_cannot_go_on_is_refused(build: Build) -> None:
     ]:
         with pytest.raises(InvalidRequest, match=message):
             engine.resume_from(sample, **bad)
+    early = replace(sample, sampling_params=replace(drawn(30), min_tokens=20))
+    with pytest.raises(InvalidRequest, match="before its min_tokens=20; give at least 16"):
+        engine.resume_from(early, max_new_tokens=5)
     with pytest.raises(RequestTooLarge, match="max_model_len"):
         engine.resume_from(sample, max_new_tokens=100_000)
     with pytest.raises(InvalidRequest, match="other bits"):

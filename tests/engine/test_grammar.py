@@ -23,6 +23,7 @@ from nano_inference import (
     TrainingSample,
 )
 from nano_inference.engine.intake import vocabulary_of
+from nano_inference.engine.resume_from import resume_many
 from nano_inference.structured import backend as backends
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.compiler import GrammarCompiler
@@ -325,6 +326,16 @@ def test_a_grammars_end_counts_before_min_tokens(build: Build) -> None:
     assert len(sample.completion_tokens) >= 10
 
 
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}, {}])
+def test_a_grammar_ends_a_sample_also_with_its_last_token(
+    build: Build, options: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=2, seed=1, grammar=Grammar.choice(["a"]), **options)
+    (sample,) = build().generate(PROMPT, params)
+    assert sample.completion_tokens[-1] == EOS
+    assert sample.finish_reason == "stop", "it has all of its text"
+
+
 def test_a_grammar_ends_a_sample_that_ignores_end_of_sequence(build: Build) -> None:
     (sample,) = build().generate(PROMPT, replace(DIGITS, ignore_eos=True))
     assert sample.finish_reason == "stop"
@@ -398,6 +409,19 @@ def test_a_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) 
         engine.resume_from(partial)
         (sample,) = drain(engine)
         assert bits(sample) == bits(whole), cut
+
+
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 9}])
+def test_a_sample_whose_grammar_has_ended_is_not_gone_on_with(
+    build: Build, options: dict[str, Any]
+) -> None:
+    engine = build()
+    params = SamplingParams(max_tokens=9, seed=1, grammar=Grammar.choice(["a"]), **options)
+    (whole,) = engine.generate(PROMPT, params)
+    told = replace(whole, finish_reason="abort", stop_reason=None)  # the word of its end was lost
+    again = engine.intake.new_request_id()
+    with pytest.raises(InvalidRequest, match="not known whether the sample has ended"):
+        resume_many(engine, [told], lambda _: None, stream=False, request_id=again)
 
 
 def test_a_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:

@@ -22,8 +22,9 @@ from nano_inference import (
     WeightUpdateError,
 )
 from nano_inference.config import CacheType
+from nano_inference.engine.resume_from import resume_many
 from nano_inference.rl import score
-from nano_inference.types import KvPolicy
+from nano_inference.types import Delta, KvPolicy
 from tests.engine.weight_cases import NEW, NEWER, OLD, PROMPT, Build, drain
 from tests.models.tiny import llama_config, tiny_llama, write_model
 
@@ -532,3 +533,23 @@ def test_staleness_counts_what_was_used_and_nothing_else(build: Build, limit: in
     engine.update_weights(OLD, kv_policy="recompute")
     (sample,) = drain(engine)
     assert sample.stop_reason == ("it is too stale" if limit == 2 else None)
+
+
+def test_a_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> None:
+    engine = build(max_tokens_per_batch=8)
+    engine.add_request(PROMPT, drawn(30))
+    engine.step()  # a part of its prompt
+    engine.update_weights(NEW, kv_policy="keep")
+    for _ in range(6):
+        engine.step()
+    (partial,) = engine.abort()
+    assert [span.version for span in partial.weight_versions] == [1]
+    deltas: list[Delta] = []
+    again = engine.intake.new_request_id()
+    resume_many(engine, [partial], deltas.append, stream=False, request_id=again, max_staleness=1)
+    engine.step()
+    engine.update_weights(NEWER, kv_policy="keep")
+    assert drain(engine) == []
+    (sample,) = [delta.finished for delta in deltas if delta.finished]
+    assert sample.stop_reason == "it is too stale"
+    assert min(span.version for entry in sample.kv_versions for span in entry.versions) == 0

@@ -234,9 +234,11 @@ def test_an_engine_measures_what_steps_cost(model: Path) -> None:
         assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_history_guesses_the_next_run(model: Path) -> None:
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_history_guesses_the_next_run(model: Path, has_reference: bool) -> None:
     params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
-    with engine_of(model, speculation="history") as engine:
+    reference = str(model) if has_reference else None
+    with engine_of(model, speculation="history", ref_model_path=reference) as engine:
         assert engine.drafter is not None
         engine.drafter.costs = None
         (first,) = engine.generate([[9, 8, 7]], params)

@@ -1,6 +1,7 @@
 """Schemas in their plain form: what is refused by name, and what stays."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -107,6 +108,8 @@ def test_numbers_that_a_backend_would_round_are_refused(schema: dict[str, Any]) 
         ({"properties": []}, "must be an object"),
         ({"required": "a"}, "list of names"),
         ({"type": "string", "minLength": "a"}, "whole number"),
+        ({"type": "array", "minItems": math.inf}, "whole number"),
+        ({"type": "integer", "enum": [math.inf]}, "no text is allowed"),
         ({"anyOf": []}, "list of schemas"),
         ({"items": 3}, "object or a boolean"),
     ],

@@ -134,9 +134,13 @@ class AsyncInferenceEngine:
                 "version": version,
                 "sink": listener.take,
             }
-            # waits for a step
-            request_id = await asyncio.to_thread(self.engine.resume_from, sample, **options)
-            listener.expect(request_id, 1)
+
+            def begin() -> None:
+                listener.expect(self.engine.resume_from(sample, **options), 1)
+                if listener.closed:  # cancelled meanwhile
+                    self.engine.abort_soon(listener.request_ids)
+
+            await asyncio.to_thread(begin)  # waits for a step
             self._require_running()
             while True:
                 delta = await listener.next()

@@ -45,7 +45,8 @@ def make_drafter(
     if config.speculation == "history":
         history = HistoryDrafts()
         sources.append(history)
-        loop.on_finish.append(partial(_keep, history))
+        # first: a sample that waits for its reference logprobs is passed on by none behind
+        loop.on_finish.insert(0, partial(_keep, history))
     model = None
     if heads is not None:
         model = _head_drafts(heads, loop, runner)
@@ -111,7 +112,7 @@ def _head_drafts(
 def _keep(
     history: HistoryDrafts, seq: Sequence, samples: list[TrainingSample]
 ) -> list[TrainingSample]:
-    if seq.num_samples == 1 and samples:
+    if seq.num_samples == 1:
         history.keep(seq, samples[0].weight_version)
     return samples
 

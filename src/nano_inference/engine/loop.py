@@ -429,8 +429,9 @@ class EngineLoop:
     def change_adapter(self, adapter: ServedAdapter, kv_policy: KvPolicy) -> list[TrainingSample]:
         """From now on an adapter, or a new version of it, computes the requests of its name."""
         finished = self._retire(keep=0)
-        if kv_policy == "abort":
-            finished += self._end(of_adapter(self.sequences, adapter.name))
+        if kv_policy == "abort":  # what only scores is scored again
+            begun_with = of_adapter(self.sequences, adapter.name)
+            finished += self._end([seq for seq in begun_with if seq.num_samples])
         change_adapter(self.sequences, self.cache, adapter, kv_policy)
         return finished
 

@@ -3,7 +3,7 @@ numerics.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -142,7 +142,8 @@ def resume_many(
             max_staleness=max_staleness,
         )
         if seq.num_completion_tokens and (
-            _may_have_ended(seq, has_reference) or _has_stopped(seq, engine)
+            _may_have_ended(seq, engine.spec.eos_token_ids, has_reference)
+            or _has_stopped(seq, engine)
         ):
             raise InvalidRequest("it is not known whether the sample has ended.")
         sequences.append(seq)
@@ -160,10 +161,12 @@ def resume_many(
             shared.enqueue_first(seq)
 
 
-def _may_have_ended(seq: Sequence, has_reference: bool) -> bool:
+def _may_have_ended(seq: Sequence, eos: Container[int], has_reference: bool) -> bool:
     """Whether its last token may have been its last: one that waited for its reference logprobs
-    looks like this.
+    looks like this. A grammar ends a sample that does not end by `eos` itself.
     """
+    if seq.grammar is not None and seq.token_ids[-1] in eos:
+        return True
     ended = (
         seq.token_ids[-1] in seq.request.stop_ids
         and seq.num_completion_tokens > seq.request.params.min_tokens
@@ -207,6 +210,11 @@ def _params_to_go_on(
     if max_new_tokens is not None:
         if not is_whole(max_new_tokens, 1):
             raise InvalidRequest(f"max_new_tokens={max_new_tokens!r} must be a positive integer.")
+        if known + max_new_tokens < params.min_tokens:
+            raise InvalidRequest(
+                f"max_new_tokens={max_new_tokens} would end the sample before its "
+                f"min_tokens={params.min_tokens}; give at least {params.min_tokens - known}."
+            )
         return replace(params, max_tokens=known + max_new_tokens)
     if known >= params.max_tokens:
         raise InvalidRequest(

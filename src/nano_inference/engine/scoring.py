@@ -79,26 +79,27 @@ def score_tokens(
     weight_set: str = POLICY,
     adapter: ServedAdapter | None = None,
 ) -> list[Scores]:
-    """The logprobs of the tokens of each request, all under one version of a weight set (and an
-    adapter of the policy); and the routes that the weight set's decoder keeps a record of.
+    """The logprobs of the tokens of each request, all under one version of a weight set (and one of
+    an adapter of the policy); and the routes that the weight set's decoder keeps a record of.
 
-    Where the weights change meanwhile, all is scored again under the new ones. Any thread may call
-    this. Raises `RequestAborted`, `EngineDead`, and `WeightUpdateError` where the weights change
-    faster than this can score.
+    Where the weights or the adapter change meanwhile, all is scored again under the new ones. Any
+    thread may call this. Raises `RequestAborted`, `EngineDead`, and `WeightUpdateError` where they
+    change faster than this can score.
     """
     wanted = [request for request in requests if request.start < len(request.token_ids)]
     versions = engine.loop.sequences.versions
     for _ in range(ATTEMPTS):
         version = versions[weight_set]
-        scores = iter(_scores(engine, wanted, weight_set, adapter))
-        if versions[weight_set] == version:
+        found, adapters = _scores(engine, wanted, weight_set, adapter)
+        if versions[weight_set] == version and len(adapters) <= 1:
+            scores = iter(found)
             return [
                 next(scores) if request.start < len(request.token_ids) else Scores([])
                 for request in requests
             ]
     raise WeightUpdateError(
-        f"the weights changed in each of {ATTEMPTS} attempts to score; score less at once, or "
-        "update less often."
+        f"the weights, or the adapter, changed in each of {ATTEMPTS} attempts to score; score less "
+        "at once, or update less often."
     )
 
 
@@ -107,7 +108,8 @@ def _scores(
     requests: Listed[ScoreRequest],
     weight_set: str,
     adapter: ServedAdapter | None,
-) -> list[Scores]:
+) -> tuple[list[Scores], set[ServedAdapter | None]]:
+    """The scores, and the versions of the adapter that computed them."""
     record = engine.runner.models[weight_set].routes
     routes: dict[int, Tensor] = {}
     take = None if record is None else partial(_take_routes, record, routes)
@@ -121,7 +123,9 @@ def _scores(
                     "others."
                 )
             by_id[sample.request_id] = list(sample.ref_logprobs)
-    return [Scores(by_id[scorer.request_id], routes.get(scorer.request_id)) for scorer in scorers]
+    ids = [scorer.request_id for scorer in scorers]
+    scores = [Scores(by_id[each], routes.get(each)) for each in ids]
+    return scores, {scorer.adapter for scorer in scorers}
 
 
 def _take_routes(record: RouteRecord, routes: dict[int, Tensor], seq: Sequence) -> None:

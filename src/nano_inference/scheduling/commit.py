@@ -12,6 +12,7 @@ from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.scheduling.decision import NO_DRAFTS, Drafts, SchedulerOutput
 from nano_inference.scheduling.sequence import POLICY, Sequence, Sequences, SequenceStatus
 from nano_inference.scheduling.stopping import (
+    LENGTH,
     MASK_FULL,
     NOT_FINITE,
     Finish,
@@ -147,7 +148,12 @@ def commit(
             if len(seq.token_ids) % size == 0:  # another block has a name
                 seq.prefix.extend(seq.token_ids, size)
                 publish(seq, cache)
-            finish = finish or finish_of(seq) or follow_grammar(seq)
+            finish = finish or finish_of(seq)
+            if finish is None or finish == LENGTH:
+                ended = follow_grammar(seq)
+                # the last token may end the text; that nothing could follow it is no failure
+                if finish is None or (ended is not None and ended.reason == "stop"):
+                    finish = ended
             if seq.grammar is not None and finish is None:
                 followed.append(seq)
         if finish is not None:

@@ -373,6 +373,8 @@ class Sequence:
         any did.
         """
         versions = [version for version, _ in self.version_starts[:1]]
+        for past in self.request.past_contexts:
+            versions += [span.version for span in past.versions]
         # the last may have drawn nothing yet, and may have been given up since
         for context in self.contexts:
             if self.num_computed_tokens or context.token_start < self.num_completion_tokens:

@@ -16,6 +16,7 @@ class Finish(NamedTuple):
     stop_reason: int | str | None = None
 
 
+LENGTH = Finish("length")
 NOT_FINITE = Finish("abort", f"{ERROR}the model's logits are not finite")
 MASK_FULL = Finish(
     "abort", "sampling_mask has grown beyond what max_request_entries leaves each sample"
@@ -61,7 +62,7 @@ def finish_of(seq: Sequence) -> Finish | None:
     if seq.stop_string is not None:
         return Finish("stop", seq.stop_string)
     if len(seq.token_ids) >= seq.most_tokens:
-        return Finish("length")
+        return LENGTH
     return None
 
 

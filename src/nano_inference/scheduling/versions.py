@@ -97,13 +97,13 @@ def change_adapter(
             scoring = seq.request.scored and not seq.num_completion_tokens
             if kv_policy == "keep" and seq.num_samples and not scoring:
                 seq.publishable = False
-            else:
-                preempt(seq, sequences, cache)
+                continue
+            preempt(seq, sequences, cache)
         else:
             seq.release(sequences.namespace_of(seq))
             seq.prefix.extend(seq.token_ids, cache.block_size)
-            if not seq.num_samples or not seq.num_completion_tokens:
-                seq.forget_scores()
+        if not seq.num_samples or not seq.num_completion_tokens:
+            seq.forget_scores()  # scores of one sequence are of one version
     if old is not None and old is not adapter:
         cache.let_go_adapter(adapter_key(old.name, old.version))
 

@@ -583,7 +583,7 @@ def _count(name: str, said: Mapping[str, Any], missing: Any) -> Any:
     value = said.get(name, missing)
     if value is missing:
         return missing
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not _is_whole(value):
         raise InvalidRequest(f"{name} must be a whole number, not {value!r}.")
     return max(int(value), 0)
 
@@ -595,8 +595,13 @@ def _type_of(value: Any) -> str:
 
 def _is_of(value: Any, type_: str) -> bool:
     if type_ == "integer":
-        return _type_of(value) == "number" and value == int(value)
+        return _type_of(value) == "number" and _is_whole(value)
     return _type_of(value) == type_
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a whole number. JSON's 1e400 is read as infinity."""
+    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
 def _same(one: Any, other: Any) -> bool:
