@@ -204,6 +204,34 @@ def test_a_draw_that_raises(
     )
 
 
+def test_a_draw_that_raises_for_a_sample_that_has_ended(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lookahead a step draws once more for a sample whose last token has come meanwhile."""
+    requests = list(REQUESTS)
+    monkeypatch.setattr(f"{__name__}.REQUESTS", requests)
+    prompt, params, _ = requests[FAILS]
+    last = run(build(), stream=False).failed()[0].completion_tokens[4]
+    requests[FAILS] = prompt, replace(params, stop_token_ids=frozenset((last,))), 1
+    quiet, engine = run(build(lookahead=1), stream=False), build(lookahead=1)
+    draw, broken = engine.runner.sample, list[int]()
+
+    def sample(result: Any, batch: SamplingBatch) -> Any:
+        live = engine.loop.sequences.of_requests([FAILS])
+        if not live and bool((batch.temperature == ODD).any()):
+            broken.append(FAILS)
+            raise Broken("/secret/path")
+        return draw(result, batch)
+
+    monkeypatch.setattr(engine.runner, "sample", sample)
+    found = run(engine, stream=False)
+    assert broken
+    assert_same_others(found, quiet)
+    ended = found.failed()[0]
+    assert (ended.finish_reason, ended.completion_tokens[-1]) == ("stop", last)
+    assert ended.logprobs == quiet.failed()[0].logprobs
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_one_sample_of_a_group_whose_draw_raises(
     make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch, index: int

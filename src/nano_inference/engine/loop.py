@@ -338,7 +338,8 @@ class EngineLoop:
                 lambda some: self._draw(result, some), chunks
             )
             for seq, finish in failed:
-                finished += self._end([seq], finish)
+                if seq.status is not _FINISHED:  # its last token may have come meanwhile
+                    finished += self._end([seq], finish)
         lap("sample")
         scored = tuple(scored for batch in batches for scored in batch.scored)
         self.in_flight.append(Flight(tuple(chunks.sampled), chunks.behind, scored, tokens))
