@@ -208,6 +208,7 @@ def test_the_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
     inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])\ninput()"
     with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE) as process:
         meter = CpuMeter({"server": process.pid})
+        own = time.process_time()
         before, spent = meter.read(), 0.0
         for _ in range(600):
             spent = meter.read()["server"] - before["server"]
@@ -215,7 +216,8 @@ def test_the_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
                 break
             time.sleep(0.1)
         assert 0.28 <= spent < 1.0
-        assert meter.read()["client"] - before["client"] < 0.3
+        client = meter.read()["client"] - before["client"]
+        assert 0 < client <= time.process_time() - own  # reading takes time, the busy one none
     assert server_parts(os.getpid())["api"] == os.getpid()
 
 
