@@ -205,11 +205,15 @@ def test_without_usage_the_pieces_are_counted() -> None:
 
 def test_the_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
     busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
-    inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])\ninput()"
+    run_busy = f"subprocess.run([sys.executable, '-c', {busy!r}])"
+    inner = f"import subprocess, sys\ninput()\n{run_busy}\ninput()"
     with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE) as process:
         meter = CpuMeter({"server": process.pid})
         own = time.process_time()
         before, spent = meter.read(), 0.0
+        assert process.stdin is not None
+        process.stdin.write(b"\n")  # only now is it busy
+        process.stdin.flush()
         for _ in range(600):
             spent = meter.read()["server"] - before["server"]
             if spent >= 0.3:
