@@ -81,7 +81,8 @@ async def streamed(server: Server, body: dict[str, Any], writer: asyncio.StreamW
     if "messages" in body:
         event(writer, choice(delta={"role": "assistant", "content": ""}))
     for wait in (0.03, 0.01, 0.02):
-        await asyncio.sleep(wait)
+        for _ in range(10):  # so that a client of this loop reads a piece before much of the next
+            await asyncio.sleep(wait / 10)  # wait is over, however late the loop is
         event(writer, choice(delta={"content": "x"}) if "messages" in body else choice(text="x"))
     event(writer, choice(text="", delta={}, finish_reason="length"))
     event(writer, {"choices": [], "usage": USAGE})

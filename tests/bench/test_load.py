@@ -79,7 +79,9 @@ def test_a_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
     assert row["cpu_s"]["client"] > 0
 
 
-def test_a_connection_that_the_server_had_closed_costs_no_request() -> None:
+def test_a_connection_that_the_server_had_closed_costs_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def closing(seconds: float) -> Script:
         """A server that closes each connection, so long after its second request."""
         used = set[asyncio.StreamWriter]()
@@ -95,7 +97,9 @@ def test_a_connection_that_the_server_had_closed_costs_no_request() -> None:
         return script
 
     asks = token_requests(12, 5, 3, stream=False)
-    done, server = run(closing(0.0), asks, concurrency=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "AT_ONCE", 30.0)  # however slowly this machine does it
+        done, server = run(closing(0.0), asks, concurrency=3)
     assert done.errors == []
     assert (done.tokens, server.connections) == (36, 12)
     done, _ = run(closing(0.2), asks, concurrency=3)  # it may have worked at these
@@ -111,7 +115,7 @@ def test_a_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> Non
         first, second, third = each.pieces
         waits = [first - each.began, second - first, third - second]
         assert all(
-            wait >= planned - 0.002 for wait, planned in zip(waits, (0.03, 0.01, 0.02), strict=True)
+            wait >= 0.7 * planned for wait, planned in zip(waits, (0.03, 0.01, 0.02), strict=True)
         ), waits
         assert each.tokens == 3
     assert done.row()["tokens_per_event"] == 1.0
@@ -201,17 +205,23 @@ def test_without_usage_the_pieces_are_counted() -> None:
 
 def test_the_cpu_time_of_a_tree_is_that_of_its_processes() -> None:
     busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
-    inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])\ninput()"
+    run_busy = f"subprocess.run([sys.executable, '-c', {busy!r}])"
+    inner = f"import subprocess, sys\ninput()\n{run_busy}\ninput()"
     with subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE) as process:
         meter = CpuMeter({"server": process.pid})
+        own = time.process_time()
         before, spent = meter.read(), 0.0
+        assert process.stdin is not None
+        process.stdin.write(b"\n")  # only now is it busy
+        process.stdin.flush()
         for _ in range(600):
             spent = meter.read()["server"] - before["server"]
             if spent >= 0.3:
                 break
             time.sleep(0.1)
         assert 0.28 <= spent < 1.0
-        assert meter.read()["client"] - before["client"] < 0.3
+        client = meter.read()["client"] - before["client"]
+        assert 0 < client <= time.process_time() - own  # reading takes time, the busy one none
     assert server_parts(os.getpid())["api"] == os.getpid()
 
 
@@ -257,10 +267,10 @@ def test_a_server_that_is_gone_ends_the_load_and_leaves_no_request_out(
 
 def test_after_the_duration_no_request_sets_out_and_those_under_way_end() -> None:
     shape = Shape(Lengths.read("3"), Lengths.read("3"), stream=False)
-    done, server = run(whole, shape.asks(0), concurrency=2, seconds=0.1)
+    done, server = run(whole, shape.asks(0), concurrency=2, seconds=0.5)
     assert done.errors == []
-    assert 4 <= len(server.seen) == len(done.outcomes) <= 42
-    assert max(each.began for each in done.outcomes) - done.began < 0.1
+    assert 4 <= len(server.seen) == len(done.outcomes) <= 202
+    assert max(each.began for each in done.outcomes) - done.began < 0.5
 
 
 def test_an_interrupted_load_returns_what_it_saw() -> None:

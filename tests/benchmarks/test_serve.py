@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from benchmarks.peers.process import PeerFailed
 from benchmarks.serve import ALONE, Choice, Seen, prompts_of, targets, token_prompts
 from nano_inference.bench import load
 from nano_inference.bench.wire import Broken
+from tests.ports import free_port
 
 
 def test_the_engine_alone_runs_the_same_loop(options: Options) -> None:
@@ -103,12 +103,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_a_server_is_waited_for_and_always_stopped(tmp_path: Path) -> None:

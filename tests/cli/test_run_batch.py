@@ -191,16 +191,17 @@ def test_few_lines_are_held_and_rows_keep_their_order(tmp_path: Path) -> None:
 def test_what_is_answered_with_no_json_or_not_in_time_is_an_error_row(tmp_path: Path) -> None:
     async def odd(server: Server, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if body["prompt"] == "say slow":
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nwhy")
 
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(line("odd") + "\n" + line("slow"))
-    with in_a_thread(odd) as url:
-        words = ("--server", url, "--timeout", "0.2")
-        result = run("run-batch", "-i", str(source), "-o", str(out), *words)
-    assert result.exit_code == 1
-    assert [row["error"]["code"] for row in rows(out)] == ["invalid_response", "timeout"]
+    for name, seconds, code in (("odd", "30", "invalid_response"), ("slow", "0.2", "timeout")):
+        source, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out.jsonl"
+        source.write_text(line(name))
+        with in_a_thread(odd) as url:
+            words = ("--server", url, "--timeout", seconds)
+            result = run("run-batch", "-i", str(source), "-o", str(out), *words)
+        assert result.exit_code == 1
+        assert [row["error"]["code"] for row in rows(out)] == [code]
 
 
 def test_a_line_that_is_too_long_is_an_error_row(

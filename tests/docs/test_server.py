@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from nano_inference.serving import paths
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
 from tests.docs.test_docs import ROOT
+from tests.ports import free_port
 
 ADDRESS = "http://127.0.0.1:8000"  # as the document writes it
 TEXT = (ROOT / "docs" / "server.md").read_text()
@@ -110,8 +110,7 @@ def test_a_trainer_of_plain_torch(block: str) -> None:
     engine = EngineConfig(
         "smollm2-135m", device="cpu", max_model_len=256, kv_cache_memory=2**26, num_threads=1
     )
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port()
     with running_server(
         engine, ServerConfig(port=0, in_process=True, rl=True, rl_timeout=60)
     ) as address:

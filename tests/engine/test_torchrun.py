@@ -1,7 +1,6 @@
 """Ranks that torchrun has started."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingP
 from nano_inference.engine.workers import torchrun
 from nano_inference.engine.workers.torchrun import NEEDED, TorchrunLauncher, environment, serve_rank
 from tests.models.tiny import tiny_model
+from tests.ports import free_port
 
 PARAMS = {"max_tokens": 12, "seed": 3, "ignore_eos": True}
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "seed": 1, "kv_cache_memory": 2**21}
@@ -66,9 +66,6 @@ def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Pat
 
     script, out = tmp_path / "script.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [
         sys.executable,
         "-m",
@@ -77,7 +74,9 @@ def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Pat
         "--master-addr=127.0.0.1",
     ]
     arguments = json.dumps([*folders, str(out), PARAMS, OPTIONS, PROMPTS])
-    subprocess.run([*command, f"--master-port={port}", script, arguments], check=True, timeout=120)
+    subprocess.run(
+        [*command, f"--master-port={free_port()}", script, arguments], check=True, timeout=120
+    )
     assert json.loads(out.read_text()) == expected
 
 

@@ -41,6 +41,7 @@ from tests.engine.weight_cases import (
     drawn,
     synced,
 )
+from tests.ports import free_port
 
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
 Start = Callable[..., tuple["subprocess.Popen[str]", str]]
@@ -261,7 +262,7 @@ def test_the_same_trainer_is_joined_again_after_the_engine_gave_up(
 
 
 def test_nobody_there_is_an_error_in_time(manager: WeightSyncManager) -> None:
-    store = serve_store(("127.0.0.1", 0), 5)
+    store = serve_store(("127.0.0.1", free_port()), 5)
     address = f"tcp://127.0.0.1:{store.port}"
     assert refused(manager, BroadcastReceiver(address), "began no update within 1.5 s", 1.5) < 15
     del store
@@ -299,9 +300,7 @@ def test_options_are_checked(options: dict[str, Any], told: str) -> None:
 
 
 def test_a_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> None:
-    probe = serve_store(("127.0.0.1", 0), 5)
-    address = f"tcp://127.0.0.1:{probe.port}"
-    del probe
+    address = f"tcp://127.0.0.1:{free_port()}"
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.engine.trainer", address], stderr=subprocess.DEVNULL
     )

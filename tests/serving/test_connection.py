@@ -19,7 +19,7 @@ from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge import connection
 from nano_inference.serving.main import running_server
 from tests.serving.scripted import Script, ScriptedClient
-from tests.serving.test_exchange import eventually
+from tests.serving.test_exchange import PATIENCE, eventually
 
 KEY = "key-one"
 ENDLESS = Script("a " * 50, ends=False, delay=0.05)
@@ -40,7 +40,7 @@ def url(engine: ScriptedClient) -> Iterator[str]:
 def peer(url: str, engine: ScriptedClient) -> Iterator[socket.socket]:
     engine.script = Script()
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as peer:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as peer:
         yield peer
 
 

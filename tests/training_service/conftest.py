@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nano_inference.training_service.config import TrainServiceConfig
 from nano_inference.training_service.main import running_service
@@ -33,4 +34,6 @@ class Services:
 @pytest.fixture
 def service(tmp_path: Path) -> Services:
     """Starts one for a `with` block, which is its URL."""
+    # A process's first optimizer lets torch import its compiler: seconds, in which sessions end.
+    torch.optim.AdamW([torch.zeros(1)])
     return Services(tmp_path / "state")

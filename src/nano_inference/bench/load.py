@@ -345,8 +345,11 @@ class _Run:
 
     def next(self) -> tuple[Ask, bytes] | None:
         """The next request; None: no more set out."""
-        over = self._seconds is not None and time.perf_counter() - self.began >= self._seconds
+        over = self._is_over(time.perf_counter())
         return None if over or self.gave_up else next(self._requests, None)
+
+    def _is_over(self, now: float) -> bool:
+        return self._seconds is not None and now - self.began >= self._seconds
 
     async def closed(self, concurrency: int) -> None:
         await asyncio.gather(*(self._one_by_one() for _ in range(concurrency)))
@@ -373,7 +376,9 @@ class _Run:
 
     async def _one_by_one(self) -> None:
         while (found := self.next()) is not None:
-            record = await self._send(*found, time.perf_counter())
+            if self._is_over(began := time.perf_counter()):  # by now: encoding it took time
+                return
+            record = await self._send(*found, began)
             if record.kind == UNREACHABLE:
                 await asyncio.sleep(PAUSE)
 

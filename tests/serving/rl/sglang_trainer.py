@@ -4,7 +4,6 @@
 
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -19,16 +18,11 @@ import httpx
 import torch
 from torch import Tensor
 
+from tests.ports import free_port
 from tests.serving.rl.group_trainer import new_weights
 
 PATIENCE = 30.0
 GROUP = "slime-pp_0"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def post(url: str, path: str, body: Any = None, status: int = 200) -> Any:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -74,11 +73,6 @@ def trainer(kind: str, url: str, port: int, world_size: int = 2) -> Iterator[Tra
             yield Trainer(process)
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 def checksums(version: int) -> dict[str, str]:

@@ -15,9 +15,10 @@ import torch
 
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
+from tests.ports import free_port
 from tests.serving.rl.conftest import engine_config
 from tests.serving.rl.golden import replay
-from tests.serving.rl.small_trainers import PATIENCE, Trainer, checksums, free_port, trainer
+from tests.serving.rl.small_trainers import PATIENCE, Trainer, checksums, trainer
 from tests.serving.scripted import ScriptedClient
 
 UPDATE = "/receive_weight_update"

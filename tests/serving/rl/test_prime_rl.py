@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
+from tests.ports import free_port
 from tests.serving.rl.small_trainer import weights
-from tests.serving.rl.small_trainers import PATIENCE, Trainer, checksums, free_port, trainer
+from tests.serving.rl.small_trainers import PATIENCE, Trainer, checksums, trainer
 from tests.serving.rl.test_pipeline_rl import serving
 from tests.serving.scripted import ScriptedClient
 

@@ -24,6 +24,7 @@ from safetensors.torch import save
 
 from nano_inference.serving import paths
 from nano_inference.serving.main import running_server
+from tests.ports import free_port
 from tests.serving.rl.conftest import RL, engine_config
 from tests.serving.rl.small_trainer import weights
 from tests.serving.rl.small_trainers import checksums
@@ -240,7 +241,7 @@ def test_a_flood_of_calls_leaves_nothing_behind(url: str, client: httpx.Client) 
     """Groups that never form, of one name and of many: few threads wait for a peer that is silent,
     none afterwards.
     """
-    process, closed = psutil.Process(), _closed_port()
+    process, closed = psutil.Process(), free_port()
     before = threading.active_count(), process.num_fds()
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
@@ -274,8 +275,3 @@ def test_a_flood_of_calls_leaves_nothing_behind(url: str, client: httpx.Client) 
         )
     assert client.post("/update_weights_from_tensor", **_safetensors(8)).status_code == 200
     assert serving(url)[1] == checksums(8)
-
-
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]

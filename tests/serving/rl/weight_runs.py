@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,17 +23,12 @@ from torch import Tensor
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.control import Control, TensorSpec
 from nano_inference.serving.errors import ApiError
+from tests.ports import free_port
 from tests.serving.engines import PATIENCE, core_of, finished, params_of
 from tests.serving.rl.group_trainer import new_weights
 
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class TrainerProcess:
