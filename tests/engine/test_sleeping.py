@@ -5,6 +5,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nano_inference import (
     EngineConfig,
@@ -14,7 +16,7 @@ from nano_inference import (
     WeightUpdateError,
 )
 from tests.engine.test_control import LENGTH, drawn, same
-from tests.engine.weight_cases import NEW, PROMPT, Build, drain
+from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, PROMPT, Build, drain
 from tests.models.tiny import tiny_llama
 
 
@@ -65,6 +67,24 @@ def test_a_sleep_gives_memory_back(tmp_path: Path) -> None:
         assert asleep - process.memory_info().rss > 0.8 * held, "the weights"
         engine.wake()
         engine.generate([1, 2, 3], SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_tied_head_is_not_compared_with_memory_that_was_given_back(
+    build: Build, tied: Path, backend: str
+) -> None:
+    engine = build(model_path=str(tied), backend=backend)
+    embedding = load_file(tied / "model.safetensors")[EMBEDDING]
+    engine.sleep(weights=True)
+    for head in (embedding, torch.zeros_like(embedding)):
+        with pytest.raises(WeightUpdateError, match="cannot be read while the weights are asleep"):
+            engine.update_weights({HEAD: head})
+    with pytest.raises(WeightUpdateError, match="differs from it"):
+        engine.update_weights({HEAD: embedding, EMBEDDING: embedding + 1})
+    engine.update_weights({HEAD: embedding + 1, EMBEDDING: embedding + 1})
+    engine.wake()
+    engine.update_weights({HEAD: embedding + 1})
+    assert engine.get_weight_version() == 2
 
 
 @pytest.mark.parametrize("weights", [False, True])

@@ -63,6 +63,7 @@ class WeightSyncManager:
         shares: the other ranks that hold parts of the model, if there are any.
         with_others: the lock under which other engines agree to write an update together, and
             whether they have agreed on the version; None: no other engine writes.
+        asleep: whether the memory of the weights was given back, and cannot be read.
 
     Attributes:
         version: the version that serves.
@@ -81,6 +82,7 @@ class WeightSyncManager:
         room: Callable[[], float] = lambda: math.inf,
         shares: "SentUpdates | None" = None,
         with_others: tuple[AbstractContextManager[Any], Callable[[int], bool]] | None = None,
+        asleep: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
         self.weights = WeightSet(model, shares)
@@ -88,7 +90,7 @@ class WeightSyncManager:
         self.version = 0
         self.pending: deque[WeightUpdate] = deque()
         self.lock = threading.RLock()
-        self._room, self._announce = room, announce
+        self._room, self._announce, self._asleep = room, announce, asleep
         self._agreeing, self._is_agreed = with_others or (nullcontext(), lambda _: False)
         self._newest = 0
         self._open: WeightSession | None = None
@@ -430,7 +432,7 @@ class WeightSyncManager:
                 f"{missing[0]!r} is missing ({len(missing)} of {self.num_tensors} are); "
                 "complete=True asks for every one."
             )
-        session.settle(self.pending)
+        session.settle(self.pending, self._asleep())
         self.check_version(version)
 
     def _queue(self, session: WeightSession, version: int | None) -> WeightUpdate:
@@ -465,7 +467,9 @@ class Updates:
         room = partial(staging_room, model.device, workspace)
         gate = shared.loop.gate
         others = None if gate.alone else (shared.lock, gate.allows)
-        self.manager = WeightSyncManager(model, self._announce, room, runner.shares, others)
+        self.manager = WeightSyncManager(
+            model, self._announce, room, runner.shares, others, shared.has_no_weights
+        )
         self._runner = runner
         self._shared = shared
         shared.when_dead = self.manager.close

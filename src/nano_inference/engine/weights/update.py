@@ -187,9 +187,11 @@ class StagedChanges:
         """The decoder's names of the parameters that it changes."""
         return frozenset(change.slot.param for change in self.changes)
 
-    def require_tied(self, params: dict[str, Any], before: Iterable["StagedChanges"]) -> None:
+    def require_tied(
+        self, params: dict[str, Any], before: Iterable["StagedChanges"], asleep: bool = False
+    ) -> None:
         """Raise `WeightUpdateError` unless a tied head becomes what its tensor becomes, after the
-        updates `before` this one.
+        updates `before` this one. The memory of weights that are `asleep` is not read.
         """
         if not self.heads:
             return
@@ -197,8 +199,14 @@ class StagedChanges:
         slot = replace(head_slot, name=head_slot.tied_to, tied_to=None)
         pending = [each for staged in before for each in staged.changes if each.slot == slot]
         own = [change for change in self.changes if change.slot == slot]
-        head = _value_of(params, slot, [*pending, *self.heads])
-        if not torch.equal(head, _value_of(params, slot, [*pending, *own])):
+        both = [*pending, *self.heads], [*pending, *own]
+        if asleep and any(all(each.indices is not None for each in part) for part in both):
+            raise WeightUpdateError(
+                f"{HEAD!r} is tied to {head_slot.tied_to!r}, which cannot be read while the "
+                "weights are asleep; send both, or call wake() first."
+            )
+        head, tied = (_value_of(params, slot, part) for part in both)
+        if not torch.equal(head, tied):
             raise WeightUpdateError(
                 f"{HEAD!r} is tied to {head_slot.tied_to!r} in this model and differs from it."
             )
@@ -370,14 +378,16 @@ class WeightSession:
         """The tensors that did not come."""
         return sorted({*self._weights.names} - self.whole - self._indices.keys())
 
-    def settle(self, pending: Iterable[WeightUpdate]) -> None:
+    def settle(self, pending: Iterable[WeightUpdate], asleep: bool) -> None:
         """All has come. Wait until it is there, since another stream may write it, and raise
-        `WeightUpdateError` where a tied head will differ once all `pending` updates are written.
+        `WeightUpdateError` where a tied head will differ once all `pending` updates are written;
+        `asleep`: the weights are.
         """
         for device in {change.values.device for change in self.staged.changes}:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        self.staged.require_tied(self._weights.model.params, (each.staged for each in pending))
+        before = (each.staged for each in pending)
+        self.staged.require_tied(self._weights.model.params, before, asleep)
 
     def _add(self, name: str, values: Tensor, indices: Tensor | None, hold: Hold) -> None:
         """Hand a checked tensor or patch to the other ranks, and put this rank's part of it
