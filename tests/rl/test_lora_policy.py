@@ -174,3 +174,21 @@ def test_a_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> N
     none = pytest.raises(AdapterError, match="set max_loras to how many it may")
     with engine_of(tiny_llama(tmp_path / "other"), max_loras=0) as engine, none:
         strong_policy(engine).publish()
+
+
+def test_a_gradient_is_of_the_weights_that_were_scored(tmp_path: Path) -> None:
+    with engine_of(tiny_llama(tmp_path), dtype="float32") as engine:
+        policy, name = strong_policy(engine), "model.layers.0.self_attn.q_proj.weight"
+        weight = load_file(tmp_path / "model.safetensors")[name]
+        (scored,) = policy.logprobs([[3, 4, 5, 6]])
+        engine.update_weights({name: weight * 2}, blocking=True)
+        with pytest.raises(RuntimeError, match="updated or put to sleep between"):
+            scored[1:].sum().backward()
+        (scored,) = policy.logprobs([[3, 4, 5, 6]])
+        engine.sleep(weights=True)
+        with pytest.raises(RuntimeError, match="updated or put to sleep between"):
+            scored[1:].sum().backward()
+        assert all(param.grad is None for param in policy.parameters())
+        engine.wake()
+        scored[1:].sum().backward()  # under the weights that it was scored with
+        assert all(param.grad is not None for param in policy.parameters())

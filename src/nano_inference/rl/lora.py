@@ -198,6 +198,10 @@ class LoraPolicy(ScoringModule):
                 self._scoring = now, self._memory.make(name, number, self._pairs()).adapter
             return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
 
+    def _base_version(self) -> int | None:
+        asleep = self.engine.shared.has_no_weights()
+        return None if asleep else self.engine.get_weight_version()
+
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
