@@ -24,7 +24,7 @@ from nano_inference.engine.transports import (
     wire,
 )
 from nano_inference.engine.transports import files as transport_files
-from nano_inference.engine.transports.files import MARKER, WeightFolder, write_folder
+from nano_inference.engine.transports.files import MARKER, WeightFiles, WeightFolder, write_folder
 from nano_inference.engine.transports.in_process import InProcess
 from tests.depth import at_depth
 from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
@@ -200,6 +200,18 @@ def test_a_folder_is_not_complete_while_it_is_written_anew(
     assert len(seen) > 1
     assert not any(seen)
     assert (tmp_path / MARKER).exists()
+
+
+@pytest.mark.parametrize("kind", [WeightFolder, WeightFiles])
+def test_a_folder_that_is_written_anew_while_it_is_read_is_refused(
+    tmp_path: Path, kind: Any
+) -> None:
+    write_folder(tmp_path, NEW, version=1, max_file_bytes=50_000)
+    buckets = kind(tmp_path).receive({}, Deadline(PATIENCE)).buckets
+    next(buckets)
+    write_folder(tmp_path, NEWER, version=2, max_file_bytes=50_000)  # files of the same sizes
+    with pytest.raises(WeightUpdateError, match="was written anew while it was read"):
+        list(buckets)
 
 
 def test_tensors_that_share_memory_can_be_written(tmp_path: Path) -> None:
