@@ -26,6 +26,8 @@ from nano_inference.engine.transports import (
 from nano_inference.engine.transports import files as transport_files
 from nano_inference.engine.transports.files import MARKER, WeightFiles, WeightFolder, write_folder
 from nano_inference.engine.transports.in_process import InProcess
+from nano_inference.engine.transports.reuse import ReusedMemory
+from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
 from tests.depth import at_depth
 from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 from tests.models.tiny import Weights
@@ -282,6 +284,15 @@ def test_a_missing_folder_and_no_weights_are_refused(
         manager.stage(tmp_path)
     with pytest.raises(WeightUpdateError, match="nothing to write"):
         write_folder(tmp_path, {})
+
+
+def test_places_in_a_header_are_whole_numbers() -> None:
+    """JSON's 0.0 equals 0, and would fail where the update is put aside."""
+    header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(16)
+    file = SafetensorsBytes(len(content), {"a": (4,)}, set(), ReusedMemory())
+    with pytest.raises(WeightUpdateError, match=r"gives 'a' bytes 0\.0 to 16\.0, not its size"):
+        file.add(content)
 
 
 # -- what goes ahead of the bytes ------------------------------------------------------------------
