@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine, LoraSettings, SamplingParams
 from nano_inference.config import Backend
@@ -147,6 +147,11 @@ def test_a_folder_is_read_again(tmp_path: Path) -> None:
         ):
             with pytest.raises(AdapterError, match=expected):
                 LoraPolicy(engine, settings).load(tmp_path / "adapter")
+        name = next(iter(saved))
+        save_file(saved | {name: saved[name] * torch.nan}, tmp_path / "adapter" / WEIGHTS)
+        with pytest.raises(AdapterError, match="is not finite in"):
+            other.load(tmp_path / "adapter")
+        assert all(bool(param.isfinite().all()) for param in other.parameters())
 
 
 def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:

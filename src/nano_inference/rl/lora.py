@@ -171,6 +171,8 @@ class LoraPolicy(ScoringModule):
                 raise AdapterError(f"{place} {where} {folder}; its targets are others.")
             if pairs[place].a.shape != own[place].a.shape or pairs[place].scale != own[place].scale:
                 raise AdapterError(f"{place} has another rank or scale in {folder}.")
+            if not all(bool(half.isfinite().all()) for half in pairs[place][:2]):
+                raise AdapterError(f"{place} is not finite in {folder}.")
         with torch.no_grad():
             for place, pair in pairs.items():
                 own[place].a.copy_(pair.a)
