@@ -79,6 +79,15 @@ def test_parameters_of_a_trainer_and_strided_tensors_will_do(build: Build) -> No
     )
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_served_tensors_may_change_places(build: Build, blocking: bool) -> None:
+    """`state_dict` gives views: the first one is written before the second is read."""
+    engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
+    served = engine.weight_sync.state_dict()
+    engine.update_weights({UP: served[other], other: served[UP]}, blocking=blocking)
+    assert_holds(engine, OLD | {UP: OLD[other], other: OLD[UP]})
+
+
 def test_the_callers_tensors_stay_the_callers(build: Build) -> None:
     engine = build()
     given = {name: tensor.clone() for name, tensor in NEW.items()}

@@ -24,8 +24,10 @@ from nano_inference.engine.transports import (
     wire,
 )
 from nano_inference.engine.transports import files as transport_files
-from nano_inference.engine.transports.files import MARKER, WeightFolder, write_folder
+from nano_inference.engine.transports.files import MARKER, WeightFiles, WeightFolder, write_folder
 from nano_inference.engine.transports.in_process import InProcess
+from nano_inference.engine.transports.reuse import ReusedMemory
+from nano_inference.engine.transports.safetensors_bytes import SafetensorsBytes
 from tests.depth import at_depth
 from tests.engine.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 from tests.models.tiny import Weights
@@ -202,6 +204,18 @@ def test_a_folder_is_not_complete_while_it_is_written_anew(
     assert (tmp_path / MARKER).exists()
 
 
+@pytest.mark.parametrize("kind", [WeightFolder, WeightFiles])
+def test_a_folder_that_is_written_anew_while_it_is_read_is_refused(
+    tmp_path: Path, kind: Any
+) -> None:
+    write_folder(tmp_path, NEW, version=1, max_file_bytes=50_000)
+    buckets = kind(tmp_path).receive({}, Deadline(PATIENCE)).buckets
+    next(buckets)
+    write_folder(tmp_path, NEWER, version=2, max_file_bytes=50_000)  # files of the same sizes
+    with pytest.raises(WeightUpdateError, match="was written anew while it was read"):
+        list(buckets)
+
+
 def test_tensors_that_share_memory_can_be_written(tmp_path: Path) -> None:
     tied = WeightSyncManager(decoder(tie=True), lambda update: tied.finish() and None)
     write_folder(tmp_path, {EMBEDDING: NEW[EMBEDDING], HEAD: NEW[EMBEDDING]})
@@ -270,6 +284,15 @@ def test_a_missing_folder_and_no_weights_are_refused(
         manager.stage(tmp_path)
     with pytest.raises(WeightUpdateError, match="nothing to write"):
         write_folder(tmp_path, {})
+
+
+def test_places_in_a_header_are_whole_numbers() -> None:
+    """JSON's 0.0 equals 0, and would fail where the update is put aside."""
+    header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0.0, 16.0]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(16)
+    file = SafetensorsBytes(len(content), {"a": (4,)}, set(), ReusedMemory())
+    with pytest.raises(WeightUpdateError, match=r"gives 'a' bytes 0\.0 to 16\.0, not its size"):
+        file.add(content)
 
 
 # -- what goes ahead of the bytes ------------------------------------------------------------------

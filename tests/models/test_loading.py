@@ -225,6 +225,13 @@ def test_a_shard_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> Non
     load(folder)
 
 
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    save_file({EMBEDDING: torch.zeros(300, 64)}, folder / "more.safetensors")
+    with pytest.raises(ModelLoadError, match=r"'model\.embed_tokens\.weight' is in .* and in more"):
+        load(folder)
+
+
 def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
     folder = sharded(tmp_path, 2)
     (folder / "model.safetensors.index.json").write_text("{}")

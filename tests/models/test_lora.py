@@ -13,10 +13,19 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.errors import AdapterError
 from nano_inference.models.loading import load_spec
-from nano_inference.models.lora import CONFIG, WEIGHTS, LoraSettings, pairs_of, targets_of, within
+from nano_inference.models.lora import (
+    CONFIG,
+    WEIGHTS,
+    LoraSettings,
+    pairs_of,
+    settings_of,
+    targets_of,
+    within,
+)
+from nano_inference.models.spec import spec_from_config
 from tests.models.families import CASES, STATE_CASES
 from tests.models.strong import NOTICED, TOLERANCE, strong_model, strong_prompts
-from tests.models.tiny import tiny_llama
+from tests.models.tiny import llama_config, tiny_llama
 
 RANK = 5
 
@@ -118,6 +127,10 @@ SETTINGS = {
     "DoRA": ({"use_dora": True}, "use_dora=True is not served"),
     "biases": ({"bias": "all"}, "bias='all' is not served"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "the adapter is of weights that PEFT chang"),
+    "OLoRA": ({"init_lora_weights": "olora"}, "init_lora_weights='olora': the adapter is of"),
+    "from some tokens on": ({"alora_invocation_tokens": [7]}, "alora_invocation_tokens=[7] is"),
+    "layers twice": ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication=[[0, 1], [0, 1]]"),
     "alphas": ({"alpha_pattern": {"(q|v)_proj": 3}}, "alpha_pattern: '(q|v)_proj' must be"),
     "alphas in a list": ({"alpha_pattern": ["q_proj"]}, "alpha_pattern=['q_proj'] must map"),
     "alpha": ({"lora_alpha": -1}, "alpha=-1 must be"),
@@ -153,6 +166,19 @@ def test_settings_that_are_not_served_are_refused(folder: Path, how: str) -> Non
     with engine_of(folder) as engine, pytest.raises(AdapterError) as refused:
         engine.load_adapter("own", folder / "adapter")
     assert expected in str(refused.value)
+
+
+def test_an_alpha_is_found_by_the_name_that_the_trained_class_gave_a_module() -> None:
+    told = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": llama_config()}
+    own = "model.language_model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"base_model.model.{own}.lora_A.weight": torch.ones(RANK, 64),
+        f"base_model.model.{own}.lora_B.weight": torch.ones(64, RANK),
+    }
+    for name in (own, "model.layers.0.self_attn.q_proj", "q_proj"):
+        settings = settings_of({"r": RANK, "lora_alpha": RANK, "alpha_pattern": {name: 3 * RANK}})
+        (pair,) = pairs_of(tensors, settings, spec_from_config(told), RANK).values()
+        assert pair.scale == 3
 
 
 def test_a_folder_that_is_no_adapter_is_refused(folder: Path) -> None:

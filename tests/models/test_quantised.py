@@ -451,6 +451,11 @@ def put(end: str, made: Callable[[Tensor], Tensor]) -> Change:
     return lambda tensors: tensors.update({UP + end: made(tensors[UP + end])})
 
 
+def huge_blocks(state: Tensor) -> Tensor:
+    told = json.loads(bytes(state.tolist())) | {"blocksize": 2**40}
+    return torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+
+
 WRONG: dict[str, tuple[str, Change, str]] = {
     "no scale": ("fp8-blocks", drop(".weight_scale_inv"), "'U.weight_scale_inv' is missing"),
     "no scale of int8": ("compressed-int8", drop(".weight_scale"), "'U.weight_scale' is missing"),
@@ -517,6 +522,11 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         "bitsandbytes-nf4",
         put(".weight.quant_state.bitsandbytes__nf4", lambda state: state[1:].clone()),
         "'U.weight.quant_state.bitsandbytes__nf4' does not describe its weight",
+    ),
+    "blocks larger than memory": (
+        "bitsandbytes-nf4",
+        put(".weight.quant_state.bitsandbytes__nf4", huge_blocks),
+        r"does not describe its weight: ValueError: blocks of \[1099511627776\]",
     ),
     "an infinite scale": (
         "fp8-blocks",

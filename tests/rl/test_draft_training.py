@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,12 @@ def test_nothing_to_learn_from_is_refused(
     trainer = DraftTrainer(engine, "medusa")
     with pytest.raises(InvalidRequest, match="no samples with a completion"):
         trainer.train([])
+    sample = engine.generate([[3, 4]], SamplingParams(max_tokens=4))[0]
+    with pytest.raises(InvalidRequest, match="token id 24 is outside the vocabulary"):
+        trainer.train([replace(sample, completion_tokens=(3, VOCAB))])
+    with pytest.raises(InvalidRequest, match="has 602 tokens, and this engine computes at most"):
+        trainer.train([replace(sample, completion_tokens=(3,) * 600)])
+    assert trainer.train([sample]) > 0  # the engine lives
     with pytest.raises(ConfigError, match="holds no Medusa heads"):
         DraftTrainer.from_folder(engine, model)
     trainer.save(tmp_path / "one")

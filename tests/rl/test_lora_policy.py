@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine, LoraSettings, SamplingParams
 from nano_inference.config import Backend
@@ -147,6 +147,11 @@ def test_a_folder_is_read_again(tmp_path: Path) -> None:
         ):
             with pytest.raises(AdapterError, match=expected):
                 LoraPolicy(engine, settings).load(tmp_path / "adapter")
+        name = next(iter(saved))
+        save_file(saved | {name: saved[name] * torch.nan}, tmp_path / "adapter" / WEIGHTS)
+        with pytest.raises(AdapterError, match="is not finite in"):
+            other.load(tmp_path / "adapter")
+        assert all(bool(param.isfinite().all()) for param in other.parameters())
 
 
 def test_what_has_no_gradients_is_refused(tmp_path: Path) -> None:
@@ -174,3 +179,21 @@ def test_a_policy_is_served_under_the_rules_of_all_adapters(tmp_path: Path) -> N
     none = pytest.raises(AdapterError, match="set max_loras to how many it may")
     with engine_of(tiny_llama(tmp_path / "other"), max_loras=0) as engine, none:
         strong_policy(engine).publish()
+
+
+def test_a_gradient_is_of_the_weights_that_were_scored(tmp_path: Path) -> None:
+    with engine_of(tiny_llama(tmp_path), dtype="float32") as engine:
+        policy, name = strong_policy(engine), "model.layers.0.self_attn.q_proj.weight"
+        weight = load_file(tmp_path / "model.safetensors")[name]
+        (scored,) = policy.logprobs([[3, 4, 5, 6]])
+        engine.update_weights({name: weight * 2}, blocking=True)
+        with pytest.raises(RuntimeError, match="updated or put to sleep between"):
+            scored[1:].sum().backward()
+        (scored,) = policy.logprobs([[3, 4, 5, 6]])
+        engine.sleep(weights=True)
+        with pytest.raises(RuntimeError, match="updated or put to sleep between"):
+            scored[1:].sum().backward()
+        assert all(param.grad is None for param in policy.parameters())
+        engine.wake()
+        scored[1:].sum().backward()  # under the weights that it was scored with
+        assert all(param.grad is not None for param in policy.parameters())

@@ -2,6 +2,7 @@
 publishes.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +21,9 @@ from nano_inference import (
     InvalidRequest,
     SamplingParams,
 )
+from nano_inference.models import loading
+from nano_inference.models.loading import load_spec, resolve_dtype
+from nano_inference.models.spec import CONVERTED
 from nano_inference.models.weights import param_table, read, slots
 from nano_inference.rl import PolicyModel, score
 from tests.models.families import CASES
@@ -293,6 +297,31 @@ def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
+    """The index would go on naming them, and they would be loaded."""
+    source = tiny_llama(tmp_path / "source")
+    with build(source) as engine:
+        model = PolicyModel(engine)
+        for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / name).write_bytes(b"")
+            with pytest.raises(ConfigError, match="holds a model already"):
+                model.save_pretrained(tmp_path / name)
+
+
+def test_a_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_llama(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {CONVERTED: "gguf"}
+    (source / "config.json").write_text(json.dumps(config))
+    with build(source, dtype="float32") as engine:
+        PolicyModel(engine).save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr(loading, "cpu_multiplies_bf16", lambda: True)
+    assert resolve_dtype("auto", load_spec(source)) == torch.bfloat16
+    assert resolve_dtype("auto", load_spec(tmp_path / "saved")) == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,10 @@ def test_what_does_not_say_enough_is_refused(build: Build) -> None:
             "must tile the 24 rows",
         ),
         (
+            {"kv_versions": (ContextVersions(0, 4, (replace(span, end=2**62),)),)},
+            "must tile the 24 rows",
+        ),
+        (
             {"kv_versions": (ContextVersions(0, 4, (replace(span, start=1),)),)},
             "must tile the 24 rows",
         ),

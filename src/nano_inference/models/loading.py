@@ -316,14 +316,23 @@ def _reading(name: str, file: Path) -> Iterator[None]:
 
 
 def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, Any]]:
-    """(checkpoint name, file, the open file) of each tensor; a head that may be tied last."""
+    """(checkpoint name, file, the open file) of each tensor; a head that may be tied last. Raises
+    `ModelLoadError`, also where two files have a tensor of one name.
+    """
     handles: list[tuple[str, Path, Any]] = []
+    files: dict[str, Path] = {}
     for file in _weight_files(path) if path.is_dir() else [path]:
         try:
             opened = _opened(file, device)
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
-        handles += [(name, file, opened) for name in opened.keys()]  # noqa: SIM118 (not a dict)
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            if (other := files.setdefault(name, file)) != file:
+                raise ModelLoadError(
+                    f"tensor {name!r} is in {other} and in {file.name}; which of them is meant is "
+                    "not known."
+                )
+            handles.append((name, file, opened))
     for name, file, opened in sorted(handles, key=lambda item: item[0].endswith(HEAD)):
         if not name.endswith(_IGNORED_SUFFIXES):
             yield name, file, opened

@@ -37,7 +37,12 @@ _OUTER = (
     "model.text_model.",
 )
 # settings of PEFT's that change what is computed, and are not computed here
-_REFUSED = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save")
+_REFUSED = (
+    *("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save"),
+    *("alora_invocation_tokens", "layer_replication"),
+)
+# beginnings of `init_lora_weights` under which PEFT took something off the base model's weights
+_OF_OTHER_WEIGHTS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +82,13 @@ class LoraSettings:
                 '("q_proj", "v_proj").'
             )
 
-    def scale(self, rank: int, module: str = "") -> float:
-        """What an adapter of this rank is multiplied by, of a module."""
-        own = (alpha for end, alpha in self.alphas if f".{module}".endswith(f".{end}"))
+    def scale(self, rank: int, *modules: str) -> float:
+        """What an adapter of this rank is multiplied by, of a module, by any of its names."""
+        own = (
+            alpha
+            for end, alpha in self.alphas
+            if any(f".{module}".endswith(f".{end}") for module in modules)
+        )
         return next(own, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
 
@@ -180,6 +189,12 @@ def settings_of(config: Mapping[str, Any]) -> LoraSettings:
     for name in _REFUSED:
         if config.get(name):
             raise AdapterError(f"{name}={config[name]!r} is not served; leave it out.")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_OF_OTHER_WEIGHTS):
+        raise AdapterError(
+            f"init_lora_weights={start!r}: the adapter is of weights that PEFT changed; save it "
+            "with path_initial_model_for_weight_conversion."
+        )
     if config.get("bias", "none") != "none":
         raise AdapterError(f"bias={config['bias']!r} is not served; train with bias='none'.")
     alphas = config.get("alpha_pattern") or {}
@@ -227,7 +242,8 @@ def pairs_of(
             )
         if rank > most_rank:
             raise AdapterError(f"{module!r} has rank {rank}, above max_lora_rank={most_rank}.")
-        found[place] = Pair(a, b, settings.scale(rank, module))
+        own = _half(names[0])[0].removeprefix(PREFIX)  # as the trained class calls it
+        found[place] = Pair(a, b, settings.scale(rank, own, module))
     return found
 
 

@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 Place = tuple[slice, ...]  # which of several matrices; empty: there is one
 # Numbers that are dequantised at once: what is float32 beside a weight is of this size.
 PANEL = 2**22
+MOST_BLOCK = 2**16  # codes that share a maximum in bitsandbytes, whose largest blocks have 4096
 _ALL = slice(None)
 _FLOATS = ("BF16", "F16", "F32")
 _PLAIN = (*_FLOATS, "F64")
@@ -589,7 +590,7 @@ def _read_state(stored: Stored, end: str) -> dict[str, Any]:
     try:
         state = json.loads(bytes(stored.read(end).tolist()))
         sizes = [state[key] for key in ("blocksize", "nested_blocksize") if key in state]
-        if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        if not sizes or not all(type(size) is int and 0 < size <= MOST_BLOCK for size in sizes):
             raise ValueError(f"blocks of {sizes}")
         float(state["nested_offset"] if len(sizes) > 1 else 0)
         shape = tuple(state["shape"])

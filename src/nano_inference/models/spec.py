@@ -50,6 +50,8 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "xielu", "relu2"]
 NormPlacement = Literal["pre", "post", "both"]
 QkNorm = Literal["head", "full"]
 
+CONVERTED = "nano_inference_converted_from"  # what config.json has of a converted .gguf file
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -317,7 +319,7 @@ def _read(
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         eos_token_ids=_eos_ids(config, generation_config),
         checkpoint_dtype=str(config.get("torch_dtype") or config.get("dtype") or "float32"),
-        quantized_source="nano_inference_converted_from" in config,
+        quantized_source=CONVERTED in config,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=family.qk_norm if _told(config, family.qk_norm_if) else None,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nano_inference.errors import ConfigError
 from nano_inference.models.quantisation import KEYS
-from nano_inference.models.spec import ModelSpec
+from nano_inference.models.spec import CONVERTED, ModelSpec
 from nano_inference.models.weights import ParamSpec, fused_tensors
 
 COPIED = (
@@ -66,13 +66,14 @@ def save_checkpoint(
     The weights come last, under their name only when they are whole. Raises `ConfigError` where the
     folder holds a model already.
     """
-    if (folder / WEIGHTS).exists():
+    if any(folder.glob("*.safetensors")) or (folder / f"{WEIGHTS}.index.json").exists():
         raise ConfigError(f"{folder} holds a model already; name a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for fields in (config, config.get("text_config")):
         for name in KEYS if isinstance(fields, dict) else ():
             fields.pop(name, None)  # what is saved is numbers, whatever it was loaded from
+    config.pop(CONVERTED, None)  # and its dtype is theirs
     for name in {"dtype", "torch_dtype"}.intersection(config) or {"torch_dtype"}:
         config[name] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

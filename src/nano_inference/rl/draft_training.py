@@ -19,6 +19,7 @@ from torch.nn import functional
 from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.engine.assembly import require_one_rank
 from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.requests import checked_ids
 from nano_inference.engine.storage import KVStorage
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.decoder import Decoder
@@ -264,6 +265,16 @@ class DraftTrainer:
         given = [each for each in samples if each.completion_tokens]
         if not given:
             raise InvalidRequest("there are no samples with a completion to train heads on.")
+        # here: what does not fit a step would end the engine
+        most = len(self.engine.model.ropes[0].cos)
+        for each in given:
+            tokens = checked_ids(
+                (*each.prompt_tokens, *each.completion_tokens), self.engine.spec.vocab_size
+            )
+            if len(tokens) > most:
+                raise InvalidRequest(
+                    f"a sample has {len(tokens)} tokens, and this engine computes at most {most}."
+                )
         found: list[PolicyRows] = []
         # nothing else is computed meanwhile, and no weights change
         self.engine.shared.between_steps(POLICY, lambda: found.extend(self._computed(given)))

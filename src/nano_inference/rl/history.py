@@ -76,7 +76,7 @@ def _of_one_version(sample: TrainingSample) -> list[ContextVersions]:
 def _rows(entry: ContextVersions, num_rows: int) -> Iterator[int]:
     at = 0
     for span in entry.versions:
-        if span.start != at or span.end <= at:
+        if span.start != at or not at < span.end <= num_rows:  # before there is a row of each
             break
         yield from [span.version] * (span.end - span.start)
         at = span.end

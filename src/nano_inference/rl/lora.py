@@ -171,6 +171,8 @@ class LoraPolicy(ScoringModule):
                 raise AdapterError(f"{place} {where} {folder}; its targets are others.")
             if pairs[place].a.shape != own[place].a.shape or pairs[place].scale != own[place].scale:
                 raise AdapterError(f"{place} has another rank or scale in {folder}.")
+            if not all(bool(half.isfinite().all()) for half in pairs[place][:2]):
+                raise AdapterError(f"{place} is not finite in {folder}.")
         with torch.no_grad():
             for place, pair in pairs.items():
                 own[place].a.copy_(pair.a)
@@ -197,6 +199,10 @@ class LoraPolicy(ScoringModule):
                 name, number = f"{self.name}\n", next(_NUMBERS)
                 self._scoring = now, self._memory.make(name, number, self._pairs()).adapter
             return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
+
+    def _base_version(self) -> int | None:
+        asleep = self.engine.shared.has_no_weights()
+        return None if asleep else self.engine.get_weight_version()
 
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float

@@ -134,6 +134,10 @@ class ScoringModule(nn.Module):
         """The scores, and the states of the parameters that they were computed from."""
         raise NotImplementedError
 
+    def _base_version(self) -> int | None:
+        """The version of the engine's weights that a gradient reads too; None: it reads none."""
+        return None
+
     def _gradients(
         self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
     ) -> dict[str, Tensor]:
@@ -299,7 +303,7 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, model: ScoringModule, batch: ScoreBatch, *params: Tensor) -> Tensor:
-        ctx.model, ctx.batch = model, batch
+        ctx.model, ctx.batch, ctx.base = model, batch, model._base_version()
         ctx.save_for_backward(*params)
         scores, ctx.states = model._score(batch)
         ctx.routes = scores.routes
@@ -316,8 +320,10 @@ class _Logprobs(torch.autograd.Function):
                 "a parameter was modified between logprobs and backward; call backward before it "
                 "changes."
             )
+        _require_base(ctx)
         scored = _scored(ctx.batch, grads[0], ctx.routes)
         found = ctx.model._gradients(scored, values, ctx.batch.temperature)
+        _require_base(ctx)  # nor meanwhile, by another thread
         return (
             None,
             None,
@@ -325,6 +331,14 @@ class _Logprobs(torch.autograd.Function):
                 found[name].to(values[name].dtype) if values[name].requires_grad else None
                 for name in names
             ),
+        )
+
+
+def _require_base(ctx: Any) -> None:
+    if ctx.model._base_version() != ctx.base:
+        raise RuntimeError(
+            "the engine's weights, which the adapter is of, were updated or put to sleep between "
+            "logprobs and backward; call backward before."
         )
 
 

@@ -74,21 +74,40 @@ def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
         )
     inside: Mapping[str, Tensor] = model.get_base_model().state_dict()
     prefix: str = model.base_model.prefix
+    _require_untied(inside)
+    if any(getattr(module, "merged", False) for module in model.modules()):
+        yield _base_weights(inside, prefix)  # the caller's merge, which stays
+        return
     # Merging adds and unmerging subtracts, which is not exact: what is touched is put back as it
     # was.
     kept = {name: tensor.clone() for name, tensor in inside.items() if ".base_layer." in name}
     try:
         model.merge_adapter()
-        yield {
-            _base_name(name): tensor
-            for name, tensor in inside.items()
-            if not _is_adapter(name, prefix)
-        }
+        yield _base_weights(inside, prefix)
     finally:
         model.unmerge_adapter()
         with torch.no_grad():
             for name, tensor in kept.items():
                 inside[name].copy_(tensor)
+
+
+def _require_untied(inside: Mapping[str, Tensor]) -> None:
+    """Raise `ConfigError` where an adapter is of a tensor that stands under another name too: the
+    model computes with it in one place alone, and merged it would be in both.
+    """
+    owners = {tensor.data_ptr(): name for name, tensor in inside.items() if ".base_layer." in name}
+    for name, tensor in inside.items():
+        if (own := owners.get(tensor.data_ptr(), name)) != name and tensor.numel():
+            raise ConfigError(
+                f"an adapter of {_base_name(own)!r}, which is {_base_name(name)!r} too in this "
+                "model, cannot be merged into weights; leave it out of target_modules."
+            )
+
+
+def _base_weights(inside: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        _base_name(name): tensor for name, tensor in inside.items() if not _is_adapter(name, prefix)
+    }
 
 
 def _is_adapter(name: str, prefix: str) -> bool:

@@ -77,7 +77,7 @@ class WeightFolder:
         while not marker.exists():
             deadline.check(f"{marker} was not written")
             time.sleep(deadline.at_most(LOOK))
-        told = _read_marker(marker)
+        before, told = _identity(marker), _read_marker(marker)
         for name, size in told["files"].items():
             path = self.folder / name
             if Path(name).name != name or not path.is_file():
@@ -87,18 +87,23 @@ class WeightFolder:
                     f"{path} has {path.stat().st_size} bytes, {MARKER} says {size}: it was cut "
                     "short."
                 )
-        return Incoming(
-            told["version"], self._buckets([self.folder / name for name in told["files"]], deadline)
-        )
+        files = [self.folder / name for name in told["files"]]
+        return Incoming(told["version"], self._buckets(files, deadline, before))
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _buckets(self, files: list[Path], deadline: Deadline) -> Iterator[Bucket]:
+    def _buckets(
+        self, files: list[Path], deadline: Deadline, before: tuple[int, int] | None
+    ) -> Iterator[Bucket]:
         for file in files:
             for bucket in _copied(read_folder(file)):
                 deadline.check(f"{file} was not read")
                 yield bucket
+        if before is None or _identity(self.folder / MARKER) != before:
+            raise WeightUpdateError(
+                f"{self.folder} was written anew while it was read; what came is of two updates."
+            )
 
 
 class WeightFiles:
@@ -162,6 +167,15 @@ def _copied(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
     """
     for bucket in buckets:
         yield {name: tensor.clone() for name, tensor in cast(Mapping[str, Tensor], bucket).items()}
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a marker from the next one; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _read_marker(path: Path) -> dict[str, Any]:

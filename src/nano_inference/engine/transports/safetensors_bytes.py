@@ -116,12 +116,13 @@ def _places(
     places: list[tuple[wire.TensorInfo, int, int]] = []
     at = 0
     for info, (name, _, _, start, stop) in zip(infos, entries, strict=True):
-        if start != at or stop != start + info.nbytes:
+        # JSON's 0.0 is equal too, and no place
+        if type(start) is not int or start != at or stop != start + info.nbytes:
             raise WeightUpdateError(
                 f"the safetensors header gives {name!r} bytes {start!r} to {stop!r}, not its size."
             )
-        places.append((info, start, stop))
-        at = stop
+        at = start + info.nbytes
+        places.append((info, start, at))
     if not places or at != size:
         raise WeightUpdateError(
             f"the safetensors header tells of {at} bytes of tensors, and {size} came."

@@ -351,6 +351,9 @@ class WeightSession:
         self.complete, self.check_finite, self.version = complete, check_finite, version
         self.staged, self.staged_bytes, self.whole = StagedChanges(), 0, set[str]()
         self._weights, self._room = weights, room
+        # where the served numbers lie: what is borrowed of them would be written over by then
+        params = weights.model.params.values()
+        self._served = {p.untyped_storage().data_ptr() for p in params if isinstance(p, Tensor)}
         self._indices: dict[str, Tensor] = {}  # of patches, by name; rising
 
     def add(self, bucket: Bucket, hold: Hold) -> None:
@@ -476,7 +479,8 @@ class WeightSession:
 
     def _hold(self, name: str, tensor: Tensor, hold: Hold) -> Tensor:
         if hold is Hold.BORROW:
-            return tensor.detach()
+            own = tensor.untyped_storage().data_ptr() in self._served
+            return tensor.detach().clone() if own else tensor.detach()
         device, dtype = self._weights.model.device, self._weights.dtype_of(name)
         size = tensor.numel() * dtype.itemsize
         if size > self._room:
