@@ -54,7 +54,7 @@ def test_events_are_found_wherever_they_are_cut(reads: list[int]) -> None:
     assert [event for part in pieces(EVENTS, reads) for event in reader.feed(part)] == EVENT_DATA
 
 
-@pytest.mark.parametrize("data", [b"zz\r\n", b"2\r\nabc\r\n", b"3" * 70_000])
+@pytest.mark.parametrize("data", [b"zz\r\n", b"-5\r\nabcdefgh\r\n", b"2\r\nabc\r\n", b"3" * 70_000])
 def test_what_is_not_chunked_is_refused(data: bytes) -> None:
     with pytest.raises(Broken):
         Chunks().feed(data)

@@ -165,6 +165,27 @@ def test_a_server_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
         asyncio.run(patiently(ask, "/", b""))
 
 
+def test_a_server_cannot_ask_for_a_wait_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "LONGEST_WAIT", 0.01)
+    answers = iter([Answer.of(429, {"retry-after": "9" * 400}, b""), Answer(200, b"{}")])
+
+    async def ask(path: str, body: bytes) -> Answer:
+        return next(answers)
+
+    monkeypatch.setattr(batches, "FIRST_WAIT", 0.001)
+    assert asyncio.run(asyncio.wait_for(patiently(ask, "/", b""), 5)).status == 200
+
+
+def test_an_answer_that_is_nested_without_an_end_is_a_row(tmp_path: Path) -> None:
+    async def ask(path: str, body: bytes) -> Answer:
+        return Answer(200, b"[" * 100_000)
+
+    with Output(tmp_path / "out.jsonl") as output:
+        lines = iter([(1, line("a").encode())])
+        asyncio.run(run_lines(lines, Reader(URLS), ask, output, 1))
+    assert rows(output.path)[0]["error"]["code"] == "invalid_response"
+
+
 def test_few_lines_are_held_and_rows_keep_their_order(tmp_path: Path) -> None:
     taken = asked = most = 0
 

@@ -86,6 +86,15 @@ def test_a_key_cannot_break_the_head(key: str) -> None:
         (Answer(503, b"<html>"), ServerError, "status 503: it does not say why"),
         (Answer(events=["{"]), ServerError, "does not speak JSON"),
         (Answer(events=["[1]"]), ServerError, "does not speak JSON"),
+        (Answer(events=["[" * 100_000]), ServerError, "does not speak JSON"),
+        (Answer(events=[{"choices": [1]}]), ServerError, "does not speak JSON"),
+        (Answer(events=[{"choices": [{"delta": {"content": 5}}]}]), ServerError, "not speak JSON"),
+        (Answer(events=[{"choices": [], "usage": [1]}]), ServerError, "does not speak JSON"),
+        (
+            Answer(events=[{"choices": [], "usage": {"completion_tokens": None}}]),
+            ServerError,
+            "does not speak JSON",
+        ),
         (
             Answer(events=[{"error": {"message": "the engine is dead."}}]),
             ServerError,

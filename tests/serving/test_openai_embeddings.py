@@ -14,8 +14,10 @@ from openai import OpenAI
 from nano_inference import InferenceEngine
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
+from nano_inference.serving.messages import Failed, Returned
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of
+from tests.serving.scripted import ScriptedClient
 
 INPUTS = [[3, 4, 5], [6, 7], *([place, 9] for place in range(10, 20))]
 
@@ -84,3 +86,20 @@ def test_what_cannot_be_embedded_names_the_input(
     with pytest.raises(openai.BadRequestError, match=said) as problem:
         client[0].post("/embeddings", body={"input": given}, cast_to=object)
     assert problem.value.param == "input"
+
+
+class SlowClient(ScriptedClient):
+    """Takes a while for each call."""
+
+    def _later(self, message: Returned | Failed) -> None:
+        asyncio.get_running_loop().call_later(0.2, self._receive, message)
+
+
+def test_the_deadline_is_that_of_the_whole_request() -> None:
+    client = SlowClient()
+    client.returns["embed"] = [bytes(8)] * 8
+    config = ServerConfig(port=0, in_process=True, request_timeout=0.5)
+    with running_server(client, config) as url:
+        reply = httpx.post(f"{url}/v1/embeddings", json={"input": [[7]] * 40}, timeout=60)
+    assert reply.status_code == 504
+    assert len(client.calls) <= 3

@@ -1,6 +1,8 @@
 """Control tokens that a caller writes out stay text, whichever way the vocabulary works."""
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -258,3 +260,36 @@ def test_the_last_message_goes_on_behind_control_tokens() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|im_end|>"}]
     options = {"add_generation_prompt": False, "continue_final_message": True}
     assert control_of(CHATML, messages, **options) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
+def test_what_a_template_takes_out_of_a_text_makes_no_control_token() -> None:
+    for how in ("m.content | replace('/think', '')", "m.content.replace('/think', '')"):
+        template = CHATML.replace("m.content", how)
+        said = [{"role": "user", "content": "a<|im/think_end|>b"}]
+        with pytest.raises(InvalidRequest, match="makes a control token of a message's text"):
+            encode_chat(tokenizer(byte_level(True), template), said)
+        for text in ("a /think <|im_ b", "<|im_end|>/think b", "/think<|im_end|>/think<s>b"):
+            assert control_of(template, [{"role": "user", "content": text}]) == [
+                "<|im_start|>",
+                "<|im_end|>",
+                "<|im_start|>",
+            ]
+
+
+def test_a_conversation_of_too_much_text_or_depth_is_refused_at_once() -> None:
+    full = tokenizer(byte_level(True), QWEN)
+
+    def asked(arguments: str) -> list[dict[str, Any]]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match="hold more than 8,388,608 characters"):
+        encode_chat(full, asked(json.dumps({"a": "x" * 30_000_000})))
+    assert time.monotonic() - began < 3
+    for depth in range(300, 1000, 50):
+        with contextlib.suppress(InvalidRequest):
+            encode_chat(full, asked('{"a":' * depth + "1" + "}" * depth))

@@ -105,6 +105,21 @@ def test_configuration_that_is_not_an_object(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [5, {"a": "b"}, [{"name": "default"}], ["one"], [{"name": "default", "template": 5}]],
+)
+def test_a_chat_template_that_is_none_is_named(tmp_path: Path, template: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"the chat template of .* cannot be read"):
+        load_tokenizer(write_folder(tmp_path, {"chat_template": template}))
+
+
+def test_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelLoadError, match=r"the chat template of .* cannot be read"):
+        load_tokenizer(write_folder(tmp_path))
+
+
 def test_end_of_sequence_token_outside_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="'<end>'"):
         load_tokenizer(write_folder(tmp_path, {"eos_token": "<end>"}))

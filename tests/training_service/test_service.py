@@ -332,6 +332,23 @@ def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None
         assert "did not come to it" in asker.step()["error"]
 
 
+def test_a_step_that_was_not_done_in_time_leaves_no_gradients(service: Services) -> None:
+    base = Bigrams()
+    with service(base, request_timeout=2.0) as url:
+        alone, asker = Asker(url), Asker(url)
+        alone.create()
+        alone.send_batch(sequences(2))
+        expected = alone.step()
+        asker.create()
+        base.delay = 4.0
+        running = asker.send_batch(sequences(1))
+        assert "did not come to it within 2 seconds" in asker.step()["error"]
+        assert isinstance(asker.result(running), bytes)
+        base.delay = 0.0
+        asker.send_batch(sequences(2))
+        assert asker.step() == expected
+
+
 def test_a_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> None:
     base = Bigrams()
     with service(base, request_timeout=2.0, max_models=2) as url:
@@ -471,6 +488,18 @@ def test_snapshots_are_bounded_and_inflight_ones_follow(service: Services) -> No
             "base_model": "bigrams",
             "model_path": None,
         }
+
+
+def test_what_inflight_samplers_follow_outlives_other_snapshots(service: Services) -> None:
+    with service(max_snapshots=1) as url:
+        asker = Asker(url)
+        asker.create()
+        follows = asker.sampler(0, kind="inflight")
+        plain = [asker.sampler(number) for number in (1, 2)]
+        drawn = [asker.sample(sampler, TOKENS, 0) for sampler in (follows, plain[1])]
+        assert drawn[0] == drawn[1]
+        assert isinstance(drawn[0], bytes)
+        assert "max_snapshots" in asker.sample(plain[0], TOKENS, 0)["error"]
 
 
 def test_named_sampler_weights_and_the_base_model(service: Services) -> None:

@@ -7,6 +7,7 @@ load is over, so that the client costs the machine it shares with the server lit
 """
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,6 +23,7 @@ TIMEOUT = "timeout"
 NO_HTTP = "no HTTP"
 
 MAX_HEAD = 64 << 10  # bytes
+_HEX = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class Broken(NanoInferenceError):
@@ -105,10 +107,10 @@ class Chunks:
 
     def _line(self, line: bytes) -> None:
         if self._expects is self._Expects.SIZE:
-            try:
-                self._left = int(line.partition(b";")[0].strip(), 16)
-            except ValueError:
-                raise Broken(f"a chunk's size is {line[:40]!r}") from None
+            size = line.partition(b";")[0].strip()
+            if not _HEX.fullmatch(size):  # `int` also takes signs
+                raise Broken(f"a chunk's size is {line[:40]!r}")
+            self._left = int(size, 16)
             self._expects = self._Expects.DATA if self._left else self._Expects.TRAILER
         elif self._expects is self._Expects.LINE_END:
             if line:

@@ -22,6 +22,7 @@ MAX_LINE = 64 << 20  # bytes of a line
 AHEAD = 4  # rows that may wait for an earlier one, for each request under way
 TRIES = 6  # of a request that the server cannot take now
 FIRST_WAIT = 0.5  # seconds between the first two; each later wait is twice as long
+LONGEST_WAIT = 60.0  # seconds that a server may ask for
 SEEDED = frozenset(("/v1/completions", "/v1/chat/completions"))  # whose bodies know a seed
 _LATER = frozenset((429, 502, 503))  # the server cannot take it now; another time it may
 
@@ -83,7 +84,7 @@ async def patiently(ask: Ask, path: str, body: bytes) -> Answer:
         if number == TRIES or (answer is not None and not answer.may_retry):
             break
         asked = answer.retry_after if answer is not None else None
-        await asyncio.sleep(max(wait, asked or 0.0))
+        await asyncio.sleep(max(wait, min(asked or 0.0, LONGEST_WAIT)))
         wait *= 2
     raise Gone(why)
 
@@ -206,7 +207,7 @@ def _refused(number: int, custom_id: str | None, problem: Failed) -> Row:
 def _answered(line: Line, answer: Answer) -> Row:
     try:
         body = json.loads(answer.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         what = f"status {answer.status}, and no JSON: {answer.body[:200].decode(errors='replace')}"
         return _refused(line.number, line.custom_id, Failed("invalid_response", what))
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": body}

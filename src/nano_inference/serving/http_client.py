@@ -130,14 +130,17 @@ class HttpClient:
     def _piece(self, event: Mapping[str, Any]) -> Piece:
         if "error" in event:
             raise ServerError(f"{self.url} failed: {_message(event) or 'it does not say why'}")
-        choice = next(iter(event.get("choices") or ()), {})
-        delta = choice.get("delta") or {}
-        return Piece(
-            choice.get("text") or delta.get("content") or "",
-            delta.get("reasoning_content") or delta.get("reasoning") or "",
-            choice.get("finish_reason"),
-            _usage(event.get("usage")),
-        )
+        try:
+            choice = next(iter(event.get("choices") or ()), {})
+            delta = choice.get("delta") or {}
+            return Piece(
+                _text(choice.get("text") or delta.get("content")),
+                _text(delta.get("reasoning_content") or delta.get("reasoning")),
+                choice.get("finish_reason"),
+                _usage(event.get("usage")),
+            )
+        except (AttributeError, TypeError):  # what should be an object, a text or a number is not
+            raise self._odd() from None
 
     @contextmanager
     def _answer(
@@ -176,7 +179,7 @@ class HttpClient:
     def _refusal(self, path: str, status: int, body: bytes) -> NanoInferenceError:
         try:
             said = _message(json.loads(body))
-        except ValueError:
+        except (ValueError, RecursionError):
             said = None
         if status in (401, 403):
             return ServerError(
@@ -191,11 +194,14 @@ class HttpClient:
     def _object(self, data: str | bytes) -> dict[str, Any]:
         try:
             found = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise ServerError(f"{self.url} does not speak JSON as a model server does.")
+            raise self._odd()
         return found
+
+    def _odd(self) -> ServerError:
+        return ServerError(f"{self.url} does not speak JSON as a model server does.")
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[str]:
@@ -221,4 +227,13 @@ def _usage(usage: Any) -> Usage | None:
     if not usage:
         return None
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Usage(usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), cached)
+    counts = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), cached
+    if not all(isinstance(count, int) for count in counts):
+        raise TypeError
+    return Usage(*counts)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | None):
+        raise TypeError
+    return value or ""

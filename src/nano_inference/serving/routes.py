@@ -291,17 +291,16 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
         server.admission.require_room(len(asked.prompts))
         server.admission.hold(*held)
         rows: list[bytes] = []
+        seconds = server.config.request_timeout
         try:
-            for prompts in asked.portions():
-                async with turns:
-                    if await request.is_disconnected():
-                        raise ClientDisconnect
-                    rows += await server.client.call(
-                        "embed",
-                        prompts=prompts,
-                        adapter=asked.adapter,
-                        timeout=server.config.request_timeout,
-                    )
+            async with asyncio.timeout(seconds):  # all portions, and the wait for turns
+                for prompts in asked.portions():
+                    async with turns:
+                        if await request.is_disconnected():
+                            raise ClientDisconnect
+                        rows += await server.client.call(
+                            "embed", prompts=prompts, adapter=asked.adapter, timeout=seconds
+                        )
         finally:
             server.admission.let_go(*held)
         return json_reply(200, asked.answer(rows, server.require_served()))

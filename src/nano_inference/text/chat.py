@@ -4,7 +4,7 @@ trained on.
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
@@ -89,7 +89,12 @@ def encode_chat(
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
     variables, marked = control_tokens.mark(tokenizer, variables)
     text = _render(
-        template, variables, special_tokens, add_generation_prompt, continue_final_message
+        template,
+        variables,
+        special_tokens,
+        add_generation_prompt,
+        continue_final_message,
+        control_tokens.counter(tokenizer),
     )
     return control_tokens.encode_marked(tokenizer, text) if marked else tokenizer.encode(text)
 
@@ -137,6 +142,7 @@ def _render(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
     continue_final_message: bool,
+    count_tokens: Callable[[str], int] | None = None,
 ) -> str:
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest(
@@ -154,6 +160,7 @@ def _render(
                 "add_generation_prompt": add_generation_prompt,
                 **special_tokens,
             },
+            count_tokens=count_tokens,
         )
     except Exception as error:
         # any error of a template's code is the template's or the messages' fault

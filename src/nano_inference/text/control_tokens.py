@@ -10,7 +10,7 @@ a mark, and that is nearly always, all this is skipped.
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.text.sandbox import MAX_TEXT
 from nano_inference.text.tokenizer import LONG, Tokenizer, encode_ids
 
 # Digits pass unchanged through what templates do to text: JSON, upper and lower case, trimming,
@@ -62,6 +63,12 @@ class _Finder:
         return found
 
 
+def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """How many control tokens a text writes out, in any case."""
+    finder = _finder(tokenizer).any_case
+    return lambda text: len(_spans(finder, text))
+
+
 def _spans(finder: tokenizers.Tokenizer, text: str) -> list[tuple[int, int]]:
     if len(text) <= LONG:
         return finder.encode(text, add_special_tokens=False).offsets
@@ -102,6 +109,7 @@ def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
     """
     finder = _finder(tokenizer)
     marked = False
+    left = MAX_TEXT
 
     def walk(item: Any) -> Any:
         if isinstance(item, str):
@@ -111,7 +119,12 @@ def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
         return [walk(inner) for inner in item] if isinstance(item, list) else item
 
     def walk_text(text: str) -> str:
-        nonlocal marked
+        nonlocal marked, left
+        left -= len(text)
+        if left < 0:  # as much as a template may make of it
+            raise InvalidRequest(
+                f"the conversation and its tools hold more than {MAX_TEXT:,} characters"
+            )
         # Tokens may overlap: what the marks leave is searched again.
         for _ in range(finder.longest + 1):
             ends = [*sorted(finder.places(text)), len(text)]
@@ -125,7 +138,10 @@ def mark(tokenizer: Tokenizer, value: Any) -> tuple[Any, bool]:
             "a message repeats control tokens in a way that cannot be encoded; leave them out"
         )
 
-    return walk(value), marked
+    try:
+        return walk(value), marked
+    except RecursionError:  # the arguments of a call, which were text
+        raise InvalidRequest("a chat message is nested too deeply to be rendered") from None
 
 
 def encode_marked(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -48,6 +48,7 @@ class Budget(Context):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._left = [MAX_MADE]  # shared with what is derived from this context
+        self.count_tokens: Callable[[str], int] | None = None  # control tokens of a text
         self.limit_time(MAX_SECONDS)
 
     def limit_time(self, seconds: float) -> None:
@@ -63,6 +64,7 @@ class Budget(Context):
             self._deadline,
             self._left,
         )
+        context.count_tokens = self.count_tokens
         return context
 
     def tick(self) -> bool:
@@ -102,6 +104,18 @@ class Budget(Context):
             raise SecurityError(f"it prints a {type(value).__name__}")
         self.spend(text_size(value))
         return str(value)
+
+    def replaced(self, text: str, old: str, new: str, count: int = -1) -> str:
+        """What `replace` makes. What it takes out of a text must leave no control token there that
+        nobody has written.
+        """
+        self.spend(len(text) + text.count(old) * len(new))
+        result = text.replace(old, new, count)
+        if self.count_tokens is not None and result != text:
+            own = self.count_tokens(text) + text.count(old) * self.count_tokens(new)
+            if self.count_tokens(result) > own:
+                raise SecurityError("it makes a control token of a message's text")
+        return result
 
     def joined(self, items: Iterable[object], separator: str = "") -> str:
         """What `~` and `join` make."""
@@ -250,8 +264,7 @@ def _join(
 @pass_context
 def _replace(context: Budget, s: object, old: object, new: object, count: int | None = None) -> str:
     text, old, new = (context.text(part) for part in (s, old, new))
-    context.spend(len(text) + text.count(old) * len(new))
-    return text.replace(old, new, -1 if count is None else count)
+    return context.replaced(text, old, new, -1 if count is None else count)
 
 
 @pass_context
@@ -301,17 +314,24 @@ def _tojson(
     return "".join(pieces)
 
 
-def render(template: str, variables: Mapping[str, object], max_seconds: float = MAX_SECONDS) -> str:
+def render(
+    template: str,
+    variables: Mapping[str, object],
+    max_seconds: float = MAX_SECONDS,
+    count_tokens: Callable[[str], int] | None = None,
+) -> str:
     """The template's text. Any exception is the template's or the variables' fault.
 
     Args:
         template: Jinja source.
         variables: name -> strings, numbers, lists, mappings of these. They are not changed.
         max_seconds: how long it may take.
+        count_tokens: how many control tokens a text has, of which it may make none of others' text.
     """
     compiled = _compile(template)
     context = cast(Budget, compiled.new_context(dict(variables)))
     context.limit_time(max_seconds)
+    context.count_tokens = count_tokens
     pieces: list[str] = []
     size = 0
     for piece in compiled.root_render_func(context):
@@ -458,9 +478,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str | bytes):
             if name == "join":
                 args = tuple(list(argument) for argument in args)
+            # jinja2's own
+            named = {key: value for key, value in kwargs.items() if not key.startswith("_")}
+            if name == "replace" and isinstance(owner, str):
+                return context.replaced(owner, *args, **named)
             if estimate := _GROWING.get(name):
-                # jinja2's own
-                named = {key: value for key, value in kwargs.items() if not key.startswith("_")}
                 context.spend(estimate(owner, *args, **named))
         for argument in args:
             if isinstance(argument, tuple) or function is dict or name in _COMPARING_METHODS:

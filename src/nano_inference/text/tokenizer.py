@@ -111,10 +111,14 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     # The file wins, as in transformers, which writes the template there and no longer into the
     # configuration.
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+    try:
+        template = (
+            path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        )
+        if isinstance(template, list):
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        if not isinstance(template, str | None):
+            raise TypeError(f"it is a {type(template).__name__}")
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"the chat template of {folder} cannot be read: {error}") from error
     return template

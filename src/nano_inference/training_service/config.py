@@ -28,7 +28,8 @@ class TrainServiceConfig:
             The client takes only keys that begin with "tml-".
         max_models: models in training at once, of all sessions together.
         max_samplers: adapters that are served at once; others wait on disk.
-        max_snapshots: nameless sampler weights that are kept for each model, the newest.
+        max_snapshots: nameless sampler weights that are kept for each model, the newest; beside
+            them those that samplers of kind `inflight` follow.
         max_rank: largest LoRA rank.
         max_request_tokens: tokens of one request, prompts and targets of all its sequences
             together.

@@ -290,9 +290,11 @@ class Service:
     def optim_step(self, request: OptimStep) -> Future:
         """A step of AdamW."""
         model = self.model(request.model_id)
+        begun = False
 
         def work() -> Result:
-            trainer = model.require_trainer()
+            nonlocal begun
+            trainer, begun = model.require_trainer(), True
             try:
                 if request.optimizer_params is not None or request.adam_params is None:
                     raise Refused("this service has AdamW alone: send AdamParams.")
@@ -302,7 +304,11 @@ class Service:
                 raise Refused(f"adam_params.{first['loc'][0]}: {first['msg']}.") from None
             return {"metrics": trainer.optim_step(params), "type": "optim_step"}
 
-        return self._in_order(model, request.seq_id, work)
+        def undone(_: str) -> None:
+            if not begun and model.trainer is not None:
+                model.trainer.drop_gradients()
+
+        return self._in_order(model, request.seq_id, work, undone)
 
     def save_weights(self, request: SaveWeights) -> Future:
         """A checkpoint of adapter and optimizer."""
@@ -411,9 +417,10 @@ class Service:
         weights = model.inflight if request.kind == "inflight" else Weights(folder)
         if not model.session.ended:
             self._add_sampler(model.session, sampler_id, weights)
-        if len(model.snapshots) > self.config.max_snapshots:
-            _, oldest = model.snapshots.popitem(last=False)
-            self._training.submit(shutil.rmtree, oldest, ignore_errors=True)
+        for old in list(model.snapshots)[: -self.config.max_snapshots]:
+            if model.snapshots[old] != model.inflight.folder:  # that one is still sampled from
+                gone = model.snapshots.pop(old)
+                self._training.submit(shutil.rmtree, gone, ignore_errors=True)
 
     def _new_run(self, run_id: str, lora: LoraConfig, user_metadata: dict[str, Any] | None) -> Run:
         if not 1 <= lora.rank <= self.config.max_rank:

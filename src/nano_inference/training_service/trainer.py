@@ -111,6 +111,11 @@ class Trainer:
         self._clear()
         return {"grad_norm": float(norm)}
 
+    def drop_gradients(self) -> None:
+        """A step was not done in time: the next one is of what comes behind it alone."""
+        self._failed = ""
+        self._clear()
+
     def size(self, *, optimizer: bool) -> int:
         """Bytes that `save` writes at most; without the optimizer, `save_adapter`."""
         moments = [
