@@ -5,6 +5,7 @@ while one forms.
 import gc
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from nano_inference.errors import WeightTransferError
 from nano_inference.parallel.process_group import ProcessGroup
 
 CPU = torch.device("cpu")
+# on a slow machine the call that says it may be given up before it does
+TOO_LATE = r"(found no group|accepted a connection and said nothing) within 0\.7 s"
 STORE = """
 import os, signal, sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
@@ -74,8 +77,11 @@ def test_a_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[
     port = int(store.stdout.readline())
 
     def fail_to_join() -> int:
-        with pytest.raises(WeightTransferError, match=r"found no group within 0\.7 s"):
+        with pytest.raises(WeightTransferError, match=TOO_LATE):
             join_trainer(("127.0.0.1", port), 1, 2, Deadline(0.7))
+        for thread in threading.enumerate():  # what was given up still has its sockets
+            if thread.name.startswith("call of "):
+                thread.join(30)
         return len(list(Path("/proc/self/fd").iterdir()))
 
     fail_to_join()

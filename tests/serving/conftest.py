@@ -5,10 +5,12 @@ Other servers: `running_server(ScriptedClient(...))`.
 """
 
 import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -21,11 +23,17 @@ from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.main import running_server
 from nano_inference.serving.process_client import ProcessClient
 from tests.models.tiny import tiny_llama
-from tests.serving.engines import Run, config_of
+from tests.serving.engines import PATIENCE, Run, config_of
 from tests.standing import slowed
 
 SMOLLM2 = EngineConfig(
     "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1
+)
+
+# What names no timeout waits as long as what does: httpx's own 5 seconds are less than a first step
+# may take on a slow machine.
+vars(inspect.signature(httpx.Client).parameters["timeout"].default).update(
+    vars(httpx.Timeout(PATIENCE))
 )
 
 

@@ -19,16 +19,25 @@ class Services:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.config = TrainServiceConfig()  # of the last one
 
     @contextmanager
     def __call__(self, base: Bigrams | None = None, **options: Any) -> Iterator[str]:
-        config = TrainServiceConfig(port=0, state_dir=str(self.folder), **options)
-        with running_service(base or Bigrams(), config) as url:
+        self.config = TrainServiceConfig(port=0, state_dir=str(self.folder), **options)
+        with running_service(base or Bigrams(), self.config) as url:
             try:
                 yield url
             finally:
                 while Asker.opened:
                     Asker.opened.pop().close()
+
+    @contextmanager
+    def in_haste(self, seconds: float = 1.0) -> Iterator[None]:
+        """Requests of this block have so long alone; what is before and behind it has time."""
+        patient = self.config.request_timeout
+        object.__setattr__(self.config, "request_timeout", seconds)
+        yield
+        object.__setattr__(self.config, "request_timeout", patient)
 
 
 @pytest.fixture

@@ -304,11 +304,12 @@ def refused(asked: Callable[[], object], seconds: float = 60.0) -> httpx.HTTPSta
 
 
 def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
-    with service(request_timeout=2.0) as url:
+    with service() as url:
         asker = Asker(url)
         asker.create()
         asker.seq = 1
-        late = asker.send_batch(sequences(1))
+        with service.in_haste():
+            late = asker.send_batch(sequences(1))
         found = asker.result(late)
         assert "the request before it, 1, did not come" in found["error"]
         assert found["category"] == "server"
@@ -320,14 +321,16 @@ def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
 
 def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None:
     base = Bigrams()
-    with service(base, request_timeout=2.0) as url:
+    with service(base) as url:
         asker = Asker(url)
         asker.create()
         sampler = asker.sampler()
         base.delay = 4.0
-        running, waiting = asker.send_batch(sequences(1)), asker.send_batch(sequences(2))
-        assert "did not come to it within 2 seconds" in asker.result(waiting)["error"]
-        assert "deadline" in asker.sample(sampler, TOKENS)["error"]
+        running = asker.send_batch(sequences(1))
+        with service.in_haste():
+            waiting = asker.send_batch(sequences(2))
+            assert "did not come to it within 1 seconds" in asker.result(waiting)["error"]
+            assert "deadline" in asker.sample(sampler, TOKENS)["error"]
         assert isinstance(asker.result(running), bytes)
         assert "did not come to it" in asker.step()["error"]
 
@@ -351,12 +354,13 @@ def test_a_step_that_was_not_done_in_time_leaves_no_gradients(service: Services)
 
 def test_a_model_that_was_not_made_in_time_leaves_its_place(service: Services) -> None:
     base = Bigrams()
-    with service(base, request_timeout=2.0, max_models=2) as url:
+    with service(base, max_models=2) as url:
         asker = Asker(url)
         asker.create(1)
         base.delay = 4.0
         running = asker.send_batch(sequences(1))
-        assert "did not come to it" in Asker(url).create()["error"]
+        with service.in_haste():
+            assert "did not come to it" in Asker(url).create()["error"]
         assert isinstance(asker.result(running), bytes)
         # The training thread does this after it has taken the expired model's place away.
         assert "metrics" in asker.step()
@@ -709,15 +713,19 @@ def test_a_checkpoint_may_go_while_others_are_listed(
 def test_sessions_end_also_where_the_disk_fails(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks = []
+
     def fail(_: Checkpoints) -> None:
+        looks.append(time.monotonic())
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(Checkpoints, "sweep", fail)
     with service(session_timeout=1.0) as url:
-        asker = Asker(url)
-        asker.create()
-        time.sleep(3.0)  # many looks
-        refused(lambda: asker.post("/get_info", model_id=asker.model), 0.1)
+        asker, began = Asker(url), time.monotonic()
+        while sum(each - began > 1.0 for each in looks) < 2:  # the second looked at sessions too
+            assert time.monotonic() - began < 60.0, "nobody looks"
+            time.sleep(0.05)
+        refused(lambda: asker.post("/session_heartbeat", session_id=asker.session), 0.1)
 
 
 def test_what_checkpoints_take_is_bounded(service: Services) -> None:

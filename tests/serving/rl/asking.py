@@ -4,11 +4,13 @@ import json
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from tests.standing import dawdling
 
 PATIENCE = 60.0
 # reading certificates for each request takes longer than it does
@@ -45,6 +47,7 @@ class Running:
         token_ids: that have come.
         last: the choice in its last piece.
         usage: of the end.
+        dawdles: until its end is waited for.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -53,6 +56,7 @@ class Running:
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
     thread: threading.Thread | None = None
     grown: threading.Condition = field(default_factory=threading.Condition)
+    dawdles: ExitStack = field(default_factory=ExitStack)
 
     def until(self, count: int) -> None:
         """Wait for so many tokens."""
@@ -63,6 +67,7 @@ class Running:
     def end(self) -> dict[str, Any]:
         """Wait for all of it; the last choice."""
         assert self.thread is not None
+        self.dawdles.close()
         self.thread.join(PATIENCE)
         assert self.last.get("finish_reason"), "it did not end in time"
         assert len(self.token_ids) == len(self.logprobs)
@@ -93,10 +98,12 @@ def running(url: str, given: dict[str, Any], **headers: str) -> Iterator[Running
     """A request whose first tokens have come; at the end it is aborted if it still runs."""
     it = Running()
     it.thread = threading.Thread(target=it.read, args=(url, given, headers))
-    it.thread.start()
-    try:
-        it.until(2)
-        yield it
-    finally:
-        ask(url, "/abort_requests", {})
-        it.thread.join(PATIENCE)
+    with it.dawdles:
+        it.dawdles.enter_context(dawdling())
+        it.thread.start()
+        try:
+            it.until(2)
+            yield it
+        finally:
+            ask(url, "/abort_requests", {})
+            it.thread.join(PATIENCE)

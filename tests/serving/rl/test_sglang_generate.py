@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.depth import at_depth
 from tests.serving.streams import post
+from tests.standing import dawdling
 
 VARYING = {"id", "e2e_latency", "cached_tokens"}
 # As slime sends it at top_p < 1.
@@ -265,14 +266,15 @@ def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: s
             generate(rl_server, [5, 6, 7], sampling, return_logprob=True, rid="mine")
         )
     )
-    asked.start()
-    until = time.monotonic() + 30
-    while not httpx.get(f"{rl_server}/v1/loads?include=core").json()["loads"][0][
-        "num_running_reqs"
-    ]:
-        assert time.monotonic() < until
-    assert post(f"{rl_server}/abort_request", {"rid": "another"})["num_aborted"] == 0
-    post(f"{rl_server}/abort_request", {"rid": "mine"})
+    with dawdling():
+        asked.start()
+        until = time.monotonic() + 30
+        while not httpx.get(f"{rl_server}/v1/loads?include=core").json()["loads"][0][
+            "num_running_reqs"
+        ]:
+            assert time.monotonic() < until
+        assert post(f"{rl_server}/abort_request", {"rid": "another"})["num_aborted"] == 0
+        post(f"{rl_server}/abort_request", {"rid": "mine"})
     asked.join(30)
     meta, ids = answers[0]["meta_info"], answers[0]["output_ids"]
     assert meta["finish_reason"]["type"] == "abort"

@@ -63,6 +63,8 @@ def test_a_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> 
         # waiting.
         assert httpx.get(f"{url}/flush_cache").status_code == (400 if mode == "in_place" else 200)
         steps = httpx.get(f"{url}/stats").json()["engine"]["num_steps"]
+        if mode == "abort":
+            asked.result(30)
         assert asked.done() == (mode == "abort")
         assert loads(url)["num_total_reqs"] == (mode != "abort")
         assert httpx.get(f"{url}/stats").json()["engine"]["num_steps"] == steps

@@ -31,6 +31,7 @@ from tests.serving.rl.sglang_trainer import (
     trainer_of,
     version,
 )
+from tests.standing import dawdling
 
 ROOT = Path(__file__).parents[3]
 
@@ -117,7 +118,8 @@ def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
     """And decoding goes on meanwhile: the sample has tokens of all of them."""
     first, second = trainer.buckets(2)
     with rollout(trainer.url) as asked:
-        trainer.send(11, first, weight_version="a")
+        with dawdling():
+            trainer.send(11, first, weight_version="a")
         assert version(trainer.url) == "a"
         trainer.send(11, second, weight_version="b")
         assert version(trainer.url) == "b"

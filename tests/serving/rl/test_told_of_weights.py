@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.models.tiny import llama_config, llama_weights
 from tests.serving.rl.asking import ask, body, look, running
+from tests.standing import dawdling
 
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 CHECKER = {
@@ -76,18 +77,19 @@ def test_a_rid_that_is_alive_is_refused(rl_server: str) -> None:
         "rid": "mine",
     }
     first = threading.Thread(target=lambda: ask(rl_server, "/generate", given))
-    first.start()
-    for _ in range(2000):
-        if look(rl_server, "/v1/loads")["loads"][0]["num_total_reqs"]:
-            break
-    short = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-    told = ask(rl_server, "/generate", short | {"rid": "mine"}, 400)
-    assert (
-        told["message"]
-        == 'rid "mine" is that of a request which has not ended; give each request its own.'
-    )
-    ask(rl_server, "/generate", short | {"rid": "another"})
-    assert ask(rl_server, "/abort_request", {"rid": "mine"})["num_aborted"] == 1
+    with dawdling():
+        first.start()
+        for _ in range(2000):
+            if look(rl_server, "/v1/loads")["loads"][0]["num_total_reqs"]:
+                break
+        short = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+        told = ask(rl_server, "/generate", short | {"rid": "mine"}, 400)
+        assert (
+            told["message"]
+            == 'rid "mine" is that of a request which has not ended; give each request its own.'
+        )
+        ask(rl_server, "/generate", short | {"rid": "another"})
+        assert ask(rl_server, "/abort_request", {"rid": "mine"})["num_aborted"] == 1
     first.join(20)
     ask(rl_server, "/generate", short | {"rid": "mine"})
     twice = {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 1}, "rid": ["a", "a"]}
@@ -120,10 +122,11 @@ def test_a_bodys_request_id_names_the_request(
     thread = threading.Thread(
         target=lambda: replies.append(httpx.post(rl_server + path, json=asked, timeout=60))
     )
-    thread.start()
-    for _ in range(2000):
-        if look(rl_server, "/v1/loads")["loads"][0]["num_total_reqs"]:
-            break
-    assert ask(rl_server, "/abort_requests", {"request_ids": [f"{prefix}mine"]})["aborted"] == 1
+    with dawdling():
+        thread.start()
+        for _ in range(2000):
+            if look(rl_server, "/v1/loads")["loads"][0]["num_total_reqs"]:
+                break
+        assert ask(rl_server, "/abort_requests", {"request_ids": [f"{prefix}mine"]})["aborted"] == 1
     thread.join(20)
     assert replies[0].json()["id"] == f"{prefix}mine"
