@@ -121,7 +121,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "nan": ({f"{Q}.lora_A.weight": torch.full((RANK, 64), torch.nan)}, "is not finite"),
     "no numbers": ({f"{Q}.lora_A.weight": WithoutNumbers(RANK, 64)}, "that holds its numbers"),
     "negative bits": (
-        {f"{Q}.lora_A.weight": torch._neg_view(torch.ones(RANK, 64))},
+        {f"{Q}.lora_A.weight": torch.ones(1, dtype=torch.complex64).expand(RANK, 64).conj().imag},
         "that holds its numbers",
     ),
     "half of it": ({f"{Q}.lora_A.weight": None}, "lora_A of 'model.layers.0.self_attn.q_proj' is"),
