@@ -34,7 +34,7 @@ from tests.engine.weight_cases import (
     drawn,
     greedy,
 )
-from tests.models.tiny import Weights
+from tests.models.tiny import Weights, WithoutNumbers
 
 # -- what is written -------------------------------------------------------------------------------
 
@@ -116,6 +116,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({NORM: torch.ones(64, dtype=torch.bool)}, "not torch.bool"),
     ({NORM: torch.ones(64, dtype=torch.complex64)}, "not torch.complex64"),
     ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "not torch.float8_e4m3fn"),
+    ({NORM: WithoutNumbers(64)}, "must be a dense tensor that holds its numbers"),
+    (
+        {UP: torch.ones(96, 64, dtype=torch.complex64).conj().imag},
+        "must be a dense tensor that holds its numbers",
+    ),
     ({NORM: [1.0] * 64}, "not list"),
     ({NORM: None}, "not NoneType"),
     ({**NEW, NORM: torch.ones(3)}, "shape"),

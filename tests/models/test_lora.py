@@ -25,7 +25,7 @@ from nano_inference.models.lora import (
 from nano_inference.models.spec import spec_from_config
 from tests.models.families import CASES, STATE_CASES
 from tests.models.strong import NOTICED, TOLERANCE, strong_model, strong_prompts
-from tests.models.tiny import llama_config, tiny_llama
+from tests.models.tiny import WithoutNumbers, llama_config, tiny_llama
 
 RANK = 5
 
@@ -119,6 +119,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "integers": ({f"{Q}.lora_A.weight": torch.ones(RANK, 64).int()}, "torch.int32"),
     "nan": ({f"{Q}.lora_A.weight": torch.full((RANK, 64), torch.nan)}, "is not finite"),
+    "no numbers": ({f"{Q}.lora_A.weight": WithoutNumbers(RANK, 64)}, "that holds its numbers"),
+    "negative bits": (
+        {f"{Q}.lora_A.weight": torch.ones(1, dtype=torch.complex64).expand(RANK, 64).conj().imag},
+        "that holds its numbers",
+    ),
     "half of it": ({f"{Q}.lora_A.weight": None}, "lora_A of 'model.layers.0.self_attn.q_proj' is"),
     "DoRA": ({f"{Q}.lora_magnitude_vector": torch.ones(64)}, "is no matrix of an adapter"),
 }

@@ -13,6 +13,19 @@ from torch import Tensor
 from nano_inference.models.spec import spec_from_config
 from nano_inference.models.weights import param_table, slots
 
+
+class WithoutNumbers(Tensor):
+    """As a DTensor is: a tensor whose numbers lie elsewhere."""
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> Any:
+        return Tensor._make_wrapper_subclass(cls, shape)  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise AssertionError("it was computed with")
+
+
 Rope = Literal["default", "linear", "llama3", "yarn"]
 Weights = dict[str, Tensor]
 

@@ -329,8 +329,7 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             if (other := files.setdefault(name, file)) != file:
                 raise ModelLoadError(
-                    f"tensor {name!r} is in {other} and in {file.name}; which of them is meant is "
-                    "not known."
+                    f"tensor {name!r} came twice: it is in {other} and in {file.name}."
                 )
             handles.append((name, file, opened))
     for name, file, opened in sorted(handles, key=lambda item: item[0].endswith(HEAD)):

@@ -18,7 +18,7 @@ from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
 from nano_inference.models.folders import read_json
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.spec import ModelSpec
-from nano_inference.models.weights import ParamSpec, Slot, param_table, slots
+from nano_inference.models.weights import ParamSpec, Slot, holds_numbers, param_table, slots
 from nano_inference.ops.lora import HEAD, Adapter, LoraPart, Place
 from nano_inference.options import is_number, is_whole
 
@@ -233,6 +233,11 @@ def pairs_of(
             if not tensor.is_floating_point():
                 raise AdapterError(
                     f"lora_{half} of {module!r} is {tensor.dtype}, not a floating point dtype."
+                )
+            if not holds_numbers(tensor):
+                raise AdapterError(
+                    f"lora_{half} of {module!r} must be a dense tensor that holds its numbers, as "
+                    "a DTensor's full_tensor()."
                 )
         rank = a.shape[0] if a.dim() == 2 else 0
         if a.shape != (rank, width) or b.shape != (out, rank) or not rank:

@@ -301,6 +301,15 @@ Allocate = Callable[..., Any]  # `Ops.allocate`
 Formats = str | Mapping[str, Format] | None
 
 
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has its numbers in memory, as they are: kernels read them there. A DTensor
+    has none of its own.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
+        return False
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
 BLOCKS = "_blocks"  # the end of a name under which a checkpoint holds codes of MXFP4
 HEAD = "lm_head.weight"  # in a checkpoint, whether it is tied to the embedding or not
 

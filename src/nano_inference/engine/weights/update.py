@@ -23,6 +23,7 @@ from nano_inference.models.weights import (
     as_held,
     form_of,
     fused_tensors,
+    holds_numbers,
     named_slots,
     param_table,
     patch,
@@ -572,8 +573,10 @@ def _require_floating(name: str, tensor: Any) -> None:
         raise WeightUpdateError(
             f"{name!r} must be a floating point tensor, not {kind}; a weight is {known}."
         )
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise WeightUpdateError(f"{name!r} must be a dense tensor that holds its numbers.")
+    if not holds_numbers(tensor):
+        raise WeightUpdateError(
+            f"{name!r} must be a dense tensor that holds its numbers, as a DTensor's full_tensor()."
+        )
 
 
 def _patches(bucket: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
