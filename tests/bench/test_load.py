@@ -383,7 +383,13 @@ def test_addresses(url: str, address: Any, line: bytes) -> None:
     assert Target(url).request("/v1/models").startswith(line)
 
 
-@pytest.mark.parametrize("target", [Target("ftp://h"), Target("http://:1"), Target("h", key="ä")])
+@pytest.mark.parametrize(
+    "target",
+    [
+        *map(Target, ("ftp://h", "http://:1", "http://[::1", "http://a..b", "http://h:x")),
+        Target("h", key="ä"),
+    ],
+)
 def test_what_is_no_address(target: Target) -> None:
     with pytest.raises(ConfigError):
         _ = target.address

@@ -186,6 +186,7 @@ def test_prompts_of_files(folders: dict[str, str], tmp_path: Path) -> None:
             '{"messages": []}',
             '{"messages": [1]}',
         ),
+        pytest.param("[" * 100_000, id="nested without an end"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str) -> None:

@@ -29,6 +29,12 @@ def test_a_string_is_its_tokens_and_its_text_their_decoding(engine: InferenceEng
     assert by_ids.text is None, "token ids ask for no text"
 
 
+def test_a_string_that_is_no_unicode_is_refused(engine: InferenceEngine) -> None:
+    for prompts in ("a\ud800", ["a", "\ud800"]):
+        with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+            engine.generate(prompts, GREEDY)
+
+
 def test_a_chat_goes_through_the_models_template(engine: InferenceEngine) -> None:
     chat = [{"role": "user", "content": "Say hi."}]
     (sample,) = engine.generate(chat, GREEDY)

@@ -388,6 +388,14 @@ def test_a_port_that_is_taken() -> None:
             pass
 
 
+def test_a_host_that_cannot_be_a_name() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"host='a\.\.b', port=0: cannot listen there"),
+        running_server(ScriptedClient(), ServerConfig(host="a..b", port=0)),
+    ):
+        pass
+
+
 def test_a_version_that_cannot_come_is_refused_at_once() -> None:
     with serving(Script()) as (url, client):
         for path in ("/v1/completions", "/v1/chat/completions"):

@@ -55,7 +55,10 @@ def test_the_url_may_name_the_api(url: str) -> None:
     assert ask(said("x"), url=url)
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", ""])
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://x", "http://", "http://x:port", "", "http://[::1", "http://a..b", "http://x/\xe9"],
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the URL"):
         HttpClient(url)

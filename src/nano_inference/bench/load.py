@@ -69,11 +69,12 @@ class Target:
     @property
     def address(self) -> tuple[str, int, bool]:
         """Host, port, whether it speaks TLS. Raises `ConfigError`."""
-        parts = urlsplit(self._url)
         try:
+            parts = urlsplit(self._url)
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")
         except ValueError:
-            host, port = None, None
+            parts, host, port = urlsplit(""), None, None
         if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"{self.url!r} is not an address such as http://127.0.0.1:8000.")
         if not (self.key or "").isascii() or not (self.key or " ").isprintable():

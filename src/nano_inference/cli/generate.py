@@ -376,7 +376,7 @@ def _text_prompt(line: str, _: str) -> Prompt:
 def _json_prompt(line: str, where: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise InvalidRequest(f"{where} is not JSON: {problem}.") from problem
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise InvalidRequest(

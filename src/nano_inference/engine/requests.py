@@ -44,6 +44,7 @@ class RequestChecks:
     def token_ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt of any kind. Raises `InvalidRequest`."""
         if isinstance(prompt, str):
+            _require_unicode(prompt)
             return self._nonempty(
                 self.need_tokenizer("a prompt of text").encode(prompt, add_special_tokens=True)
             )
@@ -224,6 +225,15 @@ def params_for(sampling_params: Params, num_prompts: int) -> list[SamplingParams
             f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each."
         )
     return each
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "the prompt holds half of a surrogate pair, which is no character."
+        ) from None
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:

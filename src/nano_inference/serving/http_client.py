@@ -71,12 +71,14 @@ class HttpClient:
         Raises:
             ConfigError: that is no URL, or a key that no header can carry.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             self._host, self._port = parts.hostname, parts.port
+            (self._host or "").encode("idna")
         except ValueError:
-            self._host = None
-        if parts.scheme not in ("http", "https") or not self._host:
+            parts, self._host = urlsplit(""), None
+        is_http = parts.scheme in ("http", "https") and parts.path.isascii()
+        if not is_http or not self._host:
             raise ConfigError(
                 f"{url!r} is not the URL of a server; write one such as http://127.0.0.1:8000."
             )

@@ -140,13 +140,13 @@ class Runner(uvicorn.Server):
         try:
             with socket_for_its_user(config.uds):
                 await super().startup(sockets)
-        except (SystemExit, OSError) as problem:  # uvicorn has logged the first
+        except (SystemExit, OSError, UnicodeError) as problem:  # uvicorn has logged the first
             where = (
                 f"host={config.host!r}, port={config.port}"
                 if config.uds is None
                 else f"uds={config.uds!r}"
             )
-            why = f": {problem}" if isinstance(problem, OSError) else ""
+            why = "" if isinstance(problem, SystemExit) else f": {problem}"
             self._server.lost = ConfigError(f"{where}: cannot listen there{why}.")
             self.should_exit = True
         if self.started:
