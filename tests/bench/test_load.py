@@ -102,8 +102,8 @@ def test_a_connection_that_the_server_had_closed_costs_no_request(
         done, server = run(closing(0.0), asks, concurrency=3)
     assert done.errors == []
     assert (done.tokens, server.connections) == (36, 12)
-    done, _ = run(closing(0.2), asks, concurrency=3)  # it may have worked at these
-    assert done.row()["errors_by_kind"] == {"cut off": 6}
+    done, _ = run(closing(0.2), asks[:6], concurrency=1)  # it may have worked at these
+    assert done.row()["errors_by_kind"] == {"cut off": 3}
 
 
 @pytest.mark.parametrize("make", [token_requests, chat_requests])
@@ -267,10 +267,10 @@ def test_a_server_that_is_gone_ends_the_load_and_leaves_no_request_out(
 
 def test_after_the_duration_no_request_sets_out_and_those_under_way_end() -> None:
     shape = Shape(Lengths.read("3"), Lengths.read("3"), stream=False)
-    done, server = run(whole, shape.asks(0), concurrency=2, seconds=0.5)
+    done, server = run(whole, shape.asks(0), concurrency=2, seconds=2.0)
     assert done.errors == []
-    assert 4 <= len(server.seen) == len(done.outcomes) <= 202
-    assert max(each.began for each in done.outcomes) - done.began < 0.5
+    assert 4 <= len(server.seen) == len(done.outcomes) <= 802
+    assert max(each.began for each in done.outcomes) - done.began < 2.0
 
 
 def test_an_interrupted_load_returns_what_it_saw() -> None:

@@ -90,7 +90,7 @@ def test_who_waits_in_vain_is_told() -> None:
         if group.rank == 0:
             group.tree_sum(torch.zeros(3))
 
-    found = together(of_processes(2, 0.5), run)
+    found = together(of_processes(2, 2.0), run)  # in which they meet
     assert isinstance(found[0], RankLost)
     assert "rank 0 of a group of 2 waited for another" in str(found[0])
 
