@@ -26,7 +26,7 @@ from tests.models.tiny import tiny_model
 BYTES = 2**10  # of a token
 NAMES = (None, "small", "large", "layers")
 BACKENDS: tuple[Backend, ...] = ("cpu", "reference")
-FAMILIES = ("llama", "gemma3", "deepseek-v3", "qwen3_5")
+FAMILIES = ("llama", "gemma3", "deepseek-v3", "qwen3_5", "nanochat")
 
 
 @cache
@@ -160,7 +160,7 @@ def mixed(*names: str | None) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.parametrize("family", FAMILIES[1:-1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_families(folders: dict[str, Path], backend: Backend, family: str) -> None:
     folder, work = folders[family], mixed(None, "large", "small", "layers", "large")
@@ -172,6 +172,17 @@ def test_families(folders: dict[str, Path], backend: Backend, family: str) -> No
     for (place, _), sample in expected.items():
         tokens[work[place].params.adapter] += sample.prompt_logprobs[1:10]
     assert len({tuple(each[:9]) for each in tokens.values()}) == 4  # they are no idle adapters
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_are_capped_the_same_way_beside_an_adapter_of_the_head(
+    folders: dict[str, Path], backend: Backend
+) -> None:
+    folder, work = folders["nanochat"], mixed(None, "layers", "small", None, "layers")
+    expected = expected_of(folder, "float32", backend, work)
+    schedule = Schedule(backend=backend, num_blocks=64)
+    together, _ = run(folder, "float32", work, schedule, BYTES, engine_with_adapters)
+    require_same_samples(work, together, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

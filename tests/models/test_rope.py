@@ -1,6 +1,9 @@
 """Rotary frequencies: the formulas in float64, and transformers' own."""
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -156,3 +159,30 @@ def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim
     torch.testing.assert_close(
         torch.atan2(one_sin, one_cos), inverse.double(), rtol=2e-6, atol=2e-7
     )
+
+
+TABLE = """
+import hashlib, torch
+from nano_inference import EngineConfig
+from nano_inference.engine.backends import numerics_of
+from nano_inference.models.rope import rope_table
+from nano_inference.models.rope_spec import RopeSpec
+from nano_inference.ops.reference import reference_ops
+device = torch.device("cpu")
+tables = [rope_table(RopeSpec(theta=theta), 128, 999, device) for theta in (1e6, 1.5e5)]
+print(numerics_of(EngineConfig("m"), reference_ops(), torch.float32, device).fingerprint)
+print(hashlib.sha256(b"".join(bytes(each.numpy()) for pair in tables for each in pair)).hexdigest())
+"""
+
+
+def test_tables_of_other_bits_have_another_fingerprint() -> None:
+    found: dict[str, set[str]] = {}
+    for vectors in ("default", "avx2", "avx512"):
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": vectors}
+        child = subprocess.run(
+            [sys.executable, "-c", TABLE], env=environment, capture_output=True, text=True
+        )
+        assert child.returncode == 0, child.stderr
+        fingerprint, table = child.stdout.split()
+        found.setdefault(fingerprint, set()).add(table)
+    assert all(len(tables) == 1 for tables in found.values())

@@ -136,11 +136,13 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
     sums = parts.pop() if parts[-1] == "tiles" else "pairs"
     if len(parts) != 4:
         return {}
-    backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2]
+    backend, dtype, device = parts[0].rsplit("-", 1)[0], parts[1], parts[2].split("-")[0]
     found: dict[str, Any] = {"dtype": dtype, "device": device, "quantization": quantization}
     found["kv_cache_dtype"] = kept
     if backend == "cpu" and dtype == "bfloat16":
         found["cpu_sums"] = sums
+    if backend == "cuda-invariant":
+        found["batch_invariant"] = True
     return found | ({"backend": backend} if backend in ("reference", "cpu") else {})
 
 

@@ -4,6 +4,7 @@ and who is told.
 
 import functools
 import logging
+import platform
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -225,6 +226,10 @@ def numerics_of(
         )
     if kind == "cuda":  # products add up as the instructions of a generation do
         kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
+    # Tables of rotary embeddings are made by the CPU, by torch, with the same bits with these two.
+    vectors = torch.backends.cpu.get_cpu_capability()
+    if vectors not in ("AVX2", "AVX512"):
+        kind += f"-{platform.machine()}-{vectors}".lower().replace(" ", "-")
     return Numerics(
         backend=backend,
         version=ops.version,

@@ -239,10 +239,18 @@ class Decoder:
 
     def logits(self, hidden: Tensor, whose: HeadRows = NO_ADAPTERS) -> Tensor:
         """The logits of rows [L, H] that a forward pass gave: float32 [L, V]."""
+        logits = self._end.logits(hidden, self.head, self.logit_scale)
         if not whose.adapters:
-            return self._end.logits(hidden, self.head, self.logit_scale)
-        products = self._end.logits(hidden, self.head, UNSCALED)
-        return scaled(lora(products, hidden, HEAD, whose), self.logit_scale)
+            return logits
+        # A row whose head no adapter changes is scaled by the backend, as in every other step.
+        changes = [HEAD in adapter.parts for adapter in whose.adapters]
+        changes = torch.tensor([*changes, False], device=self.device)  # the last is that of -1
+        own = changes[whose.row_adapters].nonzero()[:, 0]
+        rows, products = hidden[own], logits[own]
+        if self.logit_scale != UNSCALED:
+            products = self._end.logits(rows, self.head, UNSCALED)
+        logits[own] = scaled(lora(products, rows, HEAD, whose.of(own)), self.logit_scale)
+        return logits
 
     def best_tokens(
         self, hidden: Tensor, num_best: int, whose: HeadRows = NO_ADAPTERS

@@ -57,6 +57,7 @@ Weight = Tensor | QuantisedWeight
 ROW_TILE = 16
 VOCAB_TILE = 4096  # rows of the head cast to float32 at a time
 SCORE_TILE = 256  # rows whose logits are in memory at once where only one logprob of each is wanted
+LONG_SUM = 2**15  # numbers from which on torch splits a single sum between threads
 
 EXPERT_TILE = 512  # rows whose products with all of their experts are in memory at once
 
@@ -161,7 +162,10 @@ def normed_rows(x: Tensor, norm: Norm) -> Tensor:
     if norm.weight is None:
         return x.to(norm.dtype)
     x = x.float()
-    scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.eps)
+    alone = x.numel() == x.shape[-1] >= LONG_SUM
+    squares = x.expand(2, *x.shape).pow(2) if alone else x.pow(2)
+    mean = squares.mean(dim=-1, keepdim=True)
+    scale = torch.rsqrt((mean[0] if alone else mean) + norm.eps)
     return (x * scale * (norm.offset + norm.weight.float())).to(norm.dtype)
 
 
