@@ -296,6 +296,27 @@ def test_text_may_have_to_be_json(tokenizers: dict[str, Tokenizer]) -> None:
         assert not accepts(grammar, marked(name, WRITTEN[name][1]), tokenizer)
 
 
+def test_text_may_be_json_of_a_lenient_schema(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["bytes"]
+    tool = OfferedTool("now", object_of(), strict=True)
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    for lenient in (True, False):
+        grammar = tool_grammar(
+            ToolDemand([tool], forced=False),
+            ChatFormat("hermes"),
+            tokenizer,
+            prompt_tail="",
+            content=Grammar.json_schema(schema, lenient=lenient),
+        )
+        assert grammar.lenient == lenient
+        if lenient:
+            assert accepts(grammar, "[1, 1]", tokenizer)
+            assert not accepts(grammar, '["a"]', tokenizer)
+        else:
+            with pytest.raises(InvalidRequest, match="uniqueItems"):
+                backend_named("llguidance").check(grammar)
+
+
 def test_what_cannot_be_forced_is_refused_by_name(tokenizers: dict[str, Tokenizer]) -> None:
     special = byte_like(tokenizers["bytes"], "<tool_call>")
     for demand, format, tokenizer, reason in [
