@@ -5,6 +5,7 @@ SGLang have it) and xgrammar's tree (`format`).
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from nano_inference.errors import InvalidRequest
 
 MOST_DEPTH = 32  # of a tree of formats
 ANYTHING = r"/(.|\n)*/"
+_ESCAPE_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 FORMATS = (
     "const_string",
     "json_schema",
@@ -108,7 +110,8 @@ class _Rules:
         return self._named(schema_part(format_.get("json_schema"), self._options))
 
     def _regex(self, format_: Mapping[str, Any], _: int) -> str:
-        escaped = _text("pattern", format_.get("pattern")).replace("/", r"\/")
+        pattern = _text("pattern", format_.get("pattern"))
+        escaped = _ESCAPE_OR_SLASH.sub(lambda each: each[0].replace("/", r"\/")[-2:], pattern)
         return self._named(self._named(f"/{escaped}/", prefix="TEXT"))
 
     def _any_text(self, _: Mapping[str, Any], __: int) -> str:
