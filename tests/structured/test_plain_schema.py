@@ -112,6 +112,7 @@ def test_numbers_that_a_backend_would_round_are_refused(schema: dict[str, Any]) 
         ({"type": "integer", "enum": [math.inf]}, "no text is allowed"),
         ({"anyOf": []}, "list of schemas"),
         ({"items": 3}, "object or a boolean"),
+        ({"prefixItems": 5}, "prefixItems must be a list of schemas, not 5"),
     ],
 )
 def test_a_schema_that_is_wrong_is_an_error(schema: Any, reason: str) -> None:
