@@ -61,7 +61,7 @@ def lark_of(tag: Mapping[str, Any], json_options: Mapping[str, Any]) -> str:
 
 def literal(text: str) -> str:
     """A string of Lark; nothing for none."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return _json(text) if text else ""
 
 
 def schema_part(schema: Any, options: Mapping[str, Any]) -> str:
@@ -70,7 +70,12 @@ def schema_part(schema: Any, options: Mapping[str, Any]) -> str:
         schema = {}
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"a JSON schema must be an object, not {schema!r}.")
-    return "%json " + json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
+    return "%json " + _json({**schema, "x-guidance": dict(options)})
+
+
+def _json(value: Any) -> str:
+    """JSON as Lark reads it: the character of DEL has to be escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class _Rules:
