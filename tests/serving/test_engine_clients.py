@@ -4,6 +4,7 @@ one of its own.
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from nano_inference.errors import (
     RequestTooLarge,
 )
 from nano_inference.serving.client import EngineClient, RequestStream
+from nano_inference.serving.core import EngineCore
 from nano_inference.serving.in_process import InProcessClient
 from nano_inference.serving.messages import Resume
 from nano_inference.serving.process_client import ProcessClient
@@ -203,6 +205,35 @@ def test_a_pause_that_aborts_ends_streams_before_it_returns(client: EngineClient
         (partial,) = await finished(stream, first)
         assert partial.finish_reason == "abort"
         assert first[0].token_ids[0] == partial.completion_tokens[0]
+        await idle(client)
+
+    run(test())
+
+
+def test_many_requests_are_aborted_at_once(client: EngineClient, run: Run) -> None:
+    """Each by a caller of its own, amid a long step; more of them than an engine answers calls."""
+    over = threading.Event()
+
+    def step(core: EngineCore) -> None:
+        with core.engine.shared.lock:
+            over.wait(PATIENCE)
+
+    async def test() -> None:
+        streams = [
+            client.submit([1, 2], params_of(0, 450), stream=False, name=str(number))
+            for number in range(48)
+        ]
+        core = client._core if isinstance(client, InProcessClient) else None
+        if core is not None:
+            threading.Thread(target=step, args=(core,)).start()
+        aborts = [asyncio.create_task(client.abort([str(number)])) for number in range(48)]
+        await asyncio.sleep(0.1)
+        over.set()
+        assert await asyncio.gather(*aborts) == [1] * 48
+        assert not client._open  # all of it has come
+        for stream in streams:
+            (sample,) = await finished(stream)
+            assert sample.finish_reason == "abort"
         await idle(client)
 
     run(test())

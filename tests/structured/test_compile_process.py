@@ -136,9 +136,39 @@ def test_a_compilation_that_was_stopped_is_tried_again_and_a_refusal_is_not(
     for expected in ("stopped", "refused", "refused"):
         state, done = GrammarState(GRAMMAR), threading.Event()
         compiler.start(state, done.set)
-        assert done.wait(PATIENCE) or state.problem
+        assert state.is_ready or done.wait(PATIENCE)
         assert state.problem == f"{REFUSED}{expected}"
         problems[:] = [InvalidRequest("refused" if expected == "stopped" else "not asked again")]
+    compiler.close()
+
+
+def test_a_child_that_could_not_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, children: CompileProcesses
+) -> None:
+    """As on a machine that is short of processes, or too busy."""
+    vocabulary = vocabulary_of(byte_tokenizer(tmp_path))
+    compiler = GrammarCompiler(lambda: vocabulary, num_threads=1)
+
+    def problem() -> str | None:
+        state, done = GrammarState(GRAMMAR), threading.Event()
+        compiler.start(state, done.set)
+        assert state.is_ready or done.wait(PATIENCE)
+        return state.problem
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(
+        "nano_inference.structured.llguidance_backend.LlguidanceBackend.prepare",
+        lambda _, vocabulary: children.prepare(vocabulary),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("nano_inference.structured.compile_process.start_child", refuse)
+        assert problem() == "compiling the grammar raised BlockingIOError"
+    with monkeypatch.context() as patch:
+        patch.setattr("nano_inference.structured.compile_process.START_LIMIT", 0.0)
+        assert "longer than 0 seconds" in str(problem())
+    assert problem() is None
     compiler.close()
 
 

@@ -63,6 +63,7 @@ TAG = {
         (Grammar.choice(["yes", 'a "no"']), ["yes", 'a "no"'], ["ye", "no", "yess"]),
         (Grammar.lark('start: "a" b\nb: /[bc]+/'), ["ab", "acb"], ["a", "b"]),
         (Grammar.gbnf('root ::= "a" [0-9]+'), ["a1", "a22"], ["a", "1"]),
+        (Grammar.json_schema(True), ["{}", "1", "[]"], ["", "{", "a"]),
         (Grammar.json_object(), ["{}", '{"a": [1, null]}'], ["[]", "1", '{"a"}']),
         (
             Grammar.json_schema(PERSON),
@@ -85,6 +86,7 @@ TAG = {
                                 "type": "or",
                                 "elements": [
                                     {"type": "regex", "pattern": "[0-9]/[0-9]"},
+                                    {"type": "regex", "pattern": r"a:\/\\/b"},
                                     {"type": "json_schema", "json_schema": {"type": "boolean"}},
                                 ],
                             },
@@ -98,7 +100,7 @@ TAG = {
                     }
                 }
             ),
-            ["<a>1/2<b>what you < like</b>", "<a>true<b></b>"],
+            ["<a>1/2<b>what you < like</b>", "<a>true<b></b>", "<a>a:/\\/b<b></b>"],
             ["<a>1<b></b>", "<a>true", "<a>true<b></b>!"],
         ),
         (

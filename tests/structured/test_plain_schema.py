@@ -112,6 +112,7 @@ def test_numbers_that_a_backend_would_round_are_refused(schema: dict[str, Any]) 
         ({"type": "integer", "enum": [math.inf]}, "no text is allowed"),
         ({"anyOf": []}, "list of schemas"),
         ({"items": 3}, "object or a boolean"),
+        ({"prefixItems": 5}, "prefixItems must be a list of schemas, not 5"),
     ],
 )
 def test_a_schema_that_is_wrong_is_an_error(schema: Any, reason: str) -> None:
@@ -164,6 +165,9 @@ def test_what_is_not_plain_is_refused(pattern: str) -> None:
 def test_plain_forms() -> None:
     assert plain_regex(r"^(?:a|b)+?[\d_]{2,}\.$") == r"(a|b)+[0-9\x5f]{2,}[\x2e]"
     assert plain_regex("a|b") == "(a|b)"
+    # engines disagree about what `\w`, `\d` and `\s` hold beyond ASCII, and so do their negations
+    assert plain_regex(r"[^\w]") == plain_regex(r"\W")
+    assert plain_regex(r"[^\s\d]") == r"[\x00-\x08\x0e-\x1f\x21-\x2f\x3a-\x7f]"
     inside = r"[\x20-\x21\x23-\x5b\x5d-\x7e" + "\xa0-\ud7ff\ue000-\U0010ffff]"
     assert plain_pattern("a") == f"{inside}*a{inside}*"
     assert plain_pattern("^[^b]$") == inside.replace("#", "").replace(r"\x5d-\x7e", r"\x5d-ac-\x7e")

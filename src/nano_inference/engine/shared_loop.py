@@ -480,6 +480,10 @@ class SharedLoop:
             self._pause_asked = False
             self._go_on()
 
+    def is_pause_asked(self) -> bool:
+        """Whether somebody has paused it and not resumed; a sleep alone is no pause."""
+        return self._pause_asked
+
     def is_paused_by_me(self) -> bool:
         """Whether the calling thread paused it, so that waiting here would be for ever."""
         return self._paused_by is threading.current_thread()

@@ -183,6 +183,8 @@ class EngineClient(ABC):
         self._ids = itertools.count()
         self._open: dict[int, _Open] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_aborts = self._num_taken_in = 0  # sent, and those that the engine has taken in
+        self._taking_in = asyncio.Lock()
         self._dead: str | None = None
         self._public = ""
 
@@ -314,8 +316,19 @@ class EngineClient(ABC):
         ]
         if found:
             self._send(Abort(found, answered=True))
-            await self.call("take_in", timeout=timeout)
+            self._num_aborts += 1
+            await self._take_in(self._num_aborts, timeout)
         return len(found)
+
+    async def _take_in(self, abort: int, timeout: float) -> None:
+        """Wait until the engine has ended what was aborted, up to the abort of this number. One
+        call is for all that wait: it takes a step, and an engine answers few at a time.
+        """
+        async with asyncio.timeout(timeout), self._taking_in:
+            if self._num_taken_in < abort:
+                sent = self._num_aborts
+                await self.call("take_in", timeout=timeout)
+                self._num_taken_in = sent
 
     async def call(self, name: str, /, *, timeout: float = 60.0, **arguments: Any) -> Any:
         """Run an engine operation. Raises what it raised, `TimeoutError`, and what `submit` raises.

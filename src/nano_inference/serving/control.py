@@ -652,9 +652,14 @@ class Control:
         Requests wait, and a pause goes on. 409 for weights while an update is open.
         """
         parts = self._parts(memory)
-        if "weights" in parts and self.session_open:
-            raise ApiError(409, "a weight update is open; finish it before the weights sleep.")
+        if "weights" in parts:
+            self.require_no_update()
         await self._client.call("sleep", memory=parts, timeout=self._config.rl_timeout)
+
+    def require_no_update(self) -> None:
+        """Raise `ApiError`, 409, where an open update keeps the weights from sleeping."""
+        if self.session_open:
+            raise ApiError(409, "a weight update is open; finish it before the weights sleep.")
 
     async def wake(self, memory: Iterable[Memory] | None = None) -> None:
         """Take it again, as far as it sleeps; None: all. The engine goes on when all is awake,

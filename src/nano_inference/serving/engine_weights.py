@@ -394,7 +394,7 @@ class EngineWeights:
             )
 
     def _received(self, version: int | None) -> Received:
-        return Received(version, self._engine.is_paused())
+        return Received(version, self._engine.shared.is_pause_asked())
 
     @contextmanager
     def _step(self, session: int) -> Iterator[_Session]:

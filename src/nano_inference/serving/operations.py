@@ -42,7 +42,8 @@ class Received(msgspec.Struct, frozen=True):
 
     Attributes:
         version: that the weights say they are; None: they say nothing.
-        paused: whether the engine computes nothing until `resume` or `wake`.
+        paused: whether the engine was paused, and computes nothing until `resume`. Memory that
+            sleeps is no pause.
     """
 
     version: int | None = None

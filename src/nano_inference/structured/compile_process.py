@@ -164,15 +164,15 @@ class _Child:
     def __init__(self, module: str, memory: int, words: Words) -> None:
         self._memory = memory
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ours, theirs:
             begin = Begin(module, theirs.fileno(), memory)
             self._process = start_child(CHILD, begin, keep=[theirs.fileno()])
-        self._channel = Connection(ours.detach())
+            self._channel = Connection(ours.detach())
         try:
             ready = self._exchange(words, START_LIMIT)
         except _Ended as problem:
             self.kill()
-            raise InvalidRequest(f"the process that compiles grammars: {problem}.") from None
+            raise CompilationStopped(f"the process that compiles grammars: {problem}.") from None
         if ready.problem:
             self.kill()
             raise InvalidRequest(f"the process that compiles grammars: {ready.problem}.")

@@ -213,7 +213,7 @@ class GrammarCompiler:
         clock.cancel()
         with self._lock:
             self.seconds += time.perf_counter() - begun
-            if isinstance(outcome, CompilationStopped):
+            if _may_pass(outcome):
                 self._cache.pop(grammar, None)
         self._keep(promise, outcome)
 
@@ -270,6 +270,12 @@ class GrammarCompiler:
 
     def _begin(self, state: GrammarState, ready: Compiled) -> None:
         state.begin(ready.template.copy(), self.vocabulary(), ready.first, ready.thought)
+
+
+def _may_pass(outcome: Compiled | Exception) -> bool:
+    """Whether another attempt may go better: all but a refusal may, such as a process too many."""
+    is_refusal = isinstance(outcome, InvalidRequest) and not isinstance(outcome, CompilationStopped)
+    return isinstance(outcome, Exception) and not is_refusal
 
 
 def _is_spent(found: Future[Compiled]) -> bool:

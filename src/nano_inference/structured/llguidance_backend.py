@@ -158,9 +158,8 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json":
-                return LLMatcher.grammar_from_json_schema(
-                    grammar.text, overrides=json_options(grammar)
-                )
+                schema = "{}" if json.loads(grammar.text) is True else grammar.text
+                return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(grammar))
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)
             case "structural_tag":

@@ -467,7 +467,7 @@ class _Plain:
         if most is not None and (most < least):
             raise _Unsatisfiable("`minItems` is more than `maxItems`")
         items = said.get("items", True)
-        first = items if isinstance(items, list) else said.get("prefixItems", [])
+        first = items if isinstance(items, list) else _schemas("prefixItems", said)
         if first:
             # as many as are listed: less than what JSON schema allows
             if not least <= len(first) <= (len(first) if most is None else most):
@@ -576,6 +576,13 @@ def _to_integers(bounds: dict[str, Any], inclusive: str, exclusive: str, sign: i
 def _object_of(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be an object, not {value!r}.")
+    return value
+
+
+def _schemas(name: str, said: Mapping[str, Any]) -> list[Any]:
+    value = said.get(name, [])
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{name} must be a list of schemas, not {value!r}.")
     return value
 
 

@@ -159,10 +159,12 @@ class _Parser:
         negated = text[place : place + 1] == "^"
         place += negated
         held: list[tuple[int, int]] = []
-        begin = place
+        begin, outside = place, ANY
         while text[place : place + 1] != "]" or place == begin:
             if place >= len(text) or text[place] in "[]" or text[place : place + 2] in _SETS:
                 raise NotPlain(f"a class `{text[begin - 1 : place + 2]}`")
+            if text[place] == "\\" and text[place + 1 : place + 2] in _CLASSES:
+                outside = _ASCII  # engines disagree about the rest
             low, place = self._listed_one(place)
             if text[place : place + 1] == "-" and text[place + 1 : place + 2] not in ("]", ""):
                 high, place = self._listed_one(place + 1)
@@ -171,7 +173,7 @@ class _Parser:
                 low = ((low[0][0], high[0][1]),)
             held += low
         ranges = _joined(held)
-        return (_without(ranges) if negated else ranges), place + 1
+        return (_both(_without(ranges), outside) if negated else ranges), place + 1
 
     def _listed_one(self, place: int) -> tuple[Ranges, int]:
         if self._text[place : place + 1] == "\\":

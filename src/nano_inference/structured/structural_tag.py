@@ -5,6 +5,7 @@ SGLang have it) and xgrammar's tree (`format`).
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from nano_inference.errors import InvalidRequest
 
 MOST_DEPTH = 32  # of a tree of formats
 ANYTHING = r"/(.|\n)*/"
+_ESCAPE_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 FORMATS = (
     "const_string",
     "json_schema",
@@ -59,7 +61,7 @@ def lark_of(tag: Mapping[str, Any], json_options: Mapping[str, Any]) -> str:
 
 def literal(text: str) -> str:
     """A string of Lark; nothing for none."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return _json(text) if text else ""
 
 
 def schema_part(schema: Any, options: Mapping[str, Any]) -> str:
@@ -68,7 +70,12 @@ def schema_part(schema: Any, options: Mapping[str, Any]) -> str:
         schema = {}
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"a JSON schema must be an object, not {schema!r}.")
-    return "%json " + json.dumps({**schema, "x-guidance": dict(options)}, ensure_ascii=False)
+    return "%json " + _json({**schema, "x-guidance": dict(options)})
+
+
+def _json(value: Any) -> str:
+    """JSON as Lark reads it: the character of DEL has to be escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class _Rules:
@@ -108,7 +115,8 @@ class _Rules:
         return self._named(schema_part(format_.get("json_schema"), self._options))
 
     def _regex(self, format_: Mapping[str, Any], _: int) -> str:
-        escaped = _text("pattern", format_.get("pattern")).replace("/", r"\/")
+        pattern = _text("pattern", format_.get("pattern"))
+        escaped = _ESCAPE_OR_SLASH.sub(lambda each: each[0].replace("/", r"\/")[-2:], pattern)
         return self._named(self._named(f"/{escaped}/", prefix="TEXT"))
 
     def _any_text(self, _: Mapping[str, Any], __: int) -> str:

@@ -55,7 +55,7 @@ WEATHER = OfferedTool("weather", object_of(city={"type": "string"}, days={"type"
 TIME = OfferedTool("time", object_of(zone={"enum": ["UTC", "CET"]}))
 NOW = OfferedTool("now")
 
-NAMES = st.text(st.characters(exclude_characters="\x7f", exclude_categories=["Cs"]), min_size=1)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 LEAVES = st.sampled_from(
     [
         {"type": "string", "maxLength": 5},
@@ -294,6 +294,44 @@ def test_text_may_have_to_be_json(tokenizers: dict[str, Tokenizer]) -> None:
         assert accepts(grammar, marked(name, WRITTEN[name][0]), tokenizer)
         assert not accepts(grammar, "text", tokenizer)
         assert not accepts(grammar, marked(name, WRITTEN[name][1]), tokenizer)
+
+
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_a_name_may_hold_any_character(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tool = OfferedTool(
+        '\x7f"\\\n\x00é\u2028😀/', object_of(**{"\x7f": {"enum": ["\x7f", 1]}}), True
+    )
+    demand = ToolDemand([tool], forced=True)
+    grammar = tool_grammar(demand, ChatFormat(name), tokenizers["bytes"], prompt_tail="")
+    ids, ended = drawn(grammar, tokenizers["bytes"], 1)
+    content, _, calls = read(tokenizers["bytes"].decode(ids), name)
+    assert ended
+    assert calls
+    assert not content.strip()
+    for called, arguments in calls:
+        assert called == tool.name
+        assert json.loads(arguments)["\x7f"] in ("\x7f", 1)
+
+
+def test_text_may_be_json_of_a_lenient_schema(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["bytes"]
+    tool = OfferedTool("now", object_of(), strict=True)
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    for lenient in (True, False):
+        grammar = tool_grammar(
+            ToolDemand([tool], forced=False),
+            ChatFormat("hermes"),
+            tokenizer,
+            prompt_tail="",
+            content=Grammar.json_schema(schema, lenient=lenient),
+        )
+        assert grammar.lenient == lenient
+        if lenient:
+            assert accepts(grammar, "[1, 1]", tokenizer)
+            assert not accepts(grammar, '["a"]', tokenizer)
+        else:
+            with pytest.raises(InvalidRequest, match="uniqueItems"):
+                backend_named("llguidance").check(grammar)
 
 
 def test_what_cannot_be_forced_is_refused_by_name(tokenizers: dict[str, Tokenizer]) -> None:

@@ -179,6 +179,25 @@ def test_files_are_gathered_in_a_pause_until_it_ends(
     post(url, "/continue_generation")
 
 
+def test_without_a_pause_an_update_is_whole_also_while_the_cache_sleeps(
+    url: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """As of a trainer on the same device, which wakes the cache last, and never paused."""
+    weights = new_weights(tiny_folder, 6)
+    post(url, "/release_memory_occupation", {"tags": ["kv_cache"]})
+    told = send_file(url, weights, "bytes", tmp_path, weight_version="6")
+    assert "serve as version 6" in told["message"]
+    post(url, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert (version(url), checksums(url)) == ("6", checksums_of(weights))
+
+    post(url, "/pause_generation")
+    post(url, "/release_memory_occupation", {"tags": ["kv_cache"]})
+    send_file(url, weights, "bytes", tmp_path, weight_version="7")
+    assert version(url) == "6"
+    post(url, "/continue_generation")
+    assert version(url) == "7"
+
+
 def test_an_update_with_a_beginning_and_an_end(url: str, tiny_folder: Path, tmp_path: Path) -> None:
     weights = new_weights(tiny_folder, 5)
     assert "begin_weight_update first" in post(url, "/end_weight_update", {}, 409)["message"]

@@ -150,6 +150,19 @@ def test_a_sleep_keeps_requests_and_their_bits(url: str, level: int) -> None:
     assert sampled(url, body([7, 8, 9], LONG)) == alone
 
 
+def test_a_sleep_that_is_refused_stops_nothing(url: str) -> None:
+    ask(url, "/begin_weight_update", {})
+    try:
+        with running(url, body([7], LONG)) as it:
+            assert "update is open" in ask(url, "/sleep", status=409)["message"]
+            assert look(url, "/is_paused") == {"is_paused": False}
+            it.until(len(it.token_ids) + 2)
+            assert not it.last
+    finally:
+        ask(url, "/pause_generation", {})  # forgets the update
+        ask(url, "/continue_generation", {})
+
+
 def test_a_light_sleep_only_stops(url: str) -> None:
     ask(url, GENERATE, body(PROMPT, 1))
     assert ask(url, "/sleep?level=0&mode=keep") == {"status": "sleeping", "level": 0}

@@ -171,6 +171,8 @@ async def _sleep(control: Control, fields: Fields) -> dict[str, Any]:
     level = fields.number("level", least=0, most=2)
     level = 1 if level is None else level
     mode = _MODES[fields.word("mode", get_args(PauseMode), "abort")]
+    if level:
+        control.require_no_update()  # before requests are stopped, or ended
     await control.pause(mode, kv_policy="recompute" if level else "keep")
     if level:
         # vLLM forgets the weights at level 2, for trainers that send them again. Here they stay in

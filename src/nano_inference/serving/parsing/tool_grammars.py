@@ -88,6 +88,8 @@ def tool_grammar(
     answers = rules.answers(demand, content)
     text = "\n".join(["%llguidance {}", f"start: {answers}", *rules.lines, ""])
     lenient = not all(tool.strict for tool in demand.tools)
+    if content is not None and not demand.forced:
+        lenient |= content.lenient
     return Grammar("lark", text, lenient=lenient, backend="llguidance", **behind._asdict())
 
 
@@ -125,7 +127,8 @@ class _Rules:
         if demand.forced:
             return at_once
         if content is not None:
-            schema = schema_part(json.loads(content.text), _options(content.whitespace))
+            options = _options(content.whitespace, lenient=content.lenient)
+            schema = schema_part(json.loads(content.text), options)
             self.lines += [f"content: {schema}"]
             return f"{marked} | SPACE? content"
         text = f"/{_free(self._format, self._not_first)}/" if bare else ANYTHING
