@@ -38,6 +38,7 @@ ROOMS = {
     "regular_files": "reading files",
     "progress": "how far something long has come",
     "cache_folder": "where caches lie",
+    "processor": "who made the CPU",
     "errors": "typed errors",
 }
 WIDTH, ROW, GAP = 1000, 44, 8

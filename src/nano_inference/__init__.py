@@ -30,6 +30,7 @@ from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
 from nano_inference.kv_cache.radix import RadixKVCache
+from nano_inference.processor import vendor as _vendor
 from nano_inference.scheduling.decision import SchedulerOutput
 from nano_inference.scheduling.schedule import schedule
 from nano_inference.scheduling.sequence import Sequence, SequenceStatus
@@ -59,20 +60,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-
-def _is_intel() -> bool:
-    """Whether Linux says that Intel made the processor."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            return "GenuineIntel" in lines.read(256)
-    except OSError:
-        return False
-
-
 # MKL, which computes torch's products on x86: the same bits with any number of threads. It reads
 # this before its first product. Without it, it cuts long sums between threads on Intel's servers;
 # with it, it rounds narrow products differently by the number of threads on AMD's.
-if _is_intel():
+if _vendor() == "intel":
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # What imports torch is imported when it is first asked for: `nano-inference --help` shall not wait

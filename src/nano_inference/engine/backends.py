@@ -23,6 +23,7 @@ from nano_inference.ops.cpu.quantised import MOST_COLUMNS
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.reference import reference_ops
 from nano_inference.parallel.bounds import SEGMENTS
+from nano_inference.processor import vendor
 from nano_inference.scheduling.sequence import DRAFT
 
 logger = logging.getLogger("nano_inference")
@@ -230,6 +231,8 @@ def numerics_of(
     vectors = torch.backends.cpu.get_cpu_capability()
     if vectors not in ("AVX2", "AVX512"):
         kind += f"-{platform.machine()}-{vectors}".lower().replace(" ", "-")
+    elif backend == "reference" and device.type == "cpu":  # MKL has code for each of these
+        kind += f"-{vendor()}-{vectors}".lower()
     return Numerics(
         backend=backend,
         version=ops.version,

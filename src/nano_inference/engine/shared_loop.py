@@ -481,7 +481,7 @@ class SharedLoop:
             self._go_on()
 
     def is_pause_asked(self) -> bool:
-        """Whether somebody has paused it and not resumed; a sleep alone is no pause."""
+        """Whether a caller has paused it and not resumed; a sleep alone is no pause."""
         return self._pause_asked
 
     def is_paused_by_me(self) -> bool:

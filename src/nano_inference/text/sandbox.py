@@ -106,8 +106,8 @@ class Budget(Context):
         return str(value)
 
     def replaced(self, text: str, old: str, new: str, count: int = -1) -> str:
-        """What `replace` makes. What it takes out of a text must leave no control token there that
-        nobody has written.
+        """What `replace` makes. Raises `SecurityError` where a control token comes about by what it
+        takes out of a text.
         """
         self.spend(len(text) + text.count(old) * len(new))
         result = text.replace(old, new, count)
