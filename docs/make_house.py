@@ -36,7 +36,7 @@ ROOMS = {
     "options": "options from fields",
     "child_process": "starting processes",
     "regular_files": "reading files",
-    "progress": "how far something long has come",
+    "progress": "of long work",
     "cache_folder": "where caches lie",
     "processor": "who made the CPU",
     "errors": "typed errors",
