@@ -327,11 +327,12 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
         for name in opened.keys():  # noqa: SIM118 (not a dict)
-            if (other := files.setdefault(name, file)) != file:
+            if (other := files.setdefault(name, file)) == file:
+                handles.append((name, file, opened))
+            elif not file.samefile(other):  # a link to it has nothing else
                 raise ModelLoadError(
                     f"tensor {name!r} came twice: it is in {other} and in {file.name}."
                 )
-            handles.append((name, file, opened))
     for name, file, opened in sorted(handles, key=lambda item: item[0].endswith(HEAD)):
         if not name.endswith(_IGNORED_SUFFIXES):
             yield name, file, opened
