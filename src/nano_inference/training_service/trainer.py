@@ -82,7 +82,6 @@ class Trainer:
     def fail_batch(self, problem: str) -> None:
         """A batch that is part of the next step failed."""
         self._failed = self._failed or problem
-        self._clear()
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """One step of AdamW, which uses the gradients up. Raises `Refused`, and then changes
@@ -90,7 +89,7 @@ class Trainer:
         """
         failed, self._failed = self._failed, ""
         if failed:
-            self._clear()  # of batches behind the one that failed
+            self._clear()  # of the step's other batches
             raise Refused(f"nothing is applied, as a batch of this step failed: {failed}")
         tensors = list(self._params.values())
         if any(param.grad is None for param in tensors):
