@@ -107,6 +107,15 @@ def test_products_have_the_same_bits_with_any_number_of_threads() -> None:
             assert torch.equal(found, one), f"{threads} threads, {tuple(weight.shape)}"
 
 
+def test_the_norm_of_a_single_long_row_does_not_depend_on_threads() -> None:
+    x, norm = randn(2, 33000), Norm(randn(33000, seed=1), 1e-6, 0.0, torch.float32)
+    together = reference.normed_rows(x, norm)
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        alone = torch.cat([reference.normed_rows(row, norm) for row in x.split(1)])
+        assert torch.equal(alone, together), f"{threads} threads"
+
+
 def test_logits_of_a_vocabulary_of_several_tiles() -> None:
     weight, hidden = randn(2 * reference.VOCAB_TILE + 77, 40), randn(19, 40, seed=1)
     together = reference.logits(hidden, weight)
