@@ -16,6 +16,7 @@ from nano_inference.models.loading import resolve_model
 from nano_inference.models.spec import ModelSpec
 from nano_inference.options import is_whole
 from nano_inference.text.chat import encode_chat
+from nano_inference.text.messages import require_unicode
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams
 
@@ -44,7 +45,7 @@ class RequestChecks:
     def token_ids(self, prompt: Any) -> list[int]:
         """Token ids of a prompt of any kind. Raises `InvalidRequest`."""
         if isinstance(prompt, str):
-            _require_unicode(prompt)
+            require_unicode(prompt, "the prompt")
             return self._nonempty(
                 self.need_tokenizer("a prompt of text").encode(prompt, add_special_tokens=True)
             )
@@ -225,15 +226,6 @@ def params_for(sampling_params: Params, num_prompts: int) -> list[SamplingParams
             f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each."
         )
     return each
-
-
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(
-            "the prompt holds half of a surrogate pair, which is no character."
-        ) from None
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:

@@ -373,13 +373,18 @@ def _plain(value: object) -> Any:
     )
 
 
-def _text(value: str) -> str:
+def require_unicode(text: str, what: str) -> None:
+    """Raise `InvalidRequest`, which names `what`, for a text that no encoding can carry."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise InvalidRequest(
-            "a chat message holds half of a surrogate pair, which is no character"
+            f"{what} holds half of a surrogate pair, which is no character"
         ) from None
+
+
+def _text(value: str) -> str:
+    require_unicode(value, "a chat message")
     return str.__str__(value)  # str() of an enumeration's member would be its name
 
 
