@@ -1,6 +1,9 @@
 """Backends behind their protocol."""
 
+import json
 import random
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ from tokenizers import AddedToken
 
 from nano_inference import Grammar
 from nano_inference.structured.backend import Matcher, backend_named
+from nano_inference.structured.grammar import COMPACT
 from nano_inference.structured.llguidance_backend import FEW, LlguidanceMatcher
 from nano_inference.structured.mask_bits import may_draw, num_words
 from nano_inference.structured.matching import GrammarState
@@ -121,7 +125,60 @@ def test_a_text_that_equals_an_added_token_can_be_drawn(text: str, with_added: T
 def test_an_added_token_is_text_like_others_unless_it_is_special(with_added: Tokenizer) -> None:
     words = state_of(Grammar.regex(r"[\[<][^!]*!"), with_added).words
     ids = {text: with_added.backend.token_to_id(text) for text in ADDED}
-    assert [text for text in ADDED if may_draw(words, ids[text])] == ["<table>", "<td>", "[TABLE]"]
+    drawable = [text for text in ADDED if may_draw(words, ids[text])]
+    assert drawable == ["<table>", "<td>", "[TABLE]", "<a b>"]
     for text in ("<table>", "<think>"):  # by its id a grammar can have any
         state = state_of(Grammar.lark(f'start: <[{ids[text]}]> "x"'), with_added)
         assert accepts_ids(state, [ids[text], *with_added.encode("x")])
+
+
+SPECIAL = ["<|im_end|>", "<|im_start|>", "</s>", "<s>", "<pad>", "[INST]", "<\uff5cUser\uff5c>", "<mask>"]
+
+
+@pytest.fixture(scope="module")
+def with_special(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with special tokens; one takes the spaces in front of it."""
+    backend = byte_tokenizer(tmp_path_factory.mktemp("special")).backend
+    backend.add_special_tokens([AddedToken(text, lstrip=text == "<mask>") for text in SPECIAL])
+    return Tokenizer(backend, backend.get_vocab_size(), EOS, {}, None)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        lambda text: Grammar.choice([text]),
+        lambda text: Grammar.regex(re.escape(text)),
+        lambda text: Grammar.json_schema({"const": text}),
+        lambda text: Grammar.json_schema(
+            {
+                "type": "object",
+                "properties": {text: {"enum": [text]}},
+                "required": [text],
+                "additionalProperties": False,
+            },
+            whitespace=COMPACT,
+        ),
+        lambda text: Grammar.lark(f"start: {json.dumps(text, ensure_ascii=False)}"),
+        lambda text: Grammar.gbnf(f"root ::= {json.dumps(text, ensure_ascii=False)}"),
+    ],
+    ids=["choice", "regex", "const", "object", "lark", "gbnf"],
+)
+@pytest.mark.parametrize("draw", [min, max])
+def test_a_matcher_spells_special_tokens_in_text(
+    name: str, made_of: Callable[[str], Grammar], draw: Any, with_special: Tokenizer
+) -> None:
+    """Each drawn token is one that the mask allows, and none of them is special."""
+    text = f"a  {name} b"
+    state, ids = state_of(made_of(text), with_special), list[int]()
+    special = {with_special.backend.token_to_id(each) for each in SPECIAL}
+    while not state.is_ended:
+        assert state.problem is None
+        assert len(ids) < 200
+        forced = state.forced()
+        token_id = forced[0] if forced else draw(allowed(state.words) - {EOS} or [EOS])
+        state.accept(token_id)
+        state.fill()
+        ids.append(token_id)
+    assert not special & set(ids[:-1])
+    assert text in with_special.decode(ids)

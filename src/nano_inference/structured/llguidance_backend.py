@@ -9,7 +9,7 @@ from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import (
@@ -21,6 +21,7 @@ from nano_inference.structured.backend import (
     kept,
 )
 from nano_inference.structured.grammar import Grammar
+from nano_inference.structured.llguidance_tokenizer import tokenizer_of
 from nano_inference.structured.structural_tag import lark_of
 
 SILENT = 0  # log level
@@ -72,21 +73,6 @@ class LlguidanceBackend:
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
-
-
-def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
-    """A model's tokenizer, as llguidance reads it. Raises `InvalidRequest`."""
-    try:
-        return LLTokenizer(
-            _with_plain_tokens(vocabulary.tokenizer_json),
-            n_vocab=vocabulary.size,
-            eos_token=list(vocabulary.eos_token_ids),
-        )
-    except Exception as problem:
-        raise InvalidRequest(
-            f"llguidance cannot read this model's tokenizer: {problem}; grammars are not possible "
-            "with it."
-        ) from None
 
 
 class _Limits:
@@ -169,37 +155,6 @@ def _source(grammar: Grammar) -> str:
                 return llguidance.grammar_from(kind, grammar.text)
     except ValueError as problem:
         raise InvalidRequest(_refusal(grammar, str(problem))) from None
-
-
-def _with_plain_tokens(tokenizer_json: str) -> str:
-    """The same tokenizer, of which added tokens of the form <...> that are not special are no added
-    ones any more.
-
-    llguidance takes all of this form for special: no text would hold them, and a text that can
-    only go on with one could not be drawn at all, since it is split into that token. As tokens of
-    the model's vocabulary they are text like others. What is forced is split into other tokens.
-    """
-    tokenizer: dict[str, Any] = json.loads(tokenizer_json)
-    vocab = tokenizer["model"].get("vocab")
-    added: list[dict[str, Any]] = tokenizer.get("added_tokens") or []
-    if not isinstance(vocab, dict):
-        return tokenizer_json
-    left = [token for token in added if not _is_plain(token, vocab)]
-    if len(left) == len(added):
-        return tokenizer_json
-    return json.dumps({**tokenizer, "added_tokens": left}, ensure_ascii=False)
-
-
-# Characters that vocabularies of any kind write as they are: no space, and no byte as <0xFF>.
-_PLAIN = re.compile("<(?!0x)[!-~]*>")
-
-
-def _is_plain(token: dict[str, Any], vocab: dict[str, int]) -> bool:
-    """Whether an added token can be one of the vocabulary's, which it is then."""
-    text: str = token["content"]
-    if token["special"] or not _PLAIN.fullmatch(text):
-        return False
-    return vocab.setdefault(text, token["id"]) == token["id"]
 
 
 def json_options(grammar: Grammar) -> Any:

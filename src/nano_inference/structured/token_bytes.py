@@ -1,24 +1,30 @@
 """The bytes of tokens, for backends that know no tokenizer."""
 
+import json
 import re
+from typing import Any
 
 from nano_inference.structured.backend import Vocabulary
-from nano_inference.structured.llguidance_backend import tokenizer_of
 
 
 def token_bytes(vocabulary: Vocabulary) -> list[bytes]:
-    """What each token adds to a text; b"" where it adds none: special tokens, the ends, ids that
+    """Return what each token adds to a text. b"": nothing, for special tokens, the ends, ids that
     the tokenizer lacks, and bytes that no text in UTF-8 has. They cannot be drawn under a grammar.
-    Raises `InvalidRequest`.
     """
-    tokenizer = tokenizer_of(vocabulary)
-    hidden = set(vocabulary.eos_token_ids)
-    hidden |= {each for each in range(vocabulary.size) if tokenizer.is_special_token(each)}
+    hidden = special_token_ids(vocabulary)
     texts = (
-        b"" if token_id in hidden else tokenizer.decode_bytes([token_id])
+        b"" if token_id in hidden else vocabulary.bytes_of(token_id)
         for token_id in range(vocabulary.size)
     )
     return [b"" if _NEVER.search(text) else text for text in texts]
+
+
+def special_token_ids(vocabulary: Vocabulary) -> frozenset[int]:
+    """Return the tokens that no text contains: special ones, the ends, and ids without a token."""
+    tokenizer: dict[str, Any] = json.loads(vocabulary.tokenizer_json)
+    special = {token["id"] for token in tokenizer.get("added_tokens") or [] if token["special"]}
+    empty = {each for each in range(vocabulary.size) if not vocabulary.bytes_of(each)}
+    return frozenset(special | empty | set(vocabulary.eos_token_ids))
 
 
 _NEVER = re.compile(rb"[\xc0\xc1\xf5-\xff]")

@@ -49,7 +49,8 @@ class TokenTexts:
 
     def _bytes_of(self, token_id: int) -> bytes:
         if (added := self._added.get(token_id)) is not None:
-            return added.content.encode()
+            reads_bytes = self._byte_level and not added.special  # as the decoder reads it
+            return byte_level_bytes(added.content) if reads_bytes else added.content.encode()
         token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""
