@@ -19,7 +19,7 @@ def schema_of(rng: random.Random, depth: int = 2, bounds: bool = True) -> dict[s
     """
     kinds = ["string", "integer", "number", "enum", "boolean", "null"]
     if depth:
-        kinds += ["object", "array", "anyOf", "object", "array"]
+        kinds += ["object", "array", "anyOf", "object", "array", "tuple"]
     match rng.choice(kinds):
         case "string":
             return _string(rng)
@@ -46,6 +46,14 @@ def schema_of(rng: random.Random, depth: int = 2, bounds: bool = True) -> dict[s
                 "items": schema_of(rng, depth - 1, bounds),
                 "minItems": least,
                 "maxItems": least + rng.randint(0, 2),
+            }
+        case "tuple":
+            number = rng.randint(1, 3)
+            return {
+                "type": "array",
+                "prefixItems": [schema_of(rng, depth - 1, bounds) for _ in range(number)],
+                "minItems": number,
+                "maxItems": number,
             }
         case "anyOf":
             return {"anyOf": [schema_of(rng, depth - 1, bounds) for _ in range(2)]}
@@ -82,6 +90,12 @@ def document_of(schema: dict[str, Any], rng: random.Random) -> Any:
                 for name, own in schema["properties"].items()
                 if name in schema["required"] or rng.random() < 0.5
             }
+        case "array" if "prefixItems" in schema:
+            first = schema["prefixItems"]
+            parts = [
+                document_of(own, rng) for own in first[: rng.choice((9, 9, 9, len(first) - 1))]
+            ]
+            return parts + [0] * (rng.random() < 0.1)
         case "array":
             number = schema["minItems"] + rng.choice((0, 0, 1, 2, 3))
             return [document_of(schema["items"], rng) for _ in range(number)]

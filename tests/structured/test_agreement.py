@@ -106,6 +106,22 @@ def drawn(matcher: Matcher, other: Matcher, rng: random.Random, tokenizer: Token
     [
         ({"type": "array", "items": False}, ["[]"], ["[1]"]),
         ({"items": [{"type": "null"}, {}]}, ['[null,{"a":1}]'], ["[1,1]", "[null]x"]),
+        (
+            {"prefixItems": [{"type": "null"}, {"type": "boolean"}], "minItems": 2, "maxItems": 2},
+            ["[null,true]"],
+            ["[]", "[null]", "[null,true,1]"],
+        ),
+        ({"prefixItems": [{}, {}], "minItems": 1}, ["[1,{}]"], ["[]"]),
+        ({"items": [{"type": "null"}, {}], "minItems": 2}, ["[null,1]"], ["[]", "[null]"]),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"prefixItems": [{}, {}], "minItems": 2}},
+                "required": ["a"],
+            },
+            ['{"a":[1,"b"]}'],
+            ['{"a":[]}', '{"a":[1]}'],
+        ),
         ({"type": ["null", "boolean"], "minLength": 3}, ["null", "true"], ['"aaa"', "1"]),
         ({"const": {"a.": [1, "b"]}}, ['{"a.":[1,"b"]}'], ['{"ab":[1,"b"]}', "{}"]),
         ({"enum": [1, "1", True], "type": ["string", "boolean"]}, ['"1"', "true"], ["1"]),

@@ -132,7 +132,16 @@ def test_an_added_token_is_text_like_others_unless_it_is_special(with_added: Tok
         assert accepts_ids(state, [ids[text], *with_added.encode("x")])
 
 
-SPECIAL = ["<|im_end|>", "<|im_start|>", "</s>", "<s>", "<pad>", "[INST]", "<\uff5cUser\uff5c>", "<mask>"]
+SPECIAL = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "</s>",
+    "<s>",
+    "<pad>",
+    "[INST]",
+    "<\uff5cUser\uff5c>",
+    "<mask>",
+]
 
 
 @pytest.fixture(scope="module")

@@ -468,12 +468,14 @@ class _Plain:
             raise _Unsatisfiable("`minItems` is more than `maxItems`")
         items = said.get("items", True)
         first = items if isinstance(items, list) else _schemas("prefixItems", said)
+        plain: dict[str, Any]
         if first:
-            # as many as are listed: less than what JSON schema allows
+            # No more than are listed, and outlines allows no fewer: less than JSON schema allows.
             if not least <= len(first) <= (len(first) if most is None else most):
                 self._refuse("minItems" if least > len(first) else "maxItems", "beside a tuple")
-            return {"type": "array", "prefixItems": [self.part(each, depth) for each in first]}
-        plain: dict[str, Any] = {"type": "array"}
+            plain = {"type": "array", "prefixItems": [self.part(each, depth) for each in first]}
+            return {**plain, "minItems": least} if least else plain
+        plain = {"type": "array"}
         try:
             if items not in (True, {}) or self._can.recursion:
                 plain["items"] = self.part(items, depth)
