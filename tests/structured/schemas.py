@@ -90,15 +90,8 @@ def document_of(schema: dict[str, Any], rng: random.Random) -> Any:
                 for name, own in schema["properties"].items()
                 if name in schema["required"] or rng.random() < 0.5
             }
-        case "array" if "prefixItems" in schema:
-            first = schema["prefixItems"]
-            parts = [
-                document_of(own, rng) for own in first[: rng.choice((9, 9, 9, len(first) - 1))]
-            ]
-            return parts + [0] * (rng.random() < 0.1)
         case "array":
-            number = schema["minItems"] + rng.choice((0, 0, 1, 2, 3))
-            return [document_of(schema["items"], rng) for _ in range(number)]
+            return _items_of(schema, rng)
         case "string":
             return rng.choice(
                 (
@@ -124,6 +117,15 @@ def document_of(schema: dict[str, Any], rng: random.Random) -> Any:
             return rng.random() < 0.5
         case _:
             return None
+
+
+def _items_of(schema: dict[str, Any], rng: random.Random) -> list[Any]:
+    if "prefixItems" in schema:
+        first = schema["prefixItems"]
+        items = [document_of(own, rng) for own in first[: rng.choice((9, 9, 9, len(first) - 1))]]
+        return items + [0] * (rng.random() < 0.1)
+    number = schema["minItems"] + rng.choice((0, 0, 1, 2, 3))
+    return [document_of(schema["items"], rng) for _ in range(number)]
 
 
 def text_of(document: Any) -> str:

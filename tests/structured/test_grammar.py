@@ -222,6 +222,56 @@ OWNER: dict[str, Any] = {
 }
 
 
+SCORE = {"type": "integer", "minimum": 0, "maximum": 100}
+
+
+@pytest.mark.parametrize(
+    ("more", "yes", "no"),
+    [
+        ({"patternProperties": {"^score$": {"type": "integer"}}}, ['{"score":7}'], ['{"score":7,']),
+        ({"patternProperties": {"^(score|b)$": {}}}, ['{"score":7}', '{"score":7,"b":1}'], []),
+        ({"patternProperties": {"^s": {}}}, ['{"score":7}', '{"score":7,"so":1}'], []),
+        ({"patternProperties": {"^score$": {"maximum": 3}}}, ['{"score":3}'], ['{"score":7}']),
+        (
+            {"patternProperties": {"^[ab]$": {"type": "null"}}, "required": ["a", "b", "score"]},
+            ['{"score":7,"a":null,"b":null}'],
+            ['{"score":7,"a":1'],
+        ),
+        ({"patternProperties": {}}, ['{"score":7}'], ['{"score":7,']),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_patterns_of_declared_names_leave_no_comma_open(
+    nested: bool, more: Any, yes: list[str], no: list[str], tokenizer: Tokenizer
+) -> None:
+    """llguidance allowed the comma, and then nothing but whitespace for ever."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"score": SCORE},
+        "required": ["score"],
+        "additionalProperties": False,
+        **more,
+    }
+    if nested:
+        schema = {"anyOf": [{"type": "array", "items": schema, "maxItems": 1}]}
+    grammar = Grammar.json_schema(schema, whitespace=COMPACT)
+    backend_named("llguidance").check(grammar)
+    for text in yes:
+        assert accepts(grammar, f"[{text}]" if nested else text, tokenizer)
+    for text in no:
+        assert not begins(grammar, f"[{text}" if nested else text, tokenizer)
+
+
+def begins(grammar: Grammar, text: str, tokenizer: Tokenizer) -> bool:
+    """Report whether a text is the beginning of one that the grammar allows."""
+    matcher, vocabulary = compiled(grammar, tokenizer), vocabulary_of(tokenizer)
+    for token_id in tokenizer.encode(text):
+        if token_id not in mask(matcher, vocabulary):
+            return False
+        matcher.accept(token_id)
+    return True
+
+
 @pytest.mark.parametrize(
     ("schema", "yes", "no"),
     [

@@ -22,6 +22,7 @@ from nano_inference.structured.backend import (
 )
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.llguidance_tokenizer import tokenizer_of
+from nano_inference.structured.pattern_names import without_spent_patterns
 from nano_inference.structured.structural_tag import lark_of
 
 SILENT = 0  # log level
@@ -144,7 +145,7 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json":
-                schema = "{}" if json.loads(grammar.text) is True else grammar.text
+                schema = _schema(grammar.text)
                 return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(grammar))
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)
@@ -155,6 +156,12 @@ def _source(grammar: Grammar) -> str:
                 return llguidance.grammar_from(kind, grammar.text)
     except ValueError as problem:
         raise InvalidRequest(_refusal(grammar, str(problem))) from None
+
+
+def _schema(text: str) -> str:
+    if "patternProperties" in text:
+        return json.dumps(without_spent_patterns(json.loads(text)), ensure_ascii=False)
+    return "{}" if json.loads(text) is True else text
 
 
 def json_options(grammar: Grammar) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.structured.pattern_names import without_spent_patterns
 
 MOST_DEPTH = 32  # of a tree of formats
 ANYTHING = r"/(.|\n)*/"
@@ -70,7 +71,7 @@ def schema_part(schema: Any, options: Mapping[str, Any]) -> str:
         schema = {}
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"a JSON schema must be an object, not {schema!r}.")
-    return "%json " + _json({**schema, "x-guidance": dict(options)})
+    return "%json " + _json({**without_spent_patterns(schema), "x-guidance": dict(options)})
 
 
 def _json(value: Any) -> str:
