@@ -80,6 +80,6 @@ def _matcher(patterns: Iterable[str], properties: Mapping[str, Any], **others: A
         "additionalProperties": False,
         **others,
     }
-    options = {"whitespace_flexible": False}
+    options: Any = {"whitespace_flexible": False}
     source = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     return LLMatcher(_BYTES, source, log_level=0)
