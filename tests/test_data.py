@@ -408,6 +408,15 @@ def test_columns_are_exactly_the_fields(tmp_path: Path) -> None:
         data.from_columns(columns | {"logprobs": [(), ()]})
 
 
+def test_files_of_older_releases_have_no_groups(tmp_path: Path) -> None:
+    columns = data.to_columns([dataclasses.replace(SAMPLE, group_id=3)])
+    assert columns.pop("group_id") == [3]
+    (tmp_path / "old.jsonl").write_text(json.dumps({name: each[0] for name, each in columns.items()}))
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "old.parquet")
+    for read in (data.read_jsonl, data.read_parquet):
+        assert read(tmp_path / f"old.{read.__name__.removeprefix('read_')}") == [SAMPLE]
+
+
 def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     for content in (b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1", b"{}\n"):
         (tmp_path / "a").write_bytes(content)

@@ -411,6 +411,9 @@ class TrainingSample:
         seed: with `sample_index` and the weights it reproduces the sample.
         sample_index: position in the request's group.
         request_id: what `add_request` returned.
+        group_id: the request that began the sample's group. `resume_from` keeps it, so the samples
+            of one prompt have one `group_id` in all turns. None: the sample comes from a file of an
+            older release.
         cached_tokens: prompt tokens that the prefix cache provided, as first computed for the
             group.
         text: the completion as text, where the prompt was text or stop strings were given. It ends
@@ -452,6 +455,7 @@ class TrainingSample:
     adapter_versions: tuple[VersionSpan, ...] = ()
     routed_experts: RoutedExperts | None = None
     routed_experts_unknown: str | None = None
+    group_id: int | None = None
 
     @property
     def oldest_weight_version(self) -> int:

@@ -124,6 +124,23 @@ def test_a_straggler_goes_on_where_it_stopped(build: Build, whole: list[Training
         assert bits(sample) == bits(whole[sample.sample_index])
 
 
+def test_resumed_samples_keep_their_group(build: Build) -> None:
+    """Two groups, two turns each: GRPO's advantages are of samples with one `group_id`."""
+    engine = build(lookahead=1)
+    short = SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True)
+    first, second = (engine.add_request(PROMPT, short, 3) for _ in range(2))
+    samples = drain(engine)
+    for _ in range(2):
+        assert sorted(s.group_id for s in samples) == [first] * 3 + [second] * 3
+        for sample in samples:
+            engine.resume_from(sample, append=[5, 6], max_new_tokens=2)
+        samples = drain(engine)
+    assert {len(s.completion_tokens) for s in samples} == {10}
+    assert len({s.request_id for s in samples} & {first, second}) == 0
+    seats = {(s.group_id, s.sample_index) for s in samples}
+    assert seats == {(group, index) for group in (first, second) for index in range(3)}
+
+
 @pytest.mark.parametrize("steps", range(1, 12, 3))
 def test_pauses_preemptions_and_neighbours_change_nothing(
     build: Build, whole: list[TrainingSample], steps: int

@@ -9,6 +9,10 @@ from nano_inference.errors import NanoInferenceError
 from nano_inference.types import TrainingSample
 
 
+# Columns that files of older releases lack, and the values that stand for them.
+_ADDED: Mapping[str, Any] = {"group_id": None}
+
+
 class DataError(NanoInferenceError, ValueError):
     """Samples, columns or a file that cannot be converted. The message names the file, the line and
     the column.
@@ -44,8 +48,9 @@ def samples_of(
 ) -> list[TrainingSample]:
     """As `from_columns`; errors call the whole `source` and a row `row_name` and its number."""
     check_names(columns, source)
+    num_rows = len(columns["prompt_tokens"])
+    columns = {name: [value] * num_rows for name, value in _ADDED.items()} | dict(columns)
     lengths = {name: len(columns[name]) for name in FIELDS}
-    num_rows = lengths["prompt_tokens"]
     for name, length in lengths.items():
         if length != num_rows:
             raise DataError(
@@ -66,13 +71,14 @@ def check_names(names: Iterable[str], where: str) -> None:
             f"{where}: unknown column {name!r}{f'; did you mean {near[0]!r}?' if near else '.'}"
         )
     for name in FIELDS:
-        if name not in given:
+        if name not in given and name not in _ADDED:
             raise DataError(f"{where}: column {name!r} is missing.")
 
 
 def make_sample(row: Mapping[str, Any], where: str) -> TrainingSample:
     """The sample of a row's plain values. Raises `DataError` with the place and the column."""
     values: dict[str, Any] = {}
+    row = {**_ADDED, **row}
     for name, kind in FIELDS.items():
         try:
             values[name] = kind.from_plain(row[name])

@@ -262,10 +262,11 @@ class InferenceEngine:
         version: int | None = None,
         sink: Sink | None = None,
     ) -> int:
-        """Go on where a sample stopped, token for token as if it had not; returns the id of the new
-        request.
+        """Resume a sample where it stopped, token for token as if it had not; returns the id of the
+        new request.
 
-        Its sample has the whole completion, old tokens included. Keys and values that the cache
+        Its sample has the whole completion, old tokens included, and the `group_id` of the resumed
+        one. Keys and values that the cache
         still holds under the serving version are used again; the rest is computed again.
 
         Args:

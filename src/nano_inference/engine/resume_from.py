@@ -71,6 +71,7 @@ def resumed(
         past_contexts=sample.kv_versions,
         appended=_appended_before(sample) + new,
         at_end=intake.take_routes if params.routed_experts else None,
+        first_request_id=sample.group_id if request_id is None else None,
     )
     starts = [(span.version, span.start) for span in sample.weight_versions]
     seq = Sequence(

@@ -363,6 +363,7 @@ def training_samples(
             seed=request.seed,
             sample_index=index,
             request_id=seq.request_id,
+            group_id=request.group_id,
             cached_tokens=seq.cached_tokens,
             adapter_versions=tuple(adapter_spans),
             kv_versions=context_versions(seq),

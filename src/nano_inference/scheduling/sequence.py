@@ -199,6 +199,8 @@ class CheckedRequest:
         appended: completion tokens that were appended to that, not sampled.
         scored_sample: the sample that the scores belong to, where nothing is sampled.
         at_end: called once with each of its sequences, which still holds its blocks.
+        first_request_id: the request that began the group of the sample that it resumes; None: it
+            resumes none.
     """
 
     request_id: int
@@ -219,6 +221,12 @@ class CheckedRequest:
     appended: tuple[range, ...] = ()
     scored_sample: TrainingSample | None = None
     at_end: Callable[["Sequence"], None] | None = None
+    first_request_id: int | None = None
+
+    @property
+    def group_id(self) -> int:
+        """The request that began the group of its samples."""
+        return self.request_id if self.first_request_id is None else self.first_request_id
 
 
 @dataclass(slots=True, eq=False)
