@@ -411,7 +411,9 @@ def test_columns_are_exactly_the_fields(tmp_path: Path) -> None:
 def test_files_of_older_releases_have_no_groups(tmp_path: Path) -> None:
     columns = data.to_columns([dataclasses.replace(SAMPLE, group_id=3)])
     assert columns.pop("group_id") == [3]
-    (tmp_path / "old.jsonl").write_text(json.dumps({name: each[0] for name, each in columns.items()}))
+    (tmp_path / "old.jsonl").write_text(
+        json.dumps({name: each[0] for name, each in columns.items()})
+    )
     pyarrow.parquet.write_table(pa.table(columns), tmp_path / "old.parquet")
     for read in (data.read_jsonl, data.read_parquet):
         assert read(tmp_path / f"old.{read.__name__.removeprefix('read_')}") == [SAMPLE]

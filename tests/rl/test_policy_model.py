@@ -299,6 +299,40 @@ def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -
     assert loaded.dtype == torch.bfloat16
 
 
+def test_masters_resume_a_run_without_a_rounding(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source")
+    saved = tmp_path / "saved"
+    generator = torch.Generator().manual_seed(3)
+    with build(source, dtype="bfloat16") as engine:
+        model = PolicyModel(engine)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + 1e-4 * torch.rand(param.shape, generator=generator))
+        own = {name: param.detach().clone() for name, param in model.named_parameters()}
+        model.save_pretrained(saved, masters=True)
+    with build(saved, dtype="bfloat16") as engine:
+        model = PolicyModel(engine)
+        assert any(not torch.equal(p, own[name]) for name, p in model.named_parameters())
+        model.load_masters(saved)
+        assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+        model.publish()  # the checkpoint beside them is what these are when they are rounded
+        with pytest.raises(ConfigError, match="holds no master weights; save_pretrained"):
+            model.load_masters(source)
+        with pytest.raises(ConfigError, match=r"float32 \(.*and the parameter is torch.bfloat16"):
+            PolicyModel(engine, dtype=torch.bfloat16).load_masters(saved)
+
+
+def test_masters_of_another_model_change_nothing(tmp_path: Path) -> None:
+    with build(tiny_model(tmp_path / "qwen2", "qwen2")) as engine:
+        PolicyModel(engine).save_pretrained(tmp_path / "saved", masters=True)
+    with build(tiny_llama(tmp_path / "llama")) as engine:
+        model = PolicyModel(engine)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with pytest.raises(ConfigError, match="load it into the model that saved it"):
+            model.load_masters(tmp_path / "saved")
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_a_checkpoint_is_not_saved_beside_shards(tmp_path: Path) -> None:
     """The index would go on naming them, and they would be loaded."""
     source = tiny_llama(tmp_path / "source")

@@ -8,7 +8,6 @@ from nano_inference.data.kinds import FIELDS, Mismatch
 from nano_inference.errors import NanoInferenceError
 from nano_inference.types import TrainingSample
 
-
 # Columns that files of older releases lack, and the values that stand for them.
 _ADDED: Mapping[str, Any] = {"group_id": None}
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.errors import ConfigError
+from nano_inference.models.loading import read_tensors
 from nano_inference.models.quantisation import KEYS
 from nano_inference.models.spec import CONVERTED, ModelSpec
 from nano_inference.models.weights import ParamSpec, fused_tensors
@@ -23,6 +24,7 @@ COPIED = (
     "chat_template*",
 )
 WEIGHTS = "model.safetensors"
+MASTERS = "masters"  # a subfolder: readers of checkpoints may take every file beside the weights
 
 
 def require_savable(source: Path, spec: ModelSpec) -> None:
@@ -83,6 +85,40 @@ def save_checkpoint(
     ):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
+    _save_whole(folder, weights)
+
+
+def save_masters(folder: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Write a trainer's parameters, each in its own dtype, below a checkpoint's folder."""
+    (folder / MASTERS).mkdir()
+    _save_whole(folder / MASTERS, {name: param.detach() for name, param in parameters.items()})
+
+
+def load_masters(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read what `save_masters` wrote, for parameters like these. Raises `ConfigError` or
+    `ModelLoadError`.
+    """
+    path = folder / MASTERS / WEIGHTS
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} holds no master weights; save_pretrained(folder, masters=True) writes them."
+        )
+    saved = dict(read_tensors(path))
+    for name in sorted(saved.keys() ^ like.keys()):
+        which = "lacks" if name in like else "has"
+        raise ConfigError(f"{path} {which} {name!r}; load it into the model that saved it.")
+    for name, param in like.items():
+        if (saved[name].shape, saved[name].dtype) != (param.shape, param.dtype):
+            raise ConfigError(
+                f"{path} has {name!r} as {saved[name].dtype} {tuple(saved[name].shape)}, and the "
+                f"parameter is {param.dtype} {tuple(param.shape)}; load it into the model that "
+                "saved it."
+            )
+    return saved
+
+
+def _save_whole(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a file that has its name only when it is whole."""
     unfinished = folder / f"{WEIGHTS}.part"
     tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights.items()}
     save_file(tensors, unfinished, metadata={"format": "pt"})

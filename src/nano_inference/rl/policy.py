@@ -31,7 +31,13 @@ from nano_inference.models.weights import (
     slots,
     write,
 )
-from nano_inference.rl.checkpoint import as_stored, require_savable, save_checkpoint
+from nano_inference.rl.checkpoint import (
+    as_stored,
+    load_masters,
+    require_savable,
+    save_checkpoint,
+    save_masters,
+)
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
 from nano_inference.rl.scoring import (
@@ -214,7 +220,11 @@ class PolicyModel(ScoringModule):
             )
 
     def save_pretrained(
-        self, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        masters: bool = False,
     ) -> None:
         """Save the parameters as a checkpoint that this engine and transformers load, with the
         engine's tokenizer.
@@ -223,6 +233,8 @@ class PolicyModel(ScoringModule):
             folder: a new one.
             dtype: of the tensors; None: each as the engine holds it, so that an engine on the
                 checkpoint has the bits of `publish`.
+            masters: also save the parameters in their own dtype (float32, say), in the subfolder
+                `masters`. `load_masters` reads them, so that a run resumes without a rounding.
 
         Raises `ConfigError` for a folder that holds a model, and for a model whose checkpoints hold
         more than the text's tensors.
@@ -233,6 +245,21 @@ class PolicyModel(ScoringModule):
         weights = {name: param.detach().to(dtypes[name]) for name, param in self.named_parameters()}
         weights = as_stored(weights, self.engine.spec, self._table)
         save_checkpoint(Path(folder), self.engine.model_folder, weights, dtype or own.dtype)
+        if masters:
+            save_masters(Path(folder), dict(self.named_parameters()))
+
+    def load_masters(self, folder: str | os.PathLike[str]) -> None:
+        """Set the parameters to those of `save_pretrained(folder, masters=True)`, bit for bit. The
+        engine serves them after `publish`.
+
+        Raises `ConfigError` or `ModelLoadError`, with nothing changed, for a folder without master
+        weights, and for those of another model or dtype.
+        """
+        own = dict(self.named_parameters())
+        saved = load_masters(Path(folder), own)
+        with torch.no_grad():
+            for name, param in own.items():
+                param.copy_(saved[name])
 
     def close(self) -> None:
         """Give the engine's memory back that logprobs are computed in. The parameters and `publish`
