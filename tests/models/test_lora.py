@@ -48,7 +48,7 @@ def with_adapter(oracle: Any, folder: Path, out: Path, **settings: Any) -> Any:
     for name, tensor in model.state_dict().items():
         if "lora_" in name:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
-    model.save_pretrained(out, save_embedding_layers=False)
+    model.save_pretrained(out)
     return model.eval()
 
 
@@ -80,6 +80,51 @@ def test_an_adapter_agrees_with_peft(tmp_path: Path, family: str) -> None:
             found, expected = torch.tensor(sample.prompt_logprobs[1:]), logprobs(model, ids)
             assert (found - expected).abs().max() < TOLERANCE
             assert (found - without).abs().max() > NOTICED  # it is no idle adapter
+
+
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
+)
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_an_adapter_of_experts_is_rejected_with_the_setting_that_works(
+    tmp_path: Path, family: str
+) -> None:
+    """PEFT's "all-linear" adapts experts too; with the setting that the error names it does not."""
+    case = CASES[family]
+
+    def saved(targets: Any, name: str) -> Path:
+        oracle = strong_model(tmp_path, case.class_name, **case.config)
+        model = get_peft_model(oracle, LoraConfig(r=4, target_modules=targets))
+        model.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    every = saved("all-linear", "every")
+    options: dict[str, Any] = {"kv_cache_memory": 2**24, "device": "cpu", "max_loras": 1}
+    with InferenceEngine(EngineConfig(str(tmp_path), backend=case.backend, **options)) as engine:
+        with pytest.raises(AdapterError, match=r"takes no adapter in .*; train with target") as no:
+            engine.load_adapter("own", every)
+        setting = str(no.value).partition("target_modules=")[2].removesuffix(".")
+        engine.load_adapter("own", saved(json.loads(setting), "some"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_saved_with_its_adapter_must_be_the_models(tmp_path: Path, tied: bool) -> None:
+    oracle = strong_model(tmp_path, "LlamaForCausalLM", tie_word_embeddings=tied)
+    model = get_peft_model(oracle, LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    model.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / WEIGHTS
+    tensors = load_file(path)
+    (base,) = (name for name in tensors if "base_layer" in name)
+    options: dict[str, Any] = {"kv_cache_memory": 2**24, "device": "cpu", "max_loras": 1}
+    for dtype in ("float32", "bfloat16"):
+        with InferenceEngine(EngineConfig(str(tmp_path), dtype=dtype, **options)) as engine:
+            engine.load_adapter("own", tmp_path / "adapter")
+            for changed in (tensors[base] * 1.5, tensors[base][1:]):
+                with pytest.raises(AdapterError, match=r"has other numbers than the model's head"):
+                    engine.load_adapter("own", {**tensors, base: changed}, LoraSettings(4))
+            engine.update_weights(engine.weight_sync.state_dict())
+            engine.load_adapter("own", tmp_path / "adapter")
 
 
 @pytest.fixture

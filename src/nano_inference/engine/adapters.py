@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,13 +23,16 @@ from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.loading import read_tensors
 from nano_inference.models.lora import (
+    BASE,
     AdapterMemory,
     LoraSettings,
     Pair,
     pairs_of,
     read_folder,
     settings_of,
+    split_head,
 )
+from nano_inference.models.weights import as_held, named_slots, param_table, read
 from nano_inference.ops.lora import Adapter, LoraPart
 from nano_inference.options import is_whole
 from nano_inference.types import AdapterInfo, KvPolicy
@@ -73,7 +77,10 @@ class Adapters:
             folder = str(source)
             tensors, config = read_folder(Path(folder))
             settings = settings or settings_of(config)
+        tensors, head = split_head(tensors)
         pairs = pairs_of(tensors, settings, self._model.part.whole, self._most_rank)
+        if head is not None:
+            self._require_own_head(head)
         return self.take(name, pairs, version, kv_policy, folder)
 
     def load_file(
@@ -192,6 +199,23 @@ class Adapters:
         self._newest[info.name] = info.version
         self._infos[info.name] = info
         return info
+
+    def _require_own_head(self, head: Tensor) -> None:
+        """Raise `AdapterError` for another head than the model's."""
+        slot = named_slots(param_table(self._model.part.whole))["lm_head.weight"]
+        with self._shared.lock:
+            if self._shared.has_no_weights():
+                return
+            own = self._model.params
+            is_own = head.shape == slot.shape and torch.equal(
+                read(own, slot), as_held(own, slot, head)
+            )
+        if not is_own:
+            raise AdapterError(
+                f"lm_head{BASE} has other numbers than the model's head; load the base model that "
+                "the adapter was trained with, or save the adapter with "
+                "save_embedding_layers=False."
+            )
 
     def _require_apart(self, name: str) -> None:
         """Raise `AdapterError` for an adapter that is part of the weights, or about to be. With the

@@ -2,6 +2,7 @@
 decoder's parameters.
 """
 
+import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTED = ("qkv", "o", "gate_up", "up", "down", "mix_in", "mix_out", "q_a", "q_b", "kv_a")
 MOST_RANK = 256
 PREFIX = "base_model.model."
+BASE = ".base_layer.weight"
 # what stands before a layer of a language model
 _OUTER = (
     "",
@@ -219,6 +221,17 @@ def _ending(pattern: str) -> str:
     return ending
 
 
+def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Split off the head's own weight, which PEFT saves with an adapter of the head by default
+    (`save_embedding_layers="auto"`).
+    """
+    pairs, head = dict(tensors), None
+    for name in tensors:
+        if name.endswith(BASE) and within(name.removesuffix(BASE)) == "lm_head":
+            head = pairs.pop(name)
+    return pairs, head
+
+
 def pairs_of(
     tensors: Mapping[str, Tensor], settings: LoraSettings, spec: ModelSpec, most_rank: int
 ) -> dict[str, Pair]:
@@ -252,6 +265,18 @@ def pairs_of(
     return found
 
 
+def peft_setting(spec: ModelSpec) -> str:
+    """Return the setting of `LoraConfig` that adapts all that takes an adapter, but the head.
+
+    Where a model has experts, PEFT adapts them too if it is given "all-linear" or a projection of
+    its dense layers; so these are left out.
+    """
+    targets = targets_of(spec).values()
+    dense = [each for each in targets if spec.moe is None or ".mlp." not in each.module]
+    kinds = sorted({each.kind for each in dense} - {"lm_head"})
+    return f"target_modules={json.dumps(kinds)}"
+
+
 @lru_cache(maxsize=8)
 def _by_place(names: tuple[str, ...], spec: ModelSpec) -> Mapping[str, tuple[str, str]]:
     """The names of A and B of each module, in the model's order."""
@@ -261,7 +286,7 @@ def _by_place(names: tuple[str, ...], spec: ModelSpec) -> Mapping[str, tuple[str
         if (place := within(module)) is None or place not in targets:
             raise AdapterError(
                 f"{name!r} adapts {module.removeprefix(PREFIX)!r}, which takes no adapter in "
-                f"{spec.architecture}."
+                f"{spec.architecture}; train with {peft_setting(spec)}."
             )
         if half in halves.setdefault(place, {}):
             raise AdapterError(f"{name!r} is there twice.")

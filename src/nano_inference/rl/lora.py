@@ -32,6 +32,7 @@ from nano_inference.models.lora import (
     pairs_of,
     read_folder,
     settings_of,
+    split_head,
     within,
 )
 from nano_inference.models.weights import numbers_of, param_table
@@ -162,6 +163,7 @@ class LoraPolicy(ScoringModule):
         `AdapterError`, with nothing changed.
         """
         tensors, config = read_folder(Path(folder))
+        tensors, _ = split_head(tensors)
         spec, most = self.engine.spec, self.engine.config.max_lora_rank
         pairs = pairs_of(tensors, settings_of(config), spec, most)
         own = self._pairs()
