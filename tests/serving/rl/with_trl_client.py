@@ -2,8 +2,8 @@
 what it saw as JSON.
 
 `python with_trl_client.py URL MODEL_FOLDER`. TRL wants a package named `vllm`, of which it takes
-the trainer's half of the weight transfer; the one made here meets the server in an ordinary gloo
-group, so that the real bytes travel.
+the trainer's half of the weight transfer; `examples/vllm_gloo.py` stands in for it and meets the
+server in an ordinary gloo group, so that the real bytes travel.
 """
 # pyright: reportMissingImports=false
 
@@ -11,82 +11,23 @@ import hashlib
 import json
 import sys
 import threading
-import types
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import requests
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+import vllm_gloo
 
 URL, FOLDER = sys.argv[1:3]
 PROMPTS = [[5, 6, 7], [8, 9]]
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
-
-
-class Communicator:
-    """What vLLM calls a group; TRL lets it go by taking its store and socket away."""
-
-    def __init__(self) -> None:
-        self.group = types.SimpleNamespace(store=None, socket=None)
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        dist.broadcast(tensor, src)
-
-
-def trainer_init(info: dict[str, Any]) -> Communicator:
-    address = f"tcp://{info['master_address']}:{info['master_port']}"
-    size, patience = info["world_size"], timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=size, timeout=patience)
-    return Communicator()
-
-
-def producer(
-    iterator: Iterator[tuple[str, Tensor]],
-    group: Communicator,
-    src: int,
-    post_iter_func: Callable[[tuple[str, Tensor]], Tensor],
-) -> None:
-    """vLLM's packed format; all of a small model is one run."""
-    flat = [
-        post_iter_func(item).detach().contiguous().view(-1).view(torch.uint8) for item in iterator
-    ]
-    group.broadcast(torch.cat(flat), src)
-
-
-def pretend_vllm() -> None:
-    parts: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.31.0"}
-        | dict.fromkeys(("LLM", "RequestOutput", "SamplingParams"), object),
-        "vllm.sampling_params": {"StructuredOutputsParams": object},
-        "vllm.utils": {},
-        "vllm.utils.network_utils": {"get_ip": lambda: "127.0.0.1", "get_open_port": free_port},
-        "vllm.distributed": {},
-        "vllm.distributed.weight_transfer": {},
-        "vllm.distributed.weight_transfer.nccl_common": {"trainer_init": trainer_init},
-        "vllm.distributed.weight_transfer.packed_tensor": {
-            "packed_nccl_broadcast_producer": producer
-        },
-    }
-    for name, content in parts.items():
-        module = types.ModuleType(name)
-        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
-        vars(module).update(content)
-        sys.modules[name] = module
-
-
-pretend_vllm()
+vllm_gloo.install()
 
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
@@ -187,7 +128,7 @@ def update_in_flight() -> dict[str, Any]:
 
 torch.set_num_threads(1)
 PartialState(cpu=True)  # TRL's logging asks for it
-client = VLLMClient(base_url=URL, group_port=free_port(), connection_timeout=10)
+client = VLLMClient(base_url=URL, group_port=vllm_gloo.free_port(), connection_timeout=10)
 seen = {"info": client.get_server_info(), "model": client.model} | sampling(client)
 seen |= {"updates": whole_update(client), "in_flight": update_in_flight()}
 print(json.dumps(seen))
