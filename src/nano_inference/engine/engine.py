@@ -570,6 +570,11 @@ class InferenceEngine:
             mode: `"keep"`: requests stop where they are and go on later, token for token; `"wait"`:
                 they finish first, newcomers are held; `"abort"`: they end now, and their partial
                 samples are returned.
+
+        Until `resume`, calls of other threads and tasks that wait for samples or for an update wait
+        on. A call that would wait for its own caller raises `InvalidRequest` or
+        `WeightUpdateError`, also in the middle of a `generate` whose consumer pauses. A pause that
+        Ctrl-C interrupts pauses nothing.
         """
         return self.shared.pause(mode) or []
 

@@ -24,18 +24,20 @@ def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Gen
     """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is
     left.
 
-    While another thread has paused the engine it waits.
+    While another caller has paused the engine it waits. Raises `InvalidRequest` if its own caller
+    has, at the start or between two deltas.
     """
     left = sum(request.width for request in requests)
     arrived: deque[Delta] = deque()
     show = progress_of(progress, left, engine.loop)
     request_ids = [request.request_id for request in requests]
+    engine.require_not_paused_by_me()
     engine.open(requests, arrived.append)
     try:
         for request in requests:
             engine.enqueue(request)
         while left:
-            if not arrived and not engine.advance_or_wait(PATIENCE) and not arrived:
+            if not arrived and not _advance(engine) and not arrived:
                 raise RuntimeError(f"{left} samples were lost: a bug of the engine.")
             while arrived:
                 delta = arrived.popleft()
@@ -45,6 +47,15 @@ def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Gen
     finally:
         show.close()
         engine.abandon(request_ids)
+
+
+def _advance(engine: SharedLoop) -> bool:
+    """Step or wait, as `SharedLoop.advance_or_wait`. Raises `InvalidRequest` if who takes the
+    deltas, or a function that it gave, has paused the engine meanwhile.
+    """
+    if not engine.has_work():
+        engine.require_not_paused_by_me()
+    return engine.advance_or_wait(PATIENCE)
 
 
 def in_order(deltas: Iterable[Delta], request_ids: list[int]) -> list[TrainingSample]:
