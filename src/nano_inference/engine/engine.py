@@ -108,7 +108,7 @@ class InferenceEngine:
         self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
         if self.drafter is not None:
             if lockstep is None:
-                self.drafter.costs = measure_costs(self.loop, self.max_model_len)
+                self.drafter.costs = measure_costs(self.loop, self.runner, self.max_model_len)
             self.loop.drafter = self.drafter
         # last: an engine that could not be built would leave its files
         self.kept_files = self._make_kept_files(lockstep is not None)
