@@ -280,10 +280,17 @@ class SharedLoop:
         """
         if not self.has_work():
             self._await_grammar(PATIENCE)
-        self.advance()
+        try:
+            self.advance()
+        except EngineDead as problem:
+            problem.samples = (*problem.samples, *self._take_unclaimed())
+            raise
+        return self._take_unclaimed()
+
+    def _take_unclaimed(self) -> list[TrainingSample]:
         with self.lock:
-            kept, self._unclaimed = self._unclaimed, []
-        return kept
+            taken, self._unclaimed = self._unclaimed, []
+        return taken
 
     def advance(self) -> None:
         """Run one step and hand its samples to those who wait for them; `step` returns the
@@ -705,24 +712,29 @@ class SharedLoop:
         A request whose sink raises is aborted at the next step boundary.
         """
         self.loop.audit()
-        streamed, self.loop.streamed = self.loop.streamed, []
-        queue_times, self.loop.queue_times = self.loop.queue_times, []
-        self.delivery.note(queue_times)
-        self._unclaimed += self.delivery.hand_out(streamed, samples)
+        self._hand_out(samples)
         if self.delivery.broken:
             self.post(Abort(frozenset(self.delivery.broken)))
             self.delivery.broken.clear()
 
+    def _hand_out(self, samples: list[TrainingSample]) -> None:
+        streamed, self.loop.streamed = self.loop.streamed, []
+        queue_times, self.loop.queue_times = self.loop.queue_times, []
+        self.delivery.note(queue_times)
+        self._unclaimed += self.delivery.hand_out(streamed, samples)
+
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
         """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the
-        engine is dead.
+        engine is dead. Samples that ended before are whole, and are delivered first.
         """
         self.require_alive()
         try:
             return run()
         except Exception as problem:
+            self._hand_out(self.loop.take())
             self._fail(self._explain(problem), problem)
         except BaseException as problem:  # Ctrl-C: what was published may never be computed now
+            self._hand_out(self.loop.take())
             self._interrupted("a step", problem)
             raise
 
