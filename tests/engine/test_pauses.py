@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from nano_inference import (
     WeightUpdateError,
 )
 from nano_inference.engine.gate import Gate, Stepping
+from nano_inference.engine.shared_loop import FairLock
 from nano_inference.engine.sleeping import Sleep
 from tests.engine.test_control import PATIENCE, drawn, same
 from tests.engine.weight_cases import NEW, PROMPT, Build, drain, until
@@ -338,3 +341,40 @@ def test_pauses_of_two_engines_are_both_remembered(build: Build) -> None:
     one.pause()
     with pytest.raises(WeightUpdateError, match="would wait for requests that are paused"):
         one.update_weights(NEW, blocking=True, kv_policy="wait")
+
+
+# -- Ctrl-C beside the lock ------------------------------------------------------------------------
+
+
+def interrupted_at(event: int, act: Callable[[], object]) -> bool:
+    """Call `act` with Ctrl-C after so many calls of built-in functions, where CPython looks for
+    signals; returns whether it came to that.
+    """
+    seen = 0
+
+    def profile(_: Any, kind: str, __: Any) -> None:
+        nonlocal seen
+        seen += kind == "c_return"
+        if kind == "c_return" and seen == event:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_fair_lock_is_free_after_an_interrupted_acquire(blocking: bool) -> None:
+    for event in range(1, 20):
+        lock = FairLock()
+        if not interrupted_at(event, partial(lock.acquire, blocking)):
+            break
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(lock.acquire, False).result(PATIENCE), f"leaked at event {event}"
+    assert event > 2, "it was interrupted"

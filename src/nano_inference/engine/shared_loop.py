@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, get_args
@@ -41,8 +42,9 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._lock = threading.Lock()
+        # Both know their thread: a signal may come when one is taken and nothing says so yet.
+        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._owner: int | None = None
         self._depth = 0
 
@@ -52,16 +54,28 @@ class FairLock:
         """
         me = threading.get_ident()
         if self._owner != me:
-            if not self._turn.acquire(blocking):
-                return False
             try:
-                if not self._lock.acquire(blocking):
+                if not self._take(blocking):
                     return False
-            finally:
-                self._turn.release()
+            except BaseException:  # Ctrl-C, before one of them was taken or after
+                for taken in (self._lock, self._turn):
+                    with suppress(RuntimeError):  # it was not
+                        taken.release()
+                raise
             self._owner = me
         self._depth += 1
         return True
+
+    def _take(self, blocking: bool) -> bool:
+        if not blocking:
+            if not self._turn.acquire(blocking=False):
+                return False
+            try:
+                return self._lock.acquire(blocking=False)
+            finally:
+                self._turn.release()
+        with self._turn:  # which a signal cannot cut in two
+            return self._lock.acquire()
 
     def release(self) -> None:
         """Give it back. Raises `RuntimeError` if another thread has it, or none."""
@@ -296,7 +310,7 @@ class SharedLoop:
         """Run one step and hand its samples to those who wait for them; `step` returns the
         others.
         """
-        with self.lock, HeldInterrupts():
+        with HeldInterrupts(), self.lock:
             self._deliver(self._guarded(self.loop.step))
 
     def advance_or_wait(self, patience: float) -> bool:
@@ -316,7 +330,7 @@ class SharedLoop:
 
     def handle(self) -> None:
         """Take in the messages, without a step."""
-        with self.lock, HeldInterrupts():
+        with HeldInterrupts(), self.lock:
             self._deliver(self._guarded(self.loop.handle))
 
     def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
