@@ -185,6 +185,8 @@ class WeightSyncManager:
             error = _as_refusal(problem)
             undo()
             self._close(session, error)
+            if error is problem:
+                raise
             raise error from problem
         if session.update.error is not None:  # cancelled meanwhile
             raise session.update.error

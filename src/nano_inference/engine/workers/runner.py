@@ -201,7 +201,10 @@ class RankedRunner(ModelRunner):
         try:
             return run()
         except RankLost as problem:
-            raise self.worker_group.explain(problem) from problem
+            lost = self.worker_group.explain(problem)
+            if lost is problem:
+                raise
+            raise lost from problem
 
 
 class RankedSleep(Sleep):
