@@ -2,10 +2,7 @@
 `NanoInferenceError`.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from nano_inference.types import TrainingSample
+from typing import Any
 
 
 class NanoInferenceError(Exception):
@@ -74,14 +71,14 @@ class EngineDead(NanoInferenceError):
     Attributes:
         public: the reason as strangers may hear it, without the text of an exception, which may
             hold a path or what another client has asked. Empty: they may hear none.
-        samples: the samples that had ended and that the failed call (`generate` without `stream`,
-            or `step`) would have returned.
+        samples: every `TrainingSample` that had ended and that the failed call (`generate` without
+            `stream`, or `step`) would have returned.
     """
 
     def __init__(self, message: str, public: str = "") -> None:
         super().__init__(message)
         self.public = public
-        self.samples: tuple[TrainingSample, ...] = ()
+        self.samples: tuple[Any, ...] = ()
 
 
 class RankLost(NanoInferenceError):

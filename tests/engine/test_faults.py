@@ -325,7 +325,8 @@ SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 def failing_with_a_sample(build: Build, steps: int = 4) -> InferenceEngine:
     """An engine whose fourth step takes in the third token of a sample, and then fails."""
     engine = build(lookahead=1)
-    engine.loop.runner = Device(engine.runner, "sample", FAULTS["access"], steps)
+    device: Any = Device(engine.runner, "sample", FAULTS["access"], steps)
+    engine.loop.runner = device
     return engine
 
 

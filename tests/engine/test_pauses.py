@@ -371,6 +371,7 @@ def interrupted_at(event: int, act: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_fair_lock_is_free_after_an_interrupted_acquire(blocking: bool) -> None:
+    event = 0
     for event in range(1, 20):
         lock = FairLock()
         if not interrupted_at(event, partial(lock.acquire, blocking)):
