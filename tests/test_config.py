@@ -1,9 +1,13 @@
 import dataclasses
+import inspect
+import re
 from typing import Any
 
 import pytest
 
 from nano_inference import ConfigError, EngineConfig, NanoInferenceError, SchedulerConfig
+from nano_inference.serving.config import ServerConfig
+from nano_inference.training_service.config import TrainServiceConfig
 
 COUNTS = [
     "block_size",
@@ -164,3 +168,13 @@ def test_stages_decide_the_lookahead() -> None:
     for options in ({"lookahead": 0}, {"pipeline_parallel": 3, "lookahead": 1}):
         with pytest.raises(ConfigError, match="leave it out"):
             make(**({"pipeline_parallel": 2} | options))
+
+
+@pytest.mark.parametrize(
+    "config", [EngineConfig, SchedulerConfig, ServerConfig, TrainServiceConfig]
+)
+def test_config_docstring_names_its_own_fields(config: Any) -> None:
+    _, _, attributes = inspect.cleandoc(config.__doc__).partition("Attributes:\n")
+    lines = re.findall(r"^    (\w[\w, ]*): ", attributes, re.MULTILINE)
+    documented = sorted(name for line in lines for name in line.split(", "))
+    assert documented == sorted(field.name for field in dataclasses.fields(config))

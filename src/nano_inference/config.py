@@ -42,11 +42,6 @@ class SchedulerConfig:
             running set: then the oldest requests come first, and the samples of one go on evenly.
         block_size: tokens in a KV block.
         max_chunk_tokens: tokens of one sequence in a step, or None for no limit but the step's.
-        cpu_sums: in which order the CPU kernels add up products of bfloat16. `"pairs"`: the same
-            bits on every processor. `"tiles"`: as the matrix instructions of Intel's servers (AMX)
-            do it, on which it is several times faster; other processors compute the same bits more
-            slowly, with kernels that a compiler has to build. `"auto"`: tiles where there is AMX,
-            else pairs. Samples say which (`TrainingSample.numerics`).
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
         groups: groups of sequences that take turns, as many as steps are on their way at once: the
@@ -121,6 +116,11 @@ class EngineConfig:
             `"flashinfer"` (a package of its own) to CUDA's. `"flex"`: torch's flex_attention,
             compiled for a handful of shapes as they come up (seconds each; on a CPU it needs a C++
             compiler). Neither it nor FlashInfer keeps schedule invariance.
+        cpu_sums: in which order the CPU kernels add up products of bfloat16. `"pairs"`: the same
+            bits on every processor. `"tiles"`: as the matrix instructions of Intel's servers (AMX)
+            do it, on which it is several times faster; other processors compute the same bits more
+            slowly, with kernels that a compiler has to build. `"auto"`: tiles where there is AMX,
+            else pairs. Samples name the order (`TrainingSample.numerics`).
         enable_prefix_caching: let a new sequence start from blocks that an earlier one computed.
         enable_chunked_prefill: let a prompt be computed over several steps.
         lookahead: steps planned before the last one's tokens are known: 0 or 1. None: 0 on a CPU, 1

@@ -2,6 +2,8 @@
 `NanoInferenceError`.
 """
 
+from typing import Any
+
 
 class NanoInferenceError(Exception):
     """Base of every error that the engine raises on purpose."""
@@ -69,11 +71,14 @@ class EngineDead(NanoInferenceError):
     Attributes:
         public: the reason as strangers may hear it, without the text of an exception, which may
             hold a path or what another client has asked. Empty: they may hear none.
+        samples: every `TrainingSample` that had ended and that the failed call (`generate` without
+            `stream`, or `step`) would have returned.
     """
 
     def __init__(self, message: str, public: str = "") -> None:
         super().__init__(message)
         self.public = public
+        self.samples: tuple[Any, ...] = ()
 
 
 class RankLost(NanoInferenceError):

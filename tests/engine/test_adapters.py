@@ -1,5 +1,7 @@
 """Adapters of an engine: updates while requests run, unloads, limits."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +98,23 @@ def test_a_new_version_leaves_those_that_have_begun_alone(
     assert new.adapter_versions == (VersionSpan(2, 0, 12),)
     assert new.logprobs != old.logprobs
     assert new.cached_tokens == 0  # blocks of the old version match for nobody
+
+
+def test_unload_frees_the_matrices_once_the_last_request_has_ended(
+    engine: InferenceEngine, folder: Path
+) -> None:
+    engine.load_adapter("own", matrices(folder, 1))
+    loaded = engine.loop.sequences.adapters["own"]
+    assert isinstance(loaded, Adapter)
+    adapter = weakref.ref(loaded)
+    del loaded
+    begun(engine)
+    engine.unload_adapter("own")
+    gc.collect()
+    assert adapter() is not None, "a request still uses it"
+    rest(engine)
+    gc.collect()
+    assert adapter() is None
 
 
 def test_recompute_goes_on_under_the_new_version_alone(

@@ -113,7 +113,9 @@ def test_generate_waits_for_another_threads_resume(build: Build) -> None:
 def test_who_paused_cannot_wait_for_itself(build: Build) -> None:
     engine = build()
     engine.pause()
-    with pytest.raises(InvalidRequest, match="paused, by this thread"):
+    with pytest.raises(
+        InvalidRequest, match="this thread paused the engine and would now wait for itself"
+    ):
         engine.generate(PROMPT, drawn())
     engine.add_request(PROMPT, drawn())
     engine.resume()

@@ -2,6 +2,7 @@
 can be put away.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nano_inference import (
+    AsyncInferenceEngine,
     EngineConfig,
     EngineDead,
     InferenceEngine,
@@ -20,7 +22,8 @@ from nano_inference import (
 from nano_inference.engine.device import DeviceHangs, is_device_failure
 from nano_inference.engine.shared_loop import why_dead
 from nano_inference.engine.sleeping import Sleep
-from tests.engine.weight_cases import Build
+from nano_inference.engine.weights.update import WeightUpdate
+from tests.engine.weight_cases import NEW, Build, until
 
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
 ILLEGAL = (
@@ -312,3 +315,114 @@ def test_what_is_the_devices_fault_and_what_to_change() -> None:
         "a step failed: ValueError: /home",
         "a step failed: ValueError",
     )
+
+
+# -- what ended before -----------------------------------------------------------------------------
+
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+def failing_with_a_sample(build: Build, steps: int = 4) -> InferenceEngine:
+    """An engine whose fourth step takes in the third token of a sample, and then fails."""
+    engine = build(lookahead=1)
+    device: Any = Device(engine.runner, "sample", FAULTS["access"], steps)
+    engine.loop.runner = device
+    return engine
+
+
+def step_until_dead(engine: InferenceEngine) -> None:
+    while True:
+        assert engine.step() == []
+
+
+def test_step_that_fails_delivers_finished_samples_to_sinks(build: Build) -> None:
+    engine = failing_with_a_sample(build)
+    finished: list[Any] = []
+    for params in (SHORT, PARAMS):
+        engine.submit([5, 6, 7], params, 1, lambda delta: finished.append(delta), stream=False)
+    with pytest.raises(EngineDead, match="illegal memory"):
+        step_until_dead(engine)
+    assert [delta.finished.finish_reason for delta in finished] == ["length"]
+    assert len(finished[0].finished.completion_tokens) == 3
+
+
+def test_step_that_fails_raises_with_finished_samples(build: Build) -> None:
+    engine = failing_with_a_sample(build)
+    request_id = engine.add_request([5, 6, 7], SHORT)
+    engine.add_request([5, 6, 7], PARAMS)
+    with pytest.raises(EngineDead, match="illegal memory") as raised:
+        step_until_dead(engine)
+    (sample,) = raised.value.samples
+    assert sample.request_id == request_id
+    assert sample.finish_reason == "length"
+    with pytest.raises(EngineDead) as again:
+        engine.step()
+    assert not again.value.samples, "each is returned once"
+
+
+def test_generate_returns_if_all_its_samples_ended_before_a_step_failed(build: Build) -> None:
+    engine = failing_with_a_sample(build)
+    engine.add_request([5, 6, 7], PARAMS)
+    (sample,) = engine.generate([5, 6, 7], SHORT)
+    assert sample.finish_reason == "length"
+    with pytest.raises(EngineDead):
+        engine.generate([5, 6, 7], SHORT)
+
+
+def test_generate_raises_with_finished_samples(build: Build) -> None:
+    engine = failing_with_a_sample(build, steps=10)
+    middle = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with pytest.raises(EngineDead) as raised:
+        engine.generate([[5, 6], [5, 6, 7], [7]], [middle, PARAMS, SHORT])
+    assert [len(sample.completion_tokens) for sample in raised.value.samples] == [5, 3]
+    cause = raised.value.__cause__
+    assert cause is not None
+    assert is_device_failure(cause)  # type: ignore[arg-type]
+
+
+def test_stream_yields_what_ended_before_a_step_failed(build: Build) -> None:
+    engine = failing_with_a_sample(build)
+    deltas: list[Any] = []
+    stream = engine.generate([[5, 6, 7], [5, 6]], [SHORT, PARAMS], stream=True)
+    with pytest.raises(EngineDead, match="illegal memory"):
+        deltas.extend(stream)
+    tokens = [token for delta in deltas if delta.request_id == 0 for token in delta.token_ids]
+    (sample,) = [delta.finished for delta in deltas if delta.finished is not None]
+    assert tuple(tokens) == sample.completion_tokens
+    assert len(tokens) == 3
+
+
+def test_async_generate_returns_if_its_sample_ended_before_a_step_failed(build: Build) -> None:
+    engine = failing_with_a_sample(build)
+
+    async def main() -> list[Any]:
+        async with AsyncInferenceEngine(engine) as a:
+            engine.pause()
+            calls = [asyncio.create_task(a.generate([5, 6, 7], each)) for each in (SHORT, PARAMS)]
+            await until(lambda: len(engine.loop.sequences.by_id) == 2)
+            engine.resume()
+            return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE)
+
+    (sample,), problem = asyncio.run(main())
+    assert sample.finish_reason == "length"
+    assert isinstance(problem, EngineDead)
+
+
+def test_update_that_fails_in_writing_delivers_finished_samples(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update retires the step in flight, whose sample has ended."""
+    engine = build(lookahead=1)
+    request_id = engine.add_request([5, 6, 7], SHORT)
+    for _ in range(3):
+        assert engine.step() == []
+    assert engine.loop.in_flight
+
+    def write_to(*_: Any) -> None:
+        raise FAULTS["access"]()
+
+    monkeypatch.setattr(WeightUpdate, "write_to", write_to)
+    engine.update_weights(NEW)
+    with pytest.raises(EngineDead) as raised:
+        engine.step()
+    assert [sample.request_id for sample in raised.value.samples] == [request_id]

@@ -50,7 +50,8 @@ def engine(build: Build) -> InferenceEngine:
 def wait_until_waited_for(lock: FairLock) -> None:
     """Return when another thread stands in line for the lock."""
     deadline = time.monotonic() + PATIENCE
-    while not lock._turn.locked():
+    while lock._turn.acquire(blocking=False):  # else the thread in line has it
+        lock._turn.release()
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

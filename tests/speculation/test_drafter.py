@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, SchedulerConfig
+from nano_inference.engine.draft_sources import GUESSED
 from nano_inference.scheduling.sequence import CheckedRequest, Sequence, Sequences, SequenceStatus
 from nano_inference.speculation.costs import StepCosts
 from nano_inference.speculation.drafter import Drafter
@@ -232,6 +233,39 @@ def test_an_engine_measures_what_steps_cost(model: Path) -> None:
         assert (stats.num_steps, stats.completion_tokens) == (0, 0)
         engine.loop.check()
         assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_stats_begin_at_zero_after_costs_were_measured(model: Path) -> None:
+    with engine_of(model) as plain, engine_of(model, speculation="auto") as engine:
+        assert engine.drafter is not None
+        assert engine.drafter.costs is not None
+        assert engine.drafter.costs is not GUESSED, "steps were computed"
+        apart = {"speculation": None, "ranks_busy": (), "ranks_waiting": ()}
+        assert replace(engine.stats(), **apart) == replace(plain.stats(), **apart)
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert engine.stats().prompt_tokens_computed == 3
+
+
+def test_stats_can_be_read_while_a_step_adds_a_source() -> None:
+    """The thread that steps gets its turn between two sources."""
+    drafter = Drafter([])
+    drafter._tell("one", 1, 1)
+    drafter._tell("two", 1, 1)
+    names = iter("abcdefgh")
+
+    class Reading(list[int]):
+        """The counts of a source, which take long to copy."""
+
+        def __iter__(self) -> Iterator[int]:
+            drafter._tell(next(names), 2, 1)
+            return super().__iter__()
+
+    for counts in (drafter._drafted, drafter._accepted):
+        for name in counts:
+            counts[name] = Reading(counts[name])
+    stats = drafter.stats()
+    assert stats.drafted["one"] == stats.drafted["two"] == (1,)
+    assert stats.accepted.keys() == stats.drafted.keys()
 
 
 @pytest.mark.parametrize("has_reference", [False, True])

@@ -132,11 +132,11 @@ class _AnyDrafts:
         return 0
 
 
-def measure_costs(loop: EngineLoop, max_model_len: int) -> StepCosts:
+def measure_costs(loop: EngineLoop, runner: ModelRunner, max_model_len: int) -> StepCosts:
     """Run steps of one sequence with drafts that are thrown away, and time them.
 
-    Nothing may run yet. Steps are those of the engine, on its own cache; its counters are not
-    touched.
+    Nothing may run yet. Steps are those of the engine, on its own cache; its counters of tokens and
+    steps are 0 afterwards.
     """
     found: dict[int, float] = {}
     _seconds(loop, 1)  # what the first steps do once is no cost of a row
@@ -147,6 +147,7 @@ def measure_costs(loop: EngineLoop, max_model_len: int) -> StepCosts:
         room = min(max_model_len, loop.cache.num_blocks * loop.cache.block_size)
         if PROMPT + TRIES + rows < room and rows <= loop.config.max_tokens_per_batch:
             found[rows] = _seconds(loop, rows)
+    runner.restart_counters()
     sizes = sorted(found)
     return StepCosts(sizes, [found[rows] for rows in sizes]) if sizes else GUESSED
 

@@ -3,6 +3,7 @@ out.
 """
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -74,44 +75,56 @@ class InferenceEngine:
             launcher: who starts the other ranks, where there are several (docs/parallelism.md);
                 None: this process.
             lockstep: with the engines that have the experts in common; None: it has them to itself.
+
+        Raises `ConfigError` or `ModelLoadError`, with every rank ended and the lockstep left.
         """
         self.config = config
-        parts = assemble_all(config, launcher, lockstep)
-        self.runner, self.model = parts.runner, parts.runner.models[POLICY]
-        self.spec = self.model.part.whole
-        self.numerics, self.memory_budget = parts.numerics, parts.memory_budget
-        self.model_folder, self.cache = parts.folder, parts.cache
-        self.max_model_len = self.memory_budget.max_model_len
-        lookahead = lookahead_of(config, self.model.device)
-        self.loop = EngineLoop(
-            self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint
-        )
-        if REFERENCE in self.runner.models:
-            self.loop.sequences.versions[REFERENCE] = 0
-        checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
-        self.intake = Intake(checks, self.loop.sequences, self.numerics.fingerprint, config.seed)
-        self.intake.take_routes = route_taker(self.model)
-        self.loop.start_grammar = self._start_grammar
-        self.shared = SharedLoop(self.loop, partial(why_dead, config=config, loop=self.loop))
-        self.blocks = BlockExchange(
-            self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
-        )
-        if lockstep is not None:
-            self.shared.join(lockstep, self.model.device)
-            self.runner.gate = lockstep
-        self._updates = Updates(self.model, self.runner, self.shared, self.memory_budget.workspace)
-        self.weight_sync = self._updates.manager
-        self.adapter_table = self._make_adapters()
-        self._merging = Merging(self.model, self._updates, self.shared)
-        self.runner.watch(self.shared)
-        self._draft_heads = parts.heads
-        self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
-        if self.drafter is not None:
-            if lockstep is None:
-                self.drafter.costs = measure_costs(self.loop, self.max_model_len)
-            self.loop.drafter = self.drafter
-        # last: an engine that could not be built would leave its files
-        self.kept_files = self._make_kept_files(lockstep is not None)
+        with ExitStack() as undo:  # of what a constructor that fails would leave behind
+            if lockstep is not None:
+                undo.callback(lockstep.close)
+            parts = assemble_all(config, launcher, lockstep)
+            undo.callback(parts.runner.close)
+            self.runner, self.model = parts.runner, parts.runner.models[POLICY]
+            self.spec = self.model.part.whole
+            self.numerics, self.memory_budget = parts.numerics, parts.memory_budget
+            self.model_folder, self.cache = parts.folder, parts.cache
+            self.max_model_len = self.memory_budget.max_model_len
+            lookahead = lookahead_of(config, self.model.device)
+            self.loop = EngineLoop(
+                self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint
+            )
+            if REFERENCE in self.runner.models:
+                self.loop.sequences.versions[REFERENCE] = 0
+            checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
+            self.intake = Intake(
+                checks, self.loop.sequences, self.numerics.fingerprint, config.seed
+            )
+            undo.callback(self.intake.grammars.close)
+            self.intake.take_routes = route_taker(self.model)
+            self.loop.start_grammar = self._start_grammar
+            self.shared = SharedLoop(self.loop, partial(why_dead, config=config, loop=self.loop))
+            self.blocks = BlockExchange(
+                self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
+            )
+            if lockstep is not None:
+                self.shared.join(lockstep, self.model.device)
+                self.runner.gate = lockstep
+            self._updates = Updates(
+                self.model, self.runner, self.shared, self.memory_budget.workspace
+            )
+            self.weight_sync = self._updates.manager
+            self.adapter_table = self._make_adapters()
+            self._merging = Merging(self.model, self._updates, self.shared)
+            self.runner.watch(self.shared)
+            self._draft_heads = parts.heads
+            self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
+            if self.drafter is not None:
+                if lockstep is None:
+                    self.drafter.costs = measure_costs(self.loop, self.runner, self.max_model_len)
+                self.loop.drafter = self.drafter
+            # last: an engine that could not be built would leave its files
+            self.kept_files = self._make_kept_files(lockstep is not None)
+            undo.pop_all()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -571,6 +584,11 @@ class InferenceEngine:
             mode: `"keep"`: requests stop where they are and go on later, token for token; `"wait"`:
                 they finish first, newcomers are held; `"abort"`: they end now, and their partial
                 samples are returned.
+
+        Until `resume`, calls of other threads and tasks that wait for samples or for an update wait
+        on. A call that would wait for its own caller raises `InvalidRequest` or
+        `WeightUpdateError`, also in the middle of a `generate` whose consumer pauses. A pause that
+        Ctrl-C interrupts pauses nothing.
         """
         return self.shared.pause(mode) or []
 

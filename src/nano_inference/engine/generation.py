@@ -2,13 +2,14 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
 
 from nano_inference.engine.loop import EngineLoop
 from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.errors import EngineDead
 from nano_inference.scheduling.sequence import Sequence
 from nano_inference.types import Delta, TrainingSample
 
@@ -24,19 +25,24 @@ def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Gen
     """Add requests and step until they have ended, yielding their deltas. Closing it aborts what is
     left.
 
-    While another thread has paused the engine it waits.
+    While another caller has paused the engine it waits. Raises `InvalidRequest` if its own caller
+    has, at the start or between two deltas.
     """
     left = sum(request.width for request in requests)
     arrived: deque[Delta] = deque()
+    dead: EngineDead | None = None
     show = progress_of(progress, left, engine.loop)
     request_ids = [request.request_id for request in requests]
+    engine.require_not_paused_by_me()
     engine.open(requests, arrived.append)
     try:
         for request in requests:
             engine.enqueue(request)
         while left:
-            if not arrived and not engine.advance_or_wait(PATIENCE) and not arrived:
-                raise RuntimeError(f"{left} samples were lost: a bug of the engine.")
+            if dead is not None:
+                raise dead
+            if not arrived:
+                dead = _advance(engine, arrived, left)
             while arrived:
                 delta = arrived.popleft()
                 left -= delta.finished is not None
@@ -47,11 +53,40 @@ def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Gen
         engine.abandon(request_ids)
 
 
+def _advance(engine: SharedLoop, arrived: Collection[Delta], left: int) -> EngineDead | None:
+    """Step, or wait a moment. Returns the error if the step ended the engine: the deltas that have
+    `arrived` come before it.
+
+    Raises `InvalidRequest` if the consumer of the deltas, or a function that it gave, has paused
+    the engine meanwhile.
+    """
+    if not engine.has_work():
+        engine.require_not_paused_by_me()
+    try:
+        goes_on = engine.advance_or_wait(PATIENCE)
+    except EngineDead as problem:
+        return problem
+    if not goes_on and not arrived:
+        raise RuntimeError(f"{left} samples were lost: a bug of the engine.")
+    return None
+
+
 def in_order(deltas: Iterable[Delta], request_ids: list[int]) -> list[TrainingSample]:
     """The samples that deltas end with: request by request, as these ids have them."""
     order = {request_id: place for place, request_id in enumerate(request_ids)}
-    samples = [delta.finished for delta in deltas if delta.finished is not None]
-    return sorted(samples, key=lambda sample: (order[sample.request_id], sample.sample_index))
+
+    def place_of(sample: TrainingSample) -> tuple[int, int]:
+        return order[sample.request_id], sample.sample_index
+
+    samples: list[TrainingSample] = []
+    try:
+        for delta in deltas:
+            if delta.finished is not None:
+                samples.append(delta.finished)
+    except EngineDead as problem:
+        problem.samples = tuple(sorted(samples, key=place_of))
+        raise
+    return sorted(samples, key=place_of)
 
 
 def texts(engine: SharedLoop, requests: list[Sequence]) -> Iterator[tuple[int, str]]:

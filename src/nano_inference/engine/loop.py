@@ -267,6 +267,8 @@ class EngineLoop:
         self.num_cached_tokens = 0
         self.num_leaked_blocks = 0  # when it was last without a sequence
         self.clock = StepClock()
+        # samples that ended and were not taken yet; those of a step that failed stay here
+        self.finished: list[TrainingSample] = []
         self.streamed: list[Delta] = []  # tokens of streaming sequences that were not taken yet
         # (request id, seconds) of those that left the queue: the same
         self.queue_times: list[tuple[int, float]] = []
@@ -292,13 +294,14 @@ class EngineLoop:
         finished.
         """
         lap = self.clock.lap
-        finished = self.handle()
+        self._handle()
         lap("handle")
         if self.paused:
             self._accompany()
-            return finished + self._retire(keep=0)
+            self._retire(keep=0)
+            return self.take()
         if self.kept_files is not None and len(self.kept_files):
-            finished += self._bring_back(self.kept_files)
+            self._bring_back(self.kept_files)
         live, pending = self.sequences, self._pending()
         drafts = self.drafter.propose(live, pending, self.config) if self.drafter else NO_DRAFTS
         decision = schedule(
@@ -317,7 +320,8 @@ class EngineLoop:
         lap("apply")
         if not decision.seq_ids:
             self._accompany()  # until the oldest is back, whose sequences can go on
-            return finished + self._retire(keep=len(self.in_flight) - 1)
+            self._retire(keep=len(self.in_flight) - 1)
+            return self.take()
         self.num_steps += 1
         self.runner.announce(decision, applied, live)
         chunks = self.batches.chunks(decision, applied.sampled, live)
@@ -328,7 +332,7 @@ class EngineLoop:
             watch(chunks, batches, result)
         lap("forward")
         # the last step's tokens are known before this one is drawn
-        finished += self._retire(keep=self.lookahead - 1)
+        self._retire(keep=self.lookahead - 1)
         try:
             tokens = self._draw(result, chunks)
         except Exception as problem:  # one sample's, maybe
@@ -339,19 +343,25 @@ class EngineLoop:
             )
             for seq, finish in failed:
                 if seq.status is not _FINISHED:  # its last token may have come meanwhile
-                    finished += self._end([seq], finish)
+                    self._end([seq], finish)
         lap("sample")
         scored = tuple(scored for batch in batches for scored in batch.scored)
         self.in_flight.append(Flight(tuple(chunks.sampled), chunks.behind, scored, tokens))
-        return finished + self._retire(keep=self.lookahead)
+        self._retire(keep=self.lookahead)
+        return self.take()
 
-    def _bring_back(self, files: Returning) -> list[TrainingSample]:
+    def take(self) -> list[TrainingSample]:
+        """Return the samples that ended and were not taken yet."""
+        taken, self.finished = self.finished, []
+        return taken
+
+    def _bring_back(self, files: Returning) -> None:
         """Let the cache have again what those newcomers begin with that this step will admit. What
         others begin with would be evicted again before they are.
         """
         if self._first_in_files(files, ()) is None:
-            return []
-        finished = self._retire(keep=0)  # what is in flight may still read what is free
+            return
+        self._retire(keep=0)  # what is in flight may still read what is free
         tried: set[int] = set()
         tables: list[list[int]] = []
         while (found := self._first_in_files(files, tried)) is not None:
@@ -361,7 +371,6 @@ class EngineLoop:
             tables.append(files.bring_back(seq.token_ids, seq.prefix, places))
         for table in tables:
             self.cache.deallocate(table)
-        return finished
 
     def _first_in_files(
         self, files: Returning, tried: Container[int]
@@ -400,41 +409,44 @@ class EngineLoop:
 
     def handle(self) -> list[TrainingSample]:
         """Take in the messages. Part of every step; callable between steps."""
+        self._handle()
+        return self.take()
+
+    def _handle(self) -> None:
         self.clock.start()
         self.cache.expire_kept()
-        finished: list[TrainingSample] = []
         while self.inbox:
             match self.inbox.popleft():
                 case Add(sequence, posted):
                     sequence.posted = posted
-                    finished += self._enter(sequence)
+                    self._enter(sequence)
                 case Abort(request_ids):
-                    finished += self._end(self.sequences.of_requests(request_ids))
+                    self._end(self.sequences.of_requests(request_ids))
                 case GrammarReady(sequence):
-                    finished += self._release(sequence)
+                    self._release(sequence)
                 case ChangeWeights() as update:
                     self.updates.append(update)
-                    finished += self._change_weights()
-        return finished + self._change_weights()
+                    self._change_weights()
+        self._change_weights()
 
     def change_now(self, weight_set: str, write: Callable[[], int | None]) -> list[TrainingSample]:
         """Call `write` with nothing in flight, past all updates that wait. It returns a new
         version, or None.
         """
-        finished = self._retire(keep=0)
+        self._retire(keep=0)
         version = write()
         if version is not None:
             change_version(self.sequences, self.cache, weight_set, version)
-        return finished
+        return self.take()
 
     def change_adapter(self, adapter: ServedAdapter, kv_policy: KvPolicy) -> list[TrainingSample]:
         """From now on an adapter, or a new version of it, computes the requests of its name."""
-        finished = self._retire(keep=0)
+        self._retire(keep=0)
         if kv_policy == "abort":  # what only scores is scored again
             begun_with = of_adapter(self.sequences, adapter.name)
-            finished += self._end([seq for seq in begun_with if seq.num_samples])
+            self._end([seq for seq in begun_with if seq.num_samples])
         change_adapter(self.sequences, self.cache, adapter, kv_policy)
-        return finished
+        return self.take()
 
     def resume(self) -> None:
         """Go on after a pause."""
@@ -482,16 +494,15 @@ class EngineLoop:
             assert not seq.block_ids, "a waiting sequence holds blocks"
             assert not seq.num_computed_tokens, "a waiting sequence has computed tokens"
 
-    def _retire(self, keep: int) -> list[TrainingSample]:
+    def _retire(self, keep: int) -> None:
         """Wait for the oldest steps until at most `keep` are in flight, and take in their
         tokens.
         """
-        samples: list[TrainingSample] = []
         while len(self.in_flight) > max(keep, 0):
             flight = self.in_flight.popleft()
             tokens = flight.tokens.wait()
             self.clock.lap("wait")
-            samples += commit_scores(flight.scored, tokens, self.sequences, self.cache)
+            self.finished += commit_scores(flight.scored, tokens, self.sequences, self.cache)
             live = [seq for seq in flight.sampled if seq.status is not _FINISHED]
             if flight.behind:
                 live = list(dict.fromkeys(live))
@@ -510,12 +521,11 @@ class EngineLoop:
                 if ended[0].finish_reason != "abort":
                     for hook in self.on_finish:
                         ended = hook(seq, ended)
-                samples += ended
-            samples += self._end(self.groups.not_wanted(), NOT_WANTED)
+                self.finished += ended
+            self._end(self.groups.not_wanted(), NOT_WANTED)
             self.clock.lap("commit")
-        return samples
 
-    def _enter(self, seq: Sequence) -> list[TrainingSample]:
+    def _enter(self, seq: Sequence) -> None:
         waits = [update.version for update in self.updates if update.kv_policy == "wait"]
         # else the update would wait for ever
         if waits and waits[-1] is not None and seq.weight_set == POLICY:
@@ -529,21 +539,21 @@ class EngineLoop:
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
         if refused is not None:
-            return self._end([seq], refused)
-        if seq.grammar is not None and seq.grammar.problem is not None:
-            return self._release(seq)
-        return self._end_outdated() if seq.request.exact_version is not None else []
+            self._end([seq], refused)
+        elif seq.grammar is not None and seq.grammar.problem is not None:
+            self._release(seq)
+        elif seq.request.exact_version is not None:
+            self._end_outdated()
 
-    def _release(self, seq: Sequence) -> list[TrainingSample]:
+    def _release(self, seq: Sequence) -> None:
         """A sequence's grammar is ready: let it go on, or end where it has failed."""
         self._compiling.discard(seq.seq_id)
         if seq.status is _FINISHED:
-            return []
+            return
         if seq.grammar is not None and seq.grammar.problem is not None:
-            return self._end([seq], grammar_failure(seq.grammar.problem))
-        if self.admitting:
+            self._end([seq], grammar_failure(seq.grammar.problem))
+        elif self.admitting:
             release_held(self.sequences)
-        return []
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
         """Whether an update of this policy could not be applied now: something keeps it, or one
@@ -575,15 +585,14 @@ class EngineLoop:
             )
         return update.kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)
 
-    def _change_weights(self) -> list[TrainingSample]:
+    def _change_weights(self) -> None:
         """Apply the updates that need not wait any more, in order."""
-        finished: list[TrainingSample] = []
         while self.updates and self._may_change(self.updates[0]):
             update = self.updates.popleft()
-            finished += self._retire(keep=0)  # weights change only with nothing in flight
+            self._retire(keep=0)  # weights change only with nothing in flight
             # what only scores is scored again
             if update.kv_policy == "abort" and not update.is_void():
-                finished += self._end(
+                self._end(
                     [seq for seq in begun(self.sequences, POLICY, PREVIOUS) if seq.num_samples]
                 )
             is_safe = update.set_aside is None or not self._keeps_old(update) or update.set_aside()
@@ -592,12 +601,11 @@ class EngineLoop:
                 change_version(
                     self.sequences, self.cache, update.weight_set, version, update.kv_policy
                 )
-                finished += self._end_outdated()
+                self._end_outdated()
             else:
                 self._let_go_behind(update)
             if self.admitting:
                 release_held(self.sequences)
-        return finished
 
     def _let_go_behind(self, failed: ChangeWeights) -> None:
         for seq in self.sequences.held:
@@ -610,24 +618,19 @@ class EngineLoop:
             return True
         return update.weight_set == POLICY and PREVIOUS in self.sequences.versions
 
-    def _end(self, sequences: list[Sequence], finish: Finish = ABORTED) -> list[TrainingSample]:
+    def _end(self, sequences: list[Sequence], finish: Finish = ABORTED) -> None:
         """End sequences with what they have."""
-        samples: list[TrainingSample] = []
         for seq in sequences:
             retire(seq, self.sequences, self.cache)
             self._leave_queue(seq)
             if seq.request.streaming and seq.request.scored_sample is None:
                 self._stream(seq, len(seq.token_ids))
-            samples += self._samples(seq, finish)
+            self.finished += self._samples(seq, finish)
         self._free_previous()
-        return samples
 
-    def _end_outdated(self) -> list[TrainingSample]:
-        return [
-            sample
-            for seq, finish in outdated(self.sequences)
-            for sample in self._end([seq], finish)
-        ]
+    def _end_outdated(self) -> None:
+        for seq, finish in outdated(self.sequences):
+            self._end([seq], finish)
 
     def _free_previous(self) -> None:
         if PREVIOUS in self.sequences.versions and free_previous(self.sequences, self.cache):

@@ -102,6 +102,10 @@ class ModelRunner:
         self.tokens_computed = 0
         self.prompt_tokens_computed = 0  # of the policy
 
+    def restart_counters(self) -> None:
+        """Count tokens from 0 again."""
+        self.tokens_computed = self.prompt_tokens_computed = 0
+
     def rank_times(self) -> list[tuple[int, int]]:
         """Nanoseconds that each rank was busy in steps, and that it waited in them for another
         stage.

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, get_args
@@ -19,6 +20,7 @@ from nano_inference.engine.deltas import last_delta
 from nano_inference.engine.device import is_device_failure
 from nano_inference.engine.lockstep import Lockstep, Member, not_together
 from nano_inference.engine.loop import Abort, Add, EngineLoop, GrammarReady, Message
+from nano_inference.engine.pauser import Pauser
 from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
 from nano_inference.scheduling.sequence import POLICY, Sequence, ServedAdapter
@@ -40,8 +42,9 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._lock = threading.Lock()
+        # Both know their thread: a signal may come when one is taken and nothing says so yet.
+        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._owner: int | None = None
         self._depth = 0
 
@@ -51,16 +54,28 @@ class FairLock:
         """
         me = threading.get_ident()
         if self._owner != me:
-            if not self._turn.acquire(blocking):
-                return False
             try:
-                if not self._lock.acquire(blocking):
+                if not self._take(blocking):
                     return False
-            finally:
-                self._turn.release()
+            except BaseException:  # Ctrl-C, before one of them was taken or after
+                for taken in (self._lock, self._turn):
+                    with suppress(RuntimeError):  # it was not
+                        taken.release()
+                raise
             self._owner = me
         self._depth += 1
         return True
+
+    def _take(self, blocking: bool) -> bool:
+        if not blocking:
+            if not self._turn.acquire(blocking=False):
+                return False
+            try:
+                return self._lock.acquire(blocking=False)
+            finally:
+                self._turn.release()
+        with self._turn:  # which a signal cannot cut in two
+            return self._lock.acquire()
 
     def release(self) -> None:
         """Give it back. Raises `RuntimeError` if another thread has it, or none."""
@@ -252,10 +267,9 @@ class SharedLoop:
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
         self._running = threading.Event()  # not set while the engine is paused
         self._running.set()
-        # not its ident, which a later thread may get
-        self._paused_by: threading.Thread | None = None
-        self._pause_asked = False  # and `resume` was not
+        self._paused_by: Pauser | None = None  # who called `pause`, until `resume`
         self._asleep: dict[Memory, Sleep] = {}
+        self._asleep_by: Pauser | None = None  # who called `sleep`, until nothing is asleep
         self._dead: Why | None = None
         self.when_dead: Callable[[str], None] = lambda _: None
 
@@ -280,16 +294,23 @@ class SharedLoop:
         """
         if not self.has_work():
             self._await_grammar(PATIENCE)
-        self.advance()
+        try:
+            self.advance()
+        except EngineDead as problem:
+            problem.samples = (*problem.samples, *self._take_unclaimed())
+            raise
+        return self._take_unclaimed()
+
+    def _take_unclaimed(self) -> list[TrainingSample]:
         with self.lock:
-            kept, self._unclaimed = self._unclaimed, []
-        return kept
+            taken, self._unclaimed = self._unclaimed, []
+        return taken
 
     def advance(self) -> None:
         """Run one step and hand its samples to those who wait for them; `step` returns the
         others.
         """
-        with self.lock, HeldInterrupts():
+        with HeldInterrupts(), self.lock:
             self._deliver(self._guarded(self.loop.step))
 
     def advance_or_wait(self, patience: float) -> bool:
@@ -309,7 +330,7 @@ class SharedLoop:
 
     def handle(self) -> None:
         """Take in the messages, without a step."""
-        with self.lock, HeldInterrupts():
+        with HeldInterrupts(), self.lock:
             self._deliver(self._guarded(self.loop.handle))
 
     def between_steps(self, weight_set: str, change: Callable[[], int | None]) -> None:
@@ -392,16 +413,10 @@ class SharedLoop:
         return sequence.request_id
 
     def open(self, requests: Iterable[Sequence], sink: Sink) -> None:
-        """From now on `sink` takes these requests' deltas. Raises `InvalidRequest` where they would
-        never come.
+        """From now on `sink` takes these requests' deltas. Raises `InvalidRequest` for an id in
+        use.
         """
         self.require_alive()
-        if self.is_paused_by_me():
-            raise InvalidRequest(
-                f"the engine is {'asleep' if self._asleep else 'paused'}, by this thread, which "
-                "would wait "
-                "for itself; resume() or wake() it first, or use add_request."
-            )
         for request in requests:
             self.delivery.open(request.request_id, request.width, sink)
 
@@ -445,23 +460,38 @@ class SharedLoop:
         self.require_alive()
         if mode not in get_args(PauseMode):
             raise InvalidRequest(f"mode={mode!r} is not one of {', '.join(get_args(PauseMode))}.")
-        if mode == "wait":
-            deadline = time.monotonic() + patience
-            with self.lock:
-                self.handle()
-                self.loop.admitting = False
-            # others may step, add and abort
-            while self._is_busy() and not (self.loop.paused or self.loop.admitting):
-                if time.monotonic() > deadline:
-                    self.end_pause()
-                    return None
-                self.advance()
-        with self.lock:
-            if mode == "wait" and self.loop.admitting:
+        pauser, before = Pauser(), None
+        try:
+            if mode == "wait" and not self._finish_requests(time.monotonic() + patience):
                 return None
-            self._pause_asked = True
-            self._stop()
-            return self.abort(None) if mode == "abort" else []
+            with self.lock, HeldInterrupts():
+                if mode == "wait" and self.loop.admitting:
+                    return None
+                before, self._paused_by = self._paused_by, pauser
+                self._stop()
+                return self.abort(None) if mode == "abort" else []
+        except BaseException:  # Ctrl-C: the caller has not paused anything
+            with self.lock:
+                if self._paused_by is pauser:
+                    self._paused_by = before
+                self._go_on()
+            raise
+
+    def _finish_requests(self, deadline: float) -> bool:
+        """Hold new requests, and step until no other is left. False: some are left at the deadline,
+        and new requests are admitted again.
+        """
+        with self.lock:
+            self.handle()
+            self.loop.admitting = False
+        # others may step, add and abort
+        while self._is_busy() and not (self.loop.paused or self.loop.admitting):
+            if time.monotonic() > deadline:
+                with self.lock:
+                    self._go_on()
+                return False
+            self.advance()
+        return True
 
     def resume(self) -> None:
         """Go on after a pause, as soon as nothing is asleep. Raises `InvalidRequest` if only a
@@ -469,7 +499,7 @@ class SharedLoop:
         """
         self.require_alive()
         with self.lock:
-            if self._asleep and not self._pause_asked:
+            if self._asleep and self._paused_by is None:
                 raise InvalidRequest("the engine is asleep; wake() it.")
             self.end_pause()
 
@@ -477,16 +507,36 @@ class SharedLoop:
         """As `resume`, also where only a sleep keeps it: then nothing happens."""
         self.require_alive()
         with self.lock:
-            self._pause_asked = False
+            self._paused_by = None
             self._go_on()
 
     def is_pause_asked(self) -> bool:
         """Whether a caller has paused it and not resumed; a sleep alone is no pause."""
-        return self._pause_asked
+        return self._paused_by is not None
 
     def is_paused_by_me(self) -> bool:
-        """Whether the calling thread paused it, so that waiting here would be for ever."""
-        return self._paused_by is threading.current_thread()
+        """Whether the caller paused it, or put it to sleep, so that waiting here would never
+        end.
+        """
+        return self._is_by_me(self._paused_by) or self._is_by_me(self._asleep_by)
+
+    def require_not_paused_by_me(self) -> None:
+        """Raise `InvalidRequest` if the caller paused it or put it to sleep. A call that waits for
+        samples asks this first.
+        """
+        for pauser, did, cure in (
+            (self._asleep_by, "put the engine to sleep", "wake()"),
+            (self._paused_by, "paused the engine", "resume()"),
+        ):
+            if self._is_by_me(pauser):
+                raise InvalidRequest(
+                    f"this thread {did} and would now wait for itself; call {cure} first, or use "
+                    "add_request()."
+                )
+
+    @staticmethod
+    def _is_by_me(pauser: Pauser | None) -> bool:
+        return pauser is not None and pauser.is_calling()
 
     def has_no_weights(self) -> bool:
         """Whether the weights' memory was given back."""
@@ -508,6 +558,7 @@ class SharedLoop:
             raise InvalidRequest(
                 f"memory holds {unknown[0]!r}; its parts are {', '.join(get_args(Memory))}."
             )
+        sleeper = Pauser()
         self._wait_for_others(memory)
         with self.lock:
             parts: list[Memory] = [
@@ -515,24 +566,30 @@ class SharedLoop:
             ]
             if not parts:
                 return
-            self._stop()
-            self._require_together(parts)
             try:
-                for part in parts:
-                    if part == "kv_cache":
-                        self.loop.vacate()
-                    self._asleep[part] = give_back(part)  # the weights first: they may fail
-            except OSError as problem:
-                raise NanoInferenceError(
-                    f"the weights could not be put aside: {problem}."
-                ) from problem
-            except Exception as problem:  # the device's: some of it is given back, and some is not
-                self._fail(failed("the memory could not be given back", problem), problem)
+                self._stop()
+                self._require_together(parts)
+                with HeldInterrupts():
+                    self._asleep_by = sleeper
+                    self._give_back(parts, give_back)
             finally:
                 if "weights" in parts:
                     self._have_weights(not self.has_no_weights())
-                if self._dead is None:
-                    self._go_on()
+                self._go_on()
+
+    def _give_back(self, parts: Iterable[Memory], give_back: Callable[[Memory], Sleep]) -> None:
+        try:
+            for part in parts:
+                if part == "kv_cache":
+                    self.loop.vacate()
+                self._asleep[part] = give_back(part)  # the weights first: they may fail
+        except OSError as problem:
+            raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
+        except Exception as problem:  # the device's: some of it is given back, and some is not
+            self._fail(failed("the memory could not be given back", problem), problem)
+        except BaseException as problem:  # a second Ctrl-C: the same
+            self._interrupted("giving memory back", problem)
+            raise
 
     def wake(self, memory: Collection[Memory] | None = None) -> None:
         """Take these parts of the memory again, and go on once all is awake and no pause is asked
@@ -541,14 +598,14 @@ class SharedLoop:
         None: all of it; if any was asleep, that ends a pause as well. Awake parts stay as they are.
         """
         self.require_alive()
-        with self.lock:
+        with self.lock, HeldInterrupts():
             parts: list[Memory] = [
                 part for part in self.asleep() if memory is None or part in memory
             ]
             if not parts and not self.loop.gate.is_held:
                 return
             if memory is None:
-                self._pause_asked = False
+                self._paused_by = None
             for part in parts:
                 self._wake(part)
             if not self.has_no_weights():
@@ -571,6 +628,9 @@ class SharedLoop:
             ) from problem
         except Exception as problem:
             self._fail(failed(f"the memory that was given back ({part}) is lost", problem), problem)
+        except BaseException as problem:  # a second Ctrl-C: only some of it was read back
+            self._interrupted("waking", problem)
+            raise
         del self._asleep[part]
 
     def _wait_for_others(self, memory: Collection[Memory]) -> None:
@@ -582,15 +642,17 @@ class SharedLoop:
             with self.lock:
                 self._stop()
                 gate.sleep_wanted = True
-            gate.await_sleep(self)
+            try:
+                gate.await_sleep(self)
+            except BaseException:  # Ctrl-C: the weights are not put aside
+                with self.lock:
+                    self._have_weights(True)
+                    self._go_on()
+                raise
 
     def _require_together(self, parts: Collection[Memory]) -> None:
-        """Raise `NanoInferenceError` where engines in lockstep need the weights, and go on. With
-        the lock.
-        """
+        """Raise `NanoInferenceError` where engines in lockstep need the weights. With the lock."""
         if "weights" in parts and not self.loop.gate.may_sleep:
-            self._have_weights(True)
-            self._go_on()
             raise not_together()
 
     def _have_weights(self, here: bool) -> None:
@@ -602,15 +664,16 @@ class SharedLoop:
     def _stop(self) -> None:
         """Compute nothing from now on. With the lock."""
         self._running.clear()
-        self._paused_by = threading.current_thread()
         self.loop.paused = True
-        self.advance()  # what is in flight comes home
+        self.advance()  # retires the steps in flight
 
     def _go_on(self) -> None:
-        """Go on, if nothing is asleep and no pause is asked for. With the lock."""
-        if not self._asleep and not self._pause_asked and not self.loop.gate.is_held:
+        """Go on, if it can, nothing is asleep and no pause is asked for. With the lock."""
+        if self._asleep or self._dead is not None:
+            return
+        self._asleep_by = None
+        if self._paused_by is None and not self.loop.gate.is_held:
             self.loop.resume()
-            self._paused_by = None
             self._running.set()
             self.work_arrived.set()
 
@@ -663,24 +726,32 @@ class SharedLoop:
         A request whose sink raises is aborted at the next step boundary.
         """
         self.loop.audit()
-        streamed, self.loop.streamed = self.loop.streamed, []
-        queue_times, self.loop.queue_times = self.loop.queue_times, []
-        self.delivery.note(queue_times)
-        self._unclaimed += self.delivery.hand_out(streamed, samples)
+        self._hand_out(samples)
         if self.delivery.broken:
             self.post(Abort(frozenset(self.delivery.broken)))
             self.delivery.broken.clear()
 
+    def _hand_out(self, samples: list[TrainingSample]) -> None:
+        streamed, self.loop.streamed = self.loop.streamed, []
+        queue_times, self.loop.queue_times = self.loop.queue_times, []
+        self.delivery.note(queue_times)
+        self._unclaimed += self.delivery.hand_out(streamed, samples)
+
     def _guarded(self, run: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
         """Run part of the loop. What it raises leaves sequences and cache in an unknown state: the
-        engine is dead.
+        engine is dead. Samples that ended before are whole, and are delivered first.
         """
         self.require_alive()
         try:
             return run()
         except Exception as problem:
+            self._hand_out(self.loop.take())
             self._fail(self._explain(problem), problem)
         except BaseException as problem:  # Ctrl-C: what was published may never be computed now
-            interrupted = f"a step was interrupted: {type(problem).__name__}"
-            self._die(Why(interrupted, interrupted))
+            self._hand_out(self.loop.take())
+            self._interrupted("a step", problem)
             raise
+
+    def _interrupted(self, what: str, problem: BaseException) -> None:
+        text = f"{what} was interrupted: {type(problem).__name__}"
+        self._die(Why(text, text))

@@ -4,6 +4,7 @@ object store.
 
 import asyncio
 import itertools
+from typing import NoReturn
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import WeightUpdateError
@@ -77,7 +78,7 @@ class RayFleetClient(FleetClient):
             newest = await self.call("begin_update", session=session, **options)
         except BaseException as problem:
             self._updating.release()
-            raise _as_refusal(problem) from problem
+            _raise_refusal(problem)
         return RayUpdate(self, session, max(newest, self.kept.version), self._updating)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ class RayUpdate:
             )
         except BaseException as problem:
             await self.cancel(str(problem))
-            raise _as_refusal(problem) from problem
+            _raise_refusal(problem)
         self._buckets.append(bucket)
 
     async def finish(self, version: int | None, kv_policy: KvPolicy, seconds: float) -> int:
@@ -138,7 +139,7 @@ class RayUpdate:
             )
         except BaseException as problem:
             await self.cancel(str(problem))
-            raise _as_refusal(problem) from problem
+            _raise_refusal(problem)
         self._fleet.kept = self._fleet.kept.after(number, self._buckets)
         self._session = 0
         self._lock.release()
@@ -156,8 +157,8 @@ class RayUpdate:
                 self._lock.release()
 
 
-def _as_refusal(problem: BaseException) -> BaseException:
-    """What the caller is to get."""
+def _raise_refusal(problem: BaseException) -> NoReturn:
+    """Raise the error for the caller, after `problem`."""
     if isinstance(problem, ApiError):
-        return WeightUpdateError(f"no replica serves: {problem.message}")
-    return problem
+        raise WeightUpdateError(f"no replica serves: {problem.message}") from problem
+    raise problem

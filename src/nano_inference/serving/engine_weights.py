@@ -415,6 +415,8 @@ class EngineWeights:
                     "the weights could not be received; the engine's log says why."
                 )
             self._manager.withdraw(current.update, error)
+            if error is problem:
+                raise
             raise error from problem
         finally:
             current.busy.release()

@@ -225,10 +225,14 @@ class Drafter:
             accepted[place] += place < num_right
 
     def stats(self) -> SpeculationStats:
-        """What was drafted so far, and what of it was drawn."""
+        """What was drafted so far, and what of it was drawn. For any thread."""
+        # Lists of the items: the thread that steps may add a source meanwhile. Accepted first, so
+        # that no more drafts are accepted than drafted.
+        accepted = {name: tuple(each) for name, each in list(self._accepted.items())}
+        drafted = {name: tuple(each) for name, each in list(self._drafted.items())}
         return SpeculationStats(
-            drafted={name: tuple(each) for name, each in self._drafted.items()},
-            accepted={name: tuple(each) for name, each in self._accepted.items()},
+            drafted=drafted,
+            accepted={name: accepted.get(name, ()) for name in drafted},
             step_rows=self.costs.rows if self.costs else (),
             step_seconds=self.costs.seconds if self.costs else (),
             sources=tuple(

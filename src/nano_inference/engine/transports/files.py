@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.engine.transports.interface import Deadline, Incoming, Shapes
-from nano_inference.engine.weights.sources import BUCKET_BYTES, cut_into_buckets, read_folder
+from nano_inference.engine.weights.sources import BUCKET_BYTES, cut_into_buckets, read_copies
 from nano_inference.engine.weights.update import Bucket, version_of
 from nano_inference.errors import WeightUpdateError
 from nano_inference.regular_files import read_text
@@ -97,7 +97,7 @@ class WeightFolder:
         self, files: list[Path], deadline: Deadline, before: tuple[int, int] | None
     ) -> Iterator[Bucket]:
         for file in files:
-            for bucket in _copied(read_folder(file)):
+            for bucket in read_copies(file):
                 deadline.check(f"{file} was not read")
                 yield bucket
         if before is None or _identity(self.folder / MARKER) != before:
@@ -125,7 +125,7 @@ class WeightFiles:
             if (self.path / MARKER).is_file():
                 incoming = WeightFolder(self.path).receive(shapes, deadline)
             else:
-                incoming = Incoming(None, _copied(read_folder(self.path)))
+                incoming = Incoming(None, read_copies(self.path))
         return Incoming(incoming.version, self._buckets(incoming.buckets, deadline))
 
     def close(self) -> None:
@@ -159,14 +159,6 @@ def _exists(path: Path) -> bool:
     except (OSError, ValueError):
         # a name that is too long, that runs in circles, or that holds a zero byte
         return False
-
-
-def _copied(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-    """Tensors of their own. Those of a file are its pages: written over before the update is
-    applied, they would be the new file's, and of one that was cut short they would end the process.
-    """
-    for bucket in buckets:
-        yield {name: tensor.clone() for name, tensor in cast(Mapping[str, Tensor], bucket).items()}
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

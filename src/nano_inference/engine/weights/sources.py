@@ -29,8 +29,12 @@ def fill(
 ) -> None:
     """Put all of a folder, a file or an iterable aside. Raises `WeightUpdateError`."""
     if isinstance(weights, str | PathLike):
-        for bucket in read_folder(Path(weights)):
-            session.add(bucket, hold)
+        if hold is Hold.BORROW:
+            for bucket in read_folder(Path(weights)):
+                session.add(bucket, Hold.BORROW)
+        else:  # copied before they are checked
+            for bucket in read_copies(Path(weights)):
+                session.add(bucket, Hold.TAKE)
     elif isinstance(weights, Iterable) and not isinstance(weights, Tensor):
         for bucket in _listen(weights):
             session.add(bucket, Hold.COPY)
@@ -38,7 +42,7 @@ def fill(
         raise WeightUpdateError(EMPTY)
 
 
-def read_folder(path: Path) -> Iterator[Bucket]:
+def read_folder(path: Path) -> Iterator[dict[str, Tensor]]:
     """The tensors of a safetensors file or a folder of them, one a bucket. Raises
     `WeightUpdateError`.
     """
@@ -49,6 +53,15 @@ def read_folder(path: Path) -> Iterator[Bucket]:
             yield {name: tensor}
     except ModelLoadError as problem:
         raise WeightUpdateError(str(problem)) from problem
+
+
+def read_copies(path: Path) -> Iterator[dict[str, Tensor]]:
+    """As `read_folder`, in memory of their own. The tensors of a file are its pages: if the file is
+    written over before the update is applied, they are the new file's; if it is cut short, reading
+    them ends the process.
+    """
+    for bucket in read_folder(path):
+        yield {name: tensor.clone() for name, tensor in bucket.items()}
 
 
 def _listen(buckets: Iterable[Bucket]) -> Iterator[Bucket]:

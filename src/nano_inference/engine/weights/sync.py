@@ -138,9 +138,7 @@ class WeightSyncManager:
             raise
 
     def keep(self, update: WeightUpdate) -> None:
-        """Copy what an update borrowed, if it still waits: its owner gets control back before it is
-        written.
-        """
+        """Copy what an update borrowed, if it still waits."""
         with self.lock, torch.no_grad():
             if update in self.pending:
                 update.copy_borrowed()
@@ -187,6 +185,8 @@ class WeightSyncManager:
             error = _as_refusal(problem)
             undo()
             self._close(session, error)
+            if error is problem:
+                raise
             raise error from problem
         if session.update.error is not None:  # cancelled meanwhile
             raise session.update.error
@@ -492,13 +492,14 @@ class Updates:
                 shared.handle()
             if blocking:
                 self._require_possible(policy)
-            # Tensors that are read before this returns need not be copied.
-            borrowed = blocking or (at_once and not loop.updates and not loop.would_wait(policy))
+            # Tensors that are written now need not be copied. While an update waits, their owner or
+            # a trainer that writes to their file may change them, after they were checked.
+            borrowed = at_once and loop.gate.alone and not loop.would_wait(policy)
             update = self.manager.stage(weights, copy=not borrowed, **options)
             if at_once:
                 shared.handle()
             # another thread's request or update may have come in between
-            if borrowed and not blocking:
+            if borrowed:
                 self.manager.keep(update)
         finally:
             if held:
@@ -508,13 +509,10 @@ class Updates:
         return update
 
     def _wait_for(self, update: WeightUpdate, policy: KvPolicy) -> None:
-        try:
-            while not update.done():
-                self._require_no_stall(update, policy)
-                if not self._shared.advance_or_wait(PATIENCE):
-                    update.wait(0.01)  # for engines in lockstep that do not have it yet
-        finally:  # Ctrl-C
-            self.manager.keep(update)
+        while not update.done():
+            self._require_no_stall(update, policy)
+            if not self._shared.advance_or_wait(PATIENCE):
+                update.wait(0.01)  # for engines in lockstep that do not have it yet
         update.result(0)
 
     def policy(self, options: UpdateOptions, default: KvPolicy) -> KvPolicy:

@@ -138,8 +138,7 @@ class Hold(Enum):
 
     COPY = auto()  # the caller may write to them afterwards
     TAKE = auto()  # the caller gave them away
-    # they are written into place before the caller gets control back; cast on the way
-    BORROW = auto()
+    BORROW = auto()  # they are written into place at once, or copied; cast on the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +351,7 @@ class WeightSession:
         self.complete, self.check_finite, self.version = complete, check_finite, version
         self.staged, self.staged_bytes, self.whole = StagedChanges(), 0, set[str]()
         self._weights, self._room = weights, room
-        # where the served numbers lie: what is borrowed of them would be written over by then
+        # where the served numbers are: tensors there may be written over before they are read
         params = weights.model.params.values()
         self._served = {p.untyped_storage().data_ptr() for p in params if isinstance(p, Tensor)}
         self._indices: dict[str, Tensor] = {}  # of patches, by name; rising
@@ -479,9 +478,9 @@ class WeightSession:
         return slot
 
     def _hold(self, name: str, tensor: Tensor, hold: Hold) -> Tensor:
+        is_served = tensor.untyped_storage().data_ptr() in self._served
         if hold is Hold.BORROW:
-            own = tensor.untyped_storage().data_ptr() in self._served
-            return tensor.detach().clone() if own else tensor.detach()
+            return tensor.detach().clone() if is_served else tensor.detach()
         device, dtype = self._weights.model.device, self._weights.dtype_of(name)
         size = tensor.numel() * dtype.itemsize
         if size > self._room:
@@ -489,7 +488,8 @@ class WeightSession:
         else:
             self._room -= size
         try:
-            return tensor.detach().to(device=device, dtype=dtype, copy=hold is Hold.COPY)
+            copy = is_served or hold is Hold.COPY
+            return tensor.detach().to(device=device, dtype=dtype, copy=copy)
         except RuntimeError as problem:  # out of memory
             raise WeightUpdateError(f"{name!r} could not be put aside: {problem}") from problem
 

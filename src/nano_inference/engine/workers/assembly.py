@@ -112,7 +112,10 @@ def _built(
         parts = assemble(config, rank=rank_of(config, 0, ranks_here, make, agree))
     except RankLost as problem:
         worker_group.require_no_refusal()
-        raise worker_group.explain(problem) from problem
+        lost = worker_group.explain(problem)
+        if lost is problem:
+            raise
+        raise lost from problem
     runner = RankedRunner(parts.runner, worker_group, groups, config.block_size, parts.cache.units)
     return replace(parts, runner=runner)
 

@@ -65,6 +65,10 @@ class RankedRunner(ModelRunner):
         """Counted by rank 0."""
         return self.own.prompt_tokens_computed
 
+    def restart_counters(self) -> None:
+        """See `ModelRunner`."""
+        self.own.restart_counters()
+
     def rank_times(self) -> list[tuple[int, int]]:
         """See `ModelRunner`. The others' are those of their last beat."""
         return [*self.own.rank_times(), *(worker.times for worker in self.worker_group.workers)]
@@ -197,7 +201,10 @@ class RankedRunner(ModelRunner):
         try:
             return run()
         except RankLost as problem:
-            raise self.worker_group.explain(problem) from problem
+            lost = self.worker_group.explain(problem)
+            if lost is problem:
+                raise
+            raise lost from problem
 
 
 class RankedSleep(Sleep):

@@ -5,6 +5,7 @@ operations.
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -84,7 +85,8 @@ class Program:
             num_threads=num_threads,
         )
         self._adapted = tuple(recorder.adapted)
-        self._adapters: tuple[Adapter, ...] = ()  # of the step before
+        # Of the step before. Weakly: an adapter's memory goes with the last request that uses it.
+        self._adapters: tuple[ref[Adapter], ...] = ()
         self._adapter_rows = (ctypes.c_void_p * 0)()
         self._capacity = 0
         self._memory: list[Tensor] = []
@@ -151,11 +153,11 @@ class Program:
         return [self._view(buffer, num_rows) for buffer in self._outputs]
 
     def _take_adapters(self, batch: ForwardBatch) -> None:
-        """Say whose rows these are."""
+        """Set which adapter each row has."""
         step = self._step
         step.row_adapters = batch.row_adapters.data_ptr() if batch.adapters else None
-        if batch.adapters != self._adapters:
-            self._adapters = batch.adapters
+        if batch.adapters != tuple(each() for each in self._adapters):
+            self._adapters = tuple(map(ref, batch.adapters))
             found = [packed(each, self._adapted) for each in batch.adapters]
             self._adapter_rows = (ctypes.c_void_p * len(found))(*found)
             step.adapters = ctypes.addressof(self._adapter_rows)

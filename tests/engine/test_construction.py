@@ -1,0 +1,100 @@
+"""An engine whose constructor fails leaves nothing behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import ConfigError, EngineConfig, InferenceEngine
+from nano_inference.engine import engine as engine_module
+from nano_inference.engine.assembly import Parts, assemble_all
+from nano_inference.engine.gate import Gate
+from nano_inference.errors import AdapterError
+from nano_inference.scheduling.sequence import POLICY
+from tests.engine.rank_threads import ThreadLauncher
+from tests.models.tiny import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+def config(folder: str, **options: Any) -> EngineConfig:
+    defaults = {"device": "cpu", "num_threads": 1, "kv_cache_memory": 2**21}
+    return EngineConfig(folder, **(defaults | options))
+
+
+def fail(*_: Any) -> None:
+    raise ConfigError("this fails late.")
+
+
+@pytest.fixture
+def assembled(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
+    """The parts of engines that are built; a lockstep is not looked at."""
+    found: list[Parts] = []
+
+    def assemble(config: EngineConfig, launcher: Any, _: Any) -> Parts:
+        found.append(assemble_all(config, launcher))
+        return found[-1]
+
+    monkeypatch.setattr(engine_module, "assemble_all", assemble)
+    return found
+
+
+def test_engine_that_fails_late_ends_its_ranks(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = ThreadLauncher()
+    monkeypatch.setattr(engine_module, "make_drafter", fail)
+    with pytest.raises(ConfigError, match="fails late"):
+        InferenceEngine(config(folder, tensor_parallel=2), launcher)
+    for handle in launcher.handles:
+        handle._thread.join(30)
+        assert not handle.alive()
+
+
+def test_engine_that_fails_late_lets_go_of_its_weights(
+    folder: str, tmp_path: Path, assembled: list[Parts]
+) -> None:
+    with pytest.raises(AdapterError):
+        InferenceEngine(config(folder, loras=(f"own={tmp_path / 'missing'}",)))
+    (parts,) = assembled
+    assert not parts.runner.models[POLICY].params
+
+
+class Left(Gate):
+    """A lockstep that says whether the engine has left it."""
+
+    is_left = False
+
+    def attach(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_left = True
+
+
+def test_engine_that_fails_late_leaves_the_lockstep(folder: str, assembled: list[Parts]) -> None:
+    lockstep: Any = Left()
+    with pytest.raises(ConfigError, match="kept_cache_folder is not possible"):
+        InferenceEngine(config(folder, kept_cache_folder="kept"), lockstep=lockstep)
+    assert lockstep.is_left
+
+
+def test_engine_that_cannot_be_assembled_leaves_the_lockstep(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockstep: Any = Left()
+    monkeypatch.setattr(engine_module, "assemble_all", fail)
+    with pytest.raises(ConfigError, match="fails late"):
+        InferenceEngine(config(folder), lockstep=lockstep)
+    assert lockstep.is_left
+
+
+def test_engine_that_is_built_keeps_its_parts(folder: str, assembled: list[Parts]) -> None:
+    lockstep: Any = Left()
+    with InferenceEngine(config(folder), lockstep=lockstep):
+        assert not lockstep.is_left
+        assert assembled[0].runner.models[POLICY].params
+    assert lockstep.is_left
