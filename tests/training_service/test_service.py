@@ -22,7 +22,7 @@ from nano_inference.training_service.base import Adapter
 from nano_inference.training_service.checkpoints import Checkpoints
 from nano_inference.training_service.messages import AdamParams
 from nano_inference.training_service.trainer import Bounds, Trainer
-from tests.training_service.asking import Asker, batch
+from tests.training_service.asking import Asker, batch, loss_of, scored
 from tests.training_service.bigrams import VOCAB, Bigrams
 from tests.training_service.conftest import Services
 
@@ -177,13 +177,13 @@ def test_a_batch_that_fails_leaves_nothing_half_applied(service: Services) -> No
         refused = asker.step()
         assert isinstance(asker.result(good), bytes)
         assert asker.result(bad)["category"] == "user"
-        assert "weights must be 7 finite numbers" in asker.result(bad)["error"]
-        assert "weights must be 7" in refused["error"]
+        assert "weights must be finite numbers of shape [7]" in asker.result(bad)["error"]
+        assert "weights must be finite" in refused["error"]
         assert adapter(service.folder, asker.save("after")["path"]) == before
         assert "no gradients" in asker.step()["error"]  # those of the good one are gone
         asker.send_batch([(TOKENS, {"weights": [1.0] * 6})])
         asker.send_batch(sequences(1))
-        assert "weights must be 7" in asker.step()["error"]
+        assert "weights must be finite" in asker.step()["error"]
         assert "no gradients" in asker.step()["error"]  # nor are those of the next one left
         asker.send_batch(sequences(1))
         assert asker.step()["metrics"]["grad_norm"] > 0
@@ -193,15 +193,60 @@ def test_a_batch_that_fails_leaves_nothing_half_applied(service: Services) -> No
         assert asker.step()["metrics"]["grad_norm"] > 0
 
 
+def test_padded_targets_train_to_the_same_bits(service: Services) -> None:
+    """As the cookbook's rl_loop pads them: zeros in front of the sample, with advantages of 0."""
+    prompt, sample = [10, 20, 30, 31], [5, 6, 7]
+    tokens, pad = prompt + sample, [0.0] * (len(prompt) - 1)
+    rest = {"logprobs": [*pad, -3.0, -3.5, -3.0], "advantages": [*pad, 1.0, 1.0, -0.5]}
+    padded = {"target_tokens": [0] * len(pad) + sample, **rest}
+    found, logprobs = [], []
+    with service() as url:
+        for data in ([(tokens, rest)], [(tokens[:-1], padded)]):
+            asker = Asker(url)
+            asker.create()
+            asker.send_batch(data, "importance_sampling")
+            asker.step()
+            output = asker.result(asker.send_batch(data, "importance_sampling"))
+            logprobs.append(np.frombuffer(scored(output), "<f4"))
+            found.append(adapter(service.folder, asker.save("end")["path"]))
+            zeros = [([token, 0], {}) for token in prompt[:-1]]
+            zeros = scored(asker.result(asker.send_batch(zeros, forward_only=True)))
+        assert found[0] == found[1]
+        own, given = logprobs
+        assert own[len(pad) :].tolist() == given[len(pad) :].tolist()
+        assert given[: len(pad)].tobytes() == zeros
+
+
+def test_several_targets_a_token_are_the_sum_of_each_column(service: Services) -> None:
+    columns = np.array([[1, 2, 3], [4, 4, 9], [0, 5, 31]])
+    weights = np.array([[0.5, 0.25, 0.0], [1.0, -1.0, 0.5], [0.0, 0.0, 2.0]])
+    data = [([7, 8, 9], {"target_tokens": columns, "weights": weights})]
+    single = [
+        ([7, 8, 9], {"target_tokens": columns[:, at], "weights": weights[:, at]}) for at in range(3)
+    ]
+    with service() as url:
+        asker = Asker(url)
+        asker.create()
+        both = asker.result(asker.send_batch([*data, *single]))
+        norm = asker.step(0.0)["metrics"]["grad_norm"]
+        logprobs = np.frombuffer(scored(both), "<f4")
+        assert logprobs[:9].reshape(3, 3).T.flatten().tolist() == logprobs[9:].tolist()
+        whole = asker.result(asker.send_batch(data))
+        assert loss_of(whole) == pytest.approx(float(-(weights * logprobs[:9].reshape(3, 3)).sum()))
+        assert loss_of(both) == pytest.approx(2 * loss_of(whole))
+        assert asker.step(0.0)["metrics"]["grad_norm"] == pytest.approx(norm / 2, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("data", "loss", "words"),
     [
         ([], "cross_entropy", "batch is empty"),
         ([(TOKENS, {"x": [1.0] * 7})], "cross_entropy", "the input 'x'"),
-        ([(TOKENS, WEIGHTS)], "importance_sampling", "the input 'weights'"),
+        ([(TOKENS, {"clip_low_threshold": [1.0] * 7})], "dro", "the input 'clip_low_threshold'"),
         ([(TOKENS, {"advantages": [1.0] * 7})], "ppo", "lacks the input 'logprobs'"),
         ([(TOKENS, {"weights": [float("nan")] * 7})], "cross_entropy", "finite numbers"),
-        ([(TOKENS, {"target_tokens": [9] * 7})], "cross_entropy", "not the input token"),
+        ([(TOKENS, {"target_tokens": [9] * 7})], "cross_entropy", "8 input tokens"),
+        ([([1] * 60, {"target_tokens": [[3] * 4] * 60})], "cross_entropy", "max_request_tokens"),
         ([([1, 2, VOCAB], {})], "cross_entropy", "not in \\[0, 32\\)"),
         ([([1], {})], "cross_entropy", "at least one"),
         ([([1] * 65, {})], "cross_entropy", "the model takes 64"),
