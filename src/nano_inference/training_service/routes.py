@@ -333,7 +333,8 @@ def _add_records(app: FastAPI, service: Service) -> None:
 
     async def set_ttl(run_id: str, checkpoint_id: str, request: Request) -> Response:
         asked = await _read(request, SetLifetime)
-        kept.set_ttl(f"tinker://{run_id}/{checkpoint_id}", asked.ttl_seconds)
+        path = f"tinker://{run_id}/{checkpoint_id}"
+        await asyncio.to_thread(kept.set_ttl, path, asked.ttl_seconds)
         return Response(status_code=204)
 
     _post(app, "/weights_info", WeightsInfo, weights_info)

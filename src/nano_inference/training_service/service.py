@@ -138,13 +138,13 @@ class Service:
 
     Args:
         config: the limits.
-        base: what is trained and sampled from.
+        base: what is trained and sampled from; closed with the service.
+        checkpoints: of `config.state_dir`; closed with the service.
     """
 
-    def __init__(self, config: TrainServiceConfig, base: Base) -> None:
-        self.config, self.base = config, base
+    def __init__(self, config: TrainServiceConfig, base: Base, checkpoints: Checkpoints) -> None:
+        self.config, self.base, self.checkpoints = config, base, checkpoints
         self.name = config.served_model_name or base.folder
-        self.checkpoints = Checkpoints(Path(config.state_dir), config.max_checkpoint_bytes)
         self.futures = Futures(config.max_pending, config.result_timeout)
         self.sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
@@ -662,3 +662,4 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._training.shutdown)
         await asyncio.to_thread(self.base.close)
+        self.checkpoints.close()
