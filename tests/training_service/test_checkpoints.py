@@ -46,11 +46,15 @@ class Machine:
 
 def fill(content: bytes) -> Callable[[Path], None]:
     """What writes an adapter of one file."""
-    return lambda folder: (folder / ADAPTER).write_bytes(content) and None
+
+    def write(folder: Path) -> None:
+        (folder / ADAPTER).write_bytes(content)
+
+    return write
 
 
 def test_checkpoints_survive_a_crash_at_any_time_of_an_overwrite(tmp_path: Path) -> None:
-    seen = set()
+    seen, crashed = set(), True
     for last in range(60):
         folder = tmp_path / str(last)
         kept = Checkpoints(folder)

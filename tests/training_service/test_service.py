@@ -2,6 +2,7 @@
 model that is two matrices.
 """
 
+import asyncio
 import gc
 import hashlib
 import re
@@ -18,10 +19,14 @@ import pytest
 import torch
 
 from nano_inference.training_service import checkpoints
+from nano_inference.training_service import service as service_module
 from nano_inference.training_service.base import Adapter
-from nano_inference.training_service.checkpoints import Checkpoints
-from nano_inference.training_service.messages import AdamParams
+from nano_inference.training_service.checkpoints import Checkpoints, Run
+from nano_inference.training_service.config import TrainServiceConfig
+from nano_inference.training_service.messages import AdamParams, CreateSession
+from nano_inference.training_service.service import Model, Service
 from nano_inference.training_service.trainer import Bounds, Trainer
+from tests.serving import virtual_time
 from tests.training_service.asking import Asker, batch, loss_of, scored
 from tests.training_service.bigrams import VOCAB, Bigrams
 from tests.training_service.conftest import Services
@@ -281,7 +286,7 @@ def test_steps_that_are_refused(service: Services) -> None:
         assert asker.step(grad_clip_norm=0.5)["metrics"]["grad_norm"] > 0
 
 
-def test_models_that_are_refused(service: Services) -> None:
+def test_models_that_are_refused(service: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(max_models=2, max_rank=8) as url:
         asker = Asker(url)
         for number, (options, words) in enumerate(
@@ -311,7 +316,16 @@ def test_models_that_are_refused(service: Services) -> None:
         assert "dimuon" in asker.result(asked["request_id"])["error"]
         asker.create(30)
         asker.create(31)
-        assert "max_models" in asker.create(32)["error"]
+        assert "of them belong to clients" not in asker.create(32)["error"]
+        monkeypatch.setattr(service_module, "SILENT", -1.0)
+        error = asker.create(33)["error"]
+        for words in (
+            "2 models are in training, and 2 may be at once (--max-models)",
+            "2 of them belong to clients that have sent nothing",
+            "300 seconds after their last heartbeat (--session-timeout)",
+            "Close a client that you do not need, wait, or start the service with a larger",
+        ):
+            assert words in error
         asker.post(f"/sessions/{asker.session}/finish", reason={"type": "success"})
         create_soon(url)
 
@@ -320,7 +334,7 @@ def create_soon(url: str, seconds: float = 60.0) -> None:
     """A model in the place of one whose session has ended; the training thread gives it free."""
     asker, deadline, number = Asker(url), time.monotonic() + seconds, 0
     while "model_id" not in (found := asker.create(number)):
-        assert "max_models" in found["error"]
+        assert "--max-models" in found["error"]
         assert time.monotonic() < deadline, "the place is not given back"
         number += 1
         time.sleep(0.05)
@@ -362,6 +376,29 @@ def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
         assert isinstance(asker.result(asker.send_batch(sequences(1))), bytes)
         asker.seq = 2  # the batch that came too late is part of this step
         assert "did not come" in asker.step()["error"]
+
+
+def test_a_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
+    """Its deadline is over once the request before it has come."""
+    gate = threading.Event()
+
+    async def story() -> bool:
+        config = TrainServiceConfig(request_timeout=10.0, state_dir=str(tmp_path))
+        made = Service(config, Bigrams(), Checkpoints(tmp_path))
+        session = made.create_session(CreateSession())
+        run = Run("run", "bigrams", 4, 1, True, True, True, None, 1.0, 1.0)
+        model = Model(run, session)
+        try:
+            second = made._in_order(model, 2, dict)
+            await asyncio.sleep(6)
+            made._in_order(model, 1, lambda: {"type": gate.wait(60)})
+            await asyncio.sleep(6)
+            return second.result is None
+        finally:
+            gate.set()
+            await made.close()
+
+    assert virtual_time.run(story())
 
 
 def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None:
@@ -734,6 +771,20 @@ def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Servic
         assert asker.get("/training_runs")["training_runs"][0]["user_metadata"] == {
             "a": "\U0001f600"
         }
+
+
+def test_publishing_is_no_route_and_deletes_nothing(service: Services) -> None:
+    with service() as url:
+        asker = Asker(url)
+        run = asker.create()["model_id"]
+        path = asker.save("a")["path"]
+        place = f"/training_runs/{run}/checkpoints/weights/a"
+        for method in ("POST", "PUT", "DELETE"):
+            answer = asker.http.request(method, f"{place}/publish")
+            assert answer.status_code in (404, 405)
+            assert "no such route" in answer.text
+        assert asker.post("/weights_info", tinker_path=path)["lora_rank"] == 4
+        assert asker.http.delete(place).status_code == 204
 
 
 def test_a_checkpoint_may_go_while_others_are_listed(
