@@ -211,6 +211,7 @@ CATCHES = {
     "samplers_leave_under_their_users": f"{TRAINING} -k few_slots",
     "checkpoints_of_other_runs_take_nothing": f"{TRAINING} -k checkpoints_take",
     "replaced_checkpoints_are_lost_in_a_crash": "tests/training_service/test_checkpoints.py -k crash",
+    "deadline_of_a_closed_gap_runs_on": f"{TRAINING} -k closed_in_time",
     "padding_has_a_ratio": "tests/training_service/test_losses.py -k multiplied_by_0",
     "text_beside_a_call_is_lost": "tests/serving/openai/test_openai_responses.py -k one_after",
     "a_response_forgets_those_before": "tests/serving/openai/test_openai_responses.py -k goes_on",
