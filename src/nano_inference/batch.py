@@ -30,13 +30,26 @@ NO_MASKS = torch.empty((0, 0), dtype=torch.int32)
 
 
 class Scored(NamedTuple):
-    """Rows [start, end) of a sequence, by position, whose next token's logprob a forward
-    computes.
-    """
+    """Rows [start, end) of a sequence, by position, whose scores a forward computes."""
 
     seq: Sequence
     start: int
     end: int
+
+    @property
+    def num_scores(self) -> int:
+        """Of all its rows together."""
+        return (self.end - self.start) * self.seq.request.score_width
+
+    @property
+    def targets(self) -> Listed[int]:
+        """The tokens that are scored, row by row."""
+        request = self.seq.request
+        if not request.score_targets:
+            return self.seq.token_ids[self.start + 1 : self.end + 1]
+        first = request.scored.start
+        rows = request.score_targets[self.start - first : self.end - first]
+        return [target for row in rows for target in row]
 
 
 class TableRows(NamedTuple):
@@ -66,9 +79,10 @@ class ForwardBatch:
     seq_lens: Tensor = column(torch.int64, "S", padding=0)  # context length after this step
     block_tables: Tensor = column(torch.int64, "S", "B", padding=0)  # padded with 0
     logits_indices: Tensor = column(torch.int64, "L", default=NOTHING)  # rows to draw from
-    # rows of which only the logprob of one given token is wanted
+    # rows of which only the logprob of one given token is wanted; a row of several stands here
+    # several times
     score_rows: Tensor = column(torch.int64, "P", default=NOTHING)
-    # that token: the one which follows the row
+    # that token: the one that follows the row, or another that a trainer names
     score_targets: Tensor = column(torch.int64, "P", default=NOTHING)
     # under which the logprob is
     score_temperatures: Tensor = column(torch.float64, "P", default=NO_TEMPERATURES)
@@ -502,8 +516,8 @@ def _rows_to_score(
     ends: np.ndarray,
     cu_seqlens: np.ndarray,
 ) -> tuple[list[int], list[int], list[int], list[Scored]]:
-    """Rows that are scored, the tokens after them, those whose best tokens are wanted, and whose
-    they are. `places`: of the chunks whose sequences have such rows.
+    """Rows that are scored, the tokens that are scored after them, the rows whose best tokens are
+    wanted, and whose they are. `places`: of the chunks whose sequences have such rows.
     """
     score_rows: list[int] = []
     score_targets: list[int] = []
@@ -515,10 +529,12 @@ def _rows_to_score(
         if rows:
             first = int(cu_seqlens[place]) - start
             in_batch = range(first + rows.start, first + rows.stop)
-            score_rows += in_batch
+            own = Scored(seq, rows.start, rows.stop)
+            width = seq.request.score_width
+            score_rows += in_batch if width == 1 else np.repeat(in_batch, width).tolist()
             best_rows += in_batch if seq.request.num_best else ()
-            score_targets += seq.token_ids[rows.start + 1 : rows.stop + 1]
-            scored.append(Scored(seq, rows.start, rows.stop))
+            score_targets += own.targets
+            scored.append(own)
     return score_rows, score_targets, best_rows, scored
 
 
@@ -533,9 +549,9 @@ def _adapters(seqs: Listed[Sequence], lengths: np.ndarray) -> dict[str, Any]:
 def _temperatures(scored: Listed[Scored]) -> Tensor:
     if not scored:
         return NO_TEMPERATURES
-    each = [seq.request.score_temperature for seq, _, _ in scored]
+    each = [own.seq.request.score_temperature for own in scored]
     return torch.from_numpy(
-        np.repeat(np.array(each, dtype=np.float64), [end - start for _, start, end in scored])
+        np.repeat(np.array(each, dtype=np.float64), [own.num_scores for own in scored])
     )
 
 
@@ -545,10 +561,11 @@ def _score_masks(num_rows: int, scored: Listed[Scored]) -> dict[str, Any]:
         return {}
     masks: list[tuple[int, np.ndarray]] = []
     at = 0
-    for seq, start, end in scored:
+    for own in scored:
+        seq, start, end = own
         first = seq.request.scored.start
         masks += enumerate(seq.request.score_masks[start - first : end - first], at)
-        at += end - start
+        at += own.num_scores
     columns = mask_columns(num_rows, masks)
     return {f"score_{name}": each for name, each in columns.items()}
 

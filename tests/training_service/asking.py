@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 
 PREFIX = "/api/v1"
-Inputs = Mapping[str, Sequence[float]]
+Inputs = Mapping[str, Any]
 
 
 def _field(number: int, value: bytes | int) -> bytes:
@@ -30,18 +30,20 @@ def batch(
     forward_only: bool = False,
     config: Mapping[str, float] | None = None,
 ) -> bytes:
-    """The request of `forward_backward`: of each sequence its tokens and the loss's inputs, beside
-    `target_tokens`, which are made.
+    """The request of `forward_backward`: of each sequence its tokens and the loss's inputs.
+    `target_tokens` are made, unless they are given: then all of the tokens are input.
     """
     body = _field(1, model_id.encode()) + _field(2, seq_id) + _field(4, loss_fn.encode())
     for tokens, inputs in data:
-        text = _field(1, np.asarray(tokens[:-1], "<i4").tobytes())
-        datum = _field(1, _field(1, text))
         given: dict[str, Any] = {"target_tokens": np.asarray(tokens[1:], "<i8"), **inputs}
+        text = tokens if "target_tokens" in inputs else tokens[:-1]
+        text = _field(1, np.asarray(text, "<i4").tobytes())
+        datum = _field(1, _field(1, text))
         for name, values in given.items():
             is_whole = name == "target_tokens"
             array = np.asarray(values, "<i8" if is_whole else "<f4")
             tensor = _field(1, array.tobytes()) + _field(3, 2 if is_whole else 1)
+            tensor += b"".join(_field(4, size) for size in array.shape)
             datum += _field(2, _field(1, name.encode()) + _field(2, tensor))
         body += _field(3, datum)
     for name, value in (config or {}).items():
@@ -83,8 +85,14 @@ def drawn(sample: bytes) -> list[tuple[list[int], bytes]]:
 
 def scored(output: bytes) -> bytes:
     """The logprobs of a `ForwardBackwardOutput`, of one datum behind the other."""
-    record = fields(fields(output)[2][0])
-    return fields(fields(record[2][0])[2][0])[1][0]
+    records = [fields(each) for each in fields(output)[2]]
+    return b"".join(fields(fields(record[2][0])[2][0])[1][0] for record in records)
+
+
+def loss_of(output: bytes) -> float:
+    """The metric `loss:sum` of a `ForwardBackwardOutput`."""
+    (metric,) = (fields(each) for each in fields(output)[3])
+    return struct.unpack("<d", metric[2][0])[0] if 2 in metric else 0.0
 
 
 class Asker:

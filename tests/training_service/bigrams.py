@@ -8,7 +8,9 @@ import time
 import weakref
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,12 +31,14 @@ class BigramPolicy(nn.Module):
         self.lora_a = nn.Parameter(torch.randn(adapter.rank, WIDTH, generator=chance))
         self.lora_b = nn.Parameter(torch.zeros(base.vocab_size, adapter.rank))
 
-    def logprobs(self, sequences: list[list[int]], *, from_position: int) -> list[Tensor]:
+    def logprobs(
+        self, sequences: list[list[int]], *, from_position: int, targets: list[NDArray[np.int64]]
+    ) -> list[Tensor]:
         time.sleep(self.base.delay)
         found = [self.base.rows(ids[:-1], self.lora_a, self.lora_b) for ids in sequences]
         return [
-            rows.gather(1, torch.tensor(ids[1:])[:, None])[from_position - 1 :, 0]
-            for rows, ids in zip(found, sequences, strict=True)
+            rows[from_position - 1 :].gather(1, columns.view(len(columns), -1)).view(columns.shape)
+            for rows, columns in zip(found, map(torch.tensor, targets), strict=True)
         ]
 
     def save_pretrained(self, folder: Path) -> None:

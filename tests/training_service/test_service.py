@@ -2,6 +2,7 @@
 model that is two matrices.
 """
 
+import asyncio
 import gc
 import hashlib
 import re
@@ -18,11 +19,15 @@ import pytest
 import torch
 
 from nano_inference.training_service import checkpoints
+from nano_inference.training_service import service as service_module
 from nano_inference.training_service.base import Adapter
-from nano_inference.training_service.checkpoints import Checkpoints
-from nano_inference.training_service.messages import AdamParams
+from nano_inference.training_service.checkpoints import Checkpoints, Run
+from nano_inference.training_service.config import TrainServiceConfig
+from nano_inference.training_service.messages import AdamParams, CreateSession
+from nano_inference.training_service.service import Model, Service
 from nano_inference.training_service.trainer import Bounds, Trainer
-from tests.training_service.asking import Asker, batch
+from tests.serving import virtual_time
+from tests.training_service.asking import Asker, batch, loss_of, scored
 from tests.training_service.bigrams import VOCAB, Bigrams
 from tests.training_service.conftest import Services
 
@@ -177,13 +182,13 @@ def test_a_batch_that_fails_leaves_nothing_half_applied(service: Services) -> No
         refused = asker.step()
         assert isinstance(asker.result(good), bytes)
         assert asker.result(bad)["category"] == "user"
-        assert "weights must be 7 finite numbers" in asker.result(bad)["error"]
-        assert "weights must be 7" in refused["error"]
+        assert "weights must be finite numbers of shape [7]" in asker.result(bad)["error"]
+        assert "weights must be finite" in refused["error"]
         assert adapter(service.folder, asker.save("after")["path"]) == before
         assert "no gradients" in asker.step()["error"]  # those of the good one are gone
         asker.send_batch([(TOKENS, {"weights": [1.0] * 6})])
         asker.send_batch(sequences(1))
-        assert "weights must be 7" in asker.step()["error"]
+        assert "weights must be finite" in asker.step()["error"]
         assert "no gradients" in asker.step()["error"]  # nor are those of the next one left
         asker.send_batch(sequences(1))
         assert asker.step()["metrics"]["grad_norm"] > 0
@@ -193,15 +198,60 @@ def test_a_batch_that_fails_leaves_nothing_half_applied(service: Services) -> No
         assert asker.step()["metrics"]["grad_norm"] > 0
 
 
+def test_padded_targets_train_to_the_same_bits(service: Services) -> None:
+    """As the cookbook's rl_loop pads them: zeros in front of the sample, with advantages of 0."""
+    prompt, sample = [10, 20, 30, 31], [5, 6, 7]
+    tokens, pad = prompt + sample, [0.0] * (len(prompt) - 1)
+    rest = {"logprobs": [*pad, -3.0, -3.5, -3.0], "advantages": [*pad, 1.0, 1.0, -0.5]}
+    padded = {"target_tokens": [0] * len(pad) + sample, **rest}
+    found, logprobs = [], []
+    with service() as url:
+        for data in ([(tokens, rest)], [(tokens[:-1], padded)]):
+            asker = Asker(url)
+            asker.create()
+            asker.send_batch(data, "importance_sampling")
+            asker.step()
+            output = asker.result(asker.send_batch(data, "importance_sampling"))
+            logprobs.append(np.frombuffer(scored(output), "<f4"))
+            found.append(adapter(service.folder, asker.save("end")["path"]))
+            zeros = [([token, 0], {}) for token in prompt[:-1]]
+            zeros = scored(asker.result(asker.send_batch(zeros, forward_only=True)))
+        assert found[0] == found[1]
+        own, given = logprobs
+        assert own[len(pad) :].tolist() == given[len(pad) :].tolist()
+        assert given[: len(pad)].tobytes() == zeros
+
+
+def test_several_targets_a_token_are_the_sum_of_each_column(service: Services) -> None:
+    columns = np.array([[1, 2, 3], [4, 4, 9], [0, 5, 31]])
+    weights = np.array([[0.5, 0.25, 0.0], [1.0, -1.0, 0.5], [0.0, 0.0, 2.0]])
+    data = [([7, 8, 9], {"target_tokens": columns, "weights": weights})]
+    single = [
+        ([7, 8, 9], {"target_tokens": columns[:, at], "weights": weights[:, at]}) for at in range(3)
+    ]
+    with service() as url:
+        asker = Asker(url)
+        asker.create()
+        both = asker.result(asker.send_batch([*data, *single]))
+        norm = asker.step(0.0)["metrics"]["grad_norm"]
+        logprobs = np.frombuffer(scored(both), "<f4")
+        assert logprobs[:9].reshape(3, 3).T.flatten().tolist() == logprobs[9:].tolist()
+        whole = asker.result(asker.send_batch(data))
+        assert loss_of(whole) == pytest.approx(float(-(weights * logprobs[:9].reshape(3, 3)).sum()))
+        assert loss_of(both) == pytest.approx(2 * loss_of(whole))
+        assert asker.step(0.0)["metrics"]["grad_norm"] == pytest.approx(norm / 2, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("data", "loss", "words"),
     [
         ([], "cross_entropy", "batch is empty"),
         ([(TOKENS, {"x": [1.0] * 7})], "cross_entropy", "the input 'x'"),
-        ([(TOKENS, WEIGHTS)], "importance_sampling", "the input 'weights'"),
+        ([(TOKENS, {"clip_low_threshold": [1.0] * 7})], "dro", "the input 'clip_low_threshold'"),
         ([(TOKENS, {"advantages": [1.0] * 7})], "ppo", "lacks the input 'logprobs'"),
         ([(TOKENS, {"weights": [float("nan")] * 7})], "cross_entropy", "finite numbers"),
-        ([(TOKENS, {"target_tokens": [9] * 7})], "cross_entropy", "not the input token"),
+        ([(TOKENS, {"target_tokens": [9] * 7})], "cross_entropy", "8 input tokens"),
+        ([([1] * 60, {"target_tokens": [[3] * 4] * 60})], "cross_entropy", "max_request_tokens"),
         ([([1, 2, VOCAB], {})], "cross_entropy", "not in \\[0, 32\\)"),
         ([([1], {})], "cross_entropy", "at least one"),
         ([([1] * 65, {})], "cross_entropy", "the model takes 64"),
@@ -236,7 +286,7 @@ def test_steps_that_are_refused(service: Services) -> None:
         assert asker.step(grad_clip_norm=0.5)["metrics"]["grad_norm"] > 0
 
 
-def test_models_that_are_refused(service: Services) -> None:
+def test_models_that_are_refused(service: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(max_models=2, max_rank=8) as url:
         asker = Asker(url)
         for number, (options, words) in enumerate(
@@ -266,7 +316,16 @@ def test_models_that_are_refused(service: Services) -> None:
         assert "dimuon" in asker.result(asked["request_id"])["error"]
         asker.create(30)
         asker.create(31)
-        assert "max_models" in asker.create(32)["error"]
+        assert "of them belong to clients" not in asker.create(32)["error"]
+        monkeypatch.setattr(service_module, "SILENT", -1.0)
+        error = asker.create(33)["error"]
+        for words in (
+            "2 models are in training, and 2 may be at once (--max-models)",
+            "2 of them belong to clients that have sent nothing",
+            "300 seconds after their last heartbeat (--session-timeout)",
+            "Close a client that you do not need, wait, or start the service with a larger",
+        ):
+            assert words in error
         asker.post(f"/sessions/{asker.session}/finish", reason={"type": "success"})
         create_soon(url)
 
@@ -275,7 +334,7 @@ def create_soon(url: str, seconds: float = 60.0) -> None:
     """A model in the place of one whose session has ended; the training thread gives it free."""
     asker, deadline, number = Asker(url), time.monotonic() + seconds, 0
     while "model_id" not in (found := asker.create(number)):
-        assert "max_models" in found["error"]
+        assert "--max-models" in found["error"]
         assert time.monotonic() < deadline, "the place is not given back"
         number += 1
         time.sleep(0.05)
@@ -317,6 +376,29 @@ def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
         assert isinstance(asker.result(asker.send_batch(sequences(1))), bytes)
         asker.seq = 2  # the batch that came too late is part of this step
         assert "did not come" in asker.step()["error"]
+
+
+def test_a_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
+    """Its deadline is over once the request before it has come."""
+    gate = threading.Event()
+
+    async def story() -> bool:
+        config = TrainServiceConfig(request_timeout=10.0, state_dir=str(tmp_path))
+        made = Service(config, Bigrams(), Checkpoints(tmp_path))
+        session = made.create_session(CreateSession())
+        run = Run("run", "bigrams", 4, 1, True, True, True, None, 1.0, 1.0)
+        model = Model(run, session)
+        try:
+            second = made._in_order(model, 2, dict)
+            await asyncio.sleep(6)
+            made._in_order(model, 1, lambda: {"type": gate.wait(60)})
+            await asyncio.sleep(6)
+            return second.result is None
+        finally:
+            gate.set()
+            await made.close()
+
+    assert virtual_time.run(story())
 
 
 def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None:
@@ -691,6 +773,20 @@ def test_lifetimes_and_names_that_no_list_could_tell_are_refused(service: Servic
         }
 
 
+def test_publishing_is_no_route_and_deletes_nothing(service: Services) -> None:
+    with service() as url:
+        asker = Asker(url)
+        run = asker.create()["model_id"]
+        path = asker.save("a")["path"]
+        place = f"/training_runs/{run}/checkpoints/weights/a"
+        for method in ("POST", "PUT", "DELETE"):
+            answer = asker.http.request(method, f"{place}/publish")
+            assert answer.status_code in (404, 405)
+            assert "no such route" in answer.text
+        assert asker.post("/weights_info", tinker_path=path)["lora_rank"] == 4
+        assert asker.http.delete(place).status_code == 204
+
+
 def test_a_checkpoint_may_go_while_others_are_listed(
     service: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -699,7 +795,7 @@ def test_a_checkpoint_may_go_while_others_are_listed(
         asker.create()
         for name in ("a", "b"):
             asker.save(name)
-        kept, read = Checkpoints(service.folder), checkpoints.read_json
+        read = checkpoints.read_json
 
         def read_late(path: Path) -> dict[str, Any]:
             if path.parent.name == "a":
@@ -707,7 +803,8 @@ def test_a_checkpoint_may_go_while_others_are_listed(
             return read(path)
 
         monkeypatch.setattr(checkpoints, "read_json", read_late)
-        assert [each.name for each in kept.of()] == ["b"]
+        listed = asker.get("/checkpoints")["checkpoints"]
+        assert [each["checkpoint_id"] for each in listed] == ["weights/b"]
 
 
 def test_sessions_end_also_where_the_disk_fails(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from nano_inference import EngineConfig
 from nano_inference.models.loading import resolve_model
@@ -66,6 +67,11 @@ def test_the_client(url: str, folder: str, tmp_path: Path) -> None:
     assert set(found["sampled"]["top"][1:]) == {3}
     # every ratio is 1 to the bit, so these are minus the sum of advantages: 8 tokens of each sign
     assert found["policy"]["importance_sampling"] == found["policy"]["ppo"] == 0.0
+    assert found["policy"]["gspo"] == 0.0
+    assert found["columns"]["sparse"]
+    assert [shape[1:] for shape in found["columns"]["shapes"]] == [[3], []]
+    assert found["columns"]["last"] == found["columns"]["single"]
+    assert "no such route" in found["unpublished"]
     assert found["custom"]["mine"] == 1.0
     assert found["rest"][0] == found["rest"][1]
     assert found["rank"] == 8
@@ -86,7 +92,7 @@ def recipe(name: str, folder: str, tmp_path: Path, url: str, **options: Any) -> 
         "log_path": tmp_path / "log",
         **options,
     }
-    words = [f"{option}={value}" for option, value in given.items()]
+    words = [f"{option}={value}" for option, value in given.items() if value is not None]
     run("-m", f"tinker_cookbook.recipes.{name}", *words, cwd=tmp_path, url=url)
     lines = (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -158,6 +164,102 @@ def test_preferences_by_reinforcement_learning(url: str, folder: str, tmp_path: 
         eval_every=0,
     )
     assert [step["optim/kl_sample_train_v1"] for step in steps] == [0.0]
+
+
+KNOWN = "Qwen/Qwen3-8B-Base"  # a name of which the cookbook knows the renderer: role_colon
+
+
+@pytest.fixture
+def known(tmp_path: Path, folder: str) -> Iterator[str]:
+    """The URL of a service whose base model has a name that the cookbook knows; the tokenizer lies
+    under that name in the recipe's folder.
+    """
+    (tmp_path / KNOWN).parent.mkdir()
+    (tmp_path / KNOWN).symlink_to(folder)
+    config = TrainServiceConfig(
+        port=0, state_dir=str(tmp_path / "state"), served_model_name=KNOWN, max_models=2
+    )
+    with running_service(EngineConfig(MODEL, max_model_len=512, num_threads=1), config) as url:
+        yield url
+
+
+def data_set(folder: Path, name: str, rows: list[dict[str, Any]], config: str = "default") -> None:
+    """A data set by its name on the hub, as a folder."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / name / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: {config}\n  data_files: train.jsonl\n---\n"
+    )
+
+
+def weights_of(state: Path) -> dict[str, Any]:
+    """The adapter of the run's last checkpoint."""
+    (found,) = state.glob("runs/*/weights/final/adapter_model.safetensors")
+    return load_file(found)
+
+
+def test_the_reinforcement_learning_loop(known: str, tmp_path: Path) -> None:
+    """`rl_loop`, unmodified, by the recipe of the docs. The model often repeats the answer of the
+    prompt's example, 3, so that samples of a group have different rewards.
+    """
+    rows = [
+        {"question": f"How many {letter}'s are in strawberry?", "answer": "So it is 3.\n#### 3"}
+        for letter in "abcd"
+    ]
+    data_set(tmp_path, "openai/gsm8k", rows, "main")
+    steps = recipe(
+        "rl_loop",
+        KNOWN,
+        tmp_path,
+        known,
+        renderer_name=None,
+        batch_size=2,
+        group_size=12,
+        max_tokens=90,
+        max_steps=2,
+        learning_rate=1e-4,
+        lora_rank=4,
+        save_every=0,
+    )
+    assert len(steps) == 2
+    assert 0 < steps[0]["reward/total"] < 1, steps
+    assert steps[0]["grad_norm"] > 0
+    # B begins with zeros: it has moved
+    moved = [
+        each.abs().max() for name, each in weights_of(tmp_path / "state").items() if "_B" in name
+    ]
+    assert min(moved) > 0
+
+
+def test_the_supervised_loop(known: str, tmp_path: Path) -> None:
+    """`sl_loop`, unmodified, by the recipe of the docs."""
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {number} + 1?"},
+                {"role": "assistant", "content": f"{number + 1}."},
+            ]
+        }
+        for number in range(8)
+    ]
+    data_set(tmp_path, "HuggingFaceH4/no_robots", chats)
+    steps = recipe(
+        "sl_loop",
+        KNOWN,
+        tmp_path,
+        known,
+        renderer_name=None,
+        batch_size=2,
+        max_length=64,
+        max_steps=3,
+        learning_rate=1e-3,
+        lora_rank=4,
+        save_every=0,
+    )
+    losses = [step["train_mean_nll"] for step in steps]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert weights_of(tmp_path / "state")
 
 
 def test_direct_preference_optimization(url: str, folder: str, tmp_path: Path) -> None:

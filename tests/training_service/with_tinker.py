@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tinker  # pyright: ignore[reportMissingImports]
+import torch
 from tinker import types  # pyright: ignore[reportMissingImports]
 from tinker_cookbook import weights  # pyright: ignore[reportMissingImports]
 
@@ -81,7 +82,7 @@ def sampled(client: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
 def policy_gradient(client: Any, sample: dict[str, Any], prompt: list[int]) -> dict[str, float]:
     """One batch for each loss; its sum."""
     found = {}
-    for name in ("importance_sampling", "ppo", "cispo", "dro"):
+    for name in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
         data = []
         for row, advantage in zip(sample["rows"], (1.0, -1.0), strict=True):
             padding = [0.0] * (len(prompt) - 1)
@@ -89,9 +90,34 @@ def policy_gradient(client: Any, sample: dict[str, Any], prompt: list[int]) -> d
                 "logprobs": np.array(padding + row["sampler"], np.float32),
                 "advantages": np.array(padding + [advantage] * len(row["tokens"]), np.float32),
             }
+            if name == "gspo":
+                mask = padding + [1.0] * len(row["tokens"])
+                inputs["sequence_ratio_mask"] = np.array(mask, np.float32)
             data.append(datum(prompt + row["tokens"], **inputs))
         found[name] = client.forward_backward(data, name).result().metrics["loss:sum"]
     return found
+
+
+def columns(client: Any, tokenizer: Any) -> dict[str, Any]:
+    """Three targets a token, most of them padding, as torch tensors: the client sends them sparse."""
+    tokens = tokenizer.encode("Question: " + QUESTION + "\nAnswer:")
+    targets = torch.zeros(len(tokens), 3, dtype=torch.int64)
+    weights = torch.zeros(len(tokens), 3)
+    targets[-1], weights[-1] = torch.tensor([5, 6, 7]), torch.tensor([0.5, 0.25, 0.25])
+    inputs = {"target_tokens": targets, "weights": weights}
+    many = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+    result = client.forward([many, datum(tokens)], "cross_entropy").result()
+    found = [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
+    single = [
+        client.forward([datum([*tokens, token])], "cross_entropy")
+        .result()
+        .loss_fn_outputs[0]["logprobs"]
+        .tolist()[-1]
+        for token in (5, 6, 7)
+    ]
+    sparse = many.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
+    shapes = [list(each.shape) for each in found]
+    return {"sparse": sparse, "shapes": shapes, "last": found[0][-1].tolist(), "single": single}
 
 
 def main() -> None:
@@ -103,6 +129,7 @@ def main() -> None:
         found: dict[str, Any] = {"losses": train(client, tokenizer, 3)}
         found["sampled"] = sampled(client, tokenizer, 7)
         prompt = tokenizer.encode("Question: " + QUESTION + "\nAnswer:")
+        found["columns"] = columns(client, tokenizer)
         found["policy"] = policy_gradient(client, found["sampled"], prompt)
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
 
@@ -121,6 +148,10 @@ def main() -> None:
         found["paths"] = [
             each.tinker_path == path for each in rest.list_user_checkpoints().result().checkpoints
         ]
+        try:
+            rest.unpublish_checkpoint_from_tinker_path(path).result()
+        except tinker.TinkerError as problem:
+            found["unpublished"] = str(problem)
         exported = client.save_weights_external("out").result().path
         folder = weights.download(tinker_path=exported, output_dir="downloaded", base_url=url)
         found["downloaded"] = sorted(os.listdir(folder))

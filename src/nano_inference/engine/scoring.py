@@ -24,20 +24,22 @@ ATTEMPTS = 8  # to score under one version of the weights
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """Tokens of a sequence from position `start` (at least 1) to its end, each scored given those
-    before it; and the mask of each of them, int32 [W], where there are masks.
+    before it; and the mask of each of them, int32 [W], where there are masks. `targets` are scored
+    in the place of those tokens, as many in each place; empty: the tokens themselves.
     """
 
     token_ids: list[int]
     start: int
     temperature: float = 1.0  # above 0
     masks: Listed[np.ndarray] = ()
+    targets: Listed[Listed[int]] = ()
 
 
 class Scores(NamedTuple):
     """What scoring a request gave.
 
     Attributes:
-        logprobs: of its tokens from `start` on.
+        logprobs: of its tokens from `start` on, or of its targets, place by place.
         routes: the experts of all its rows but the last, int16 [rows, layers of experts, K]; None:
             nothing was scored, or the decoder keeps no record of them.
     """
@@ -158,6 +160,7 @@ def _scorer(
         scored=range(request.start - 1, num_tokens - 1),
         score_temperature=request.temperature,
         score_masks=request.masks,
+        score_targets=request.targets,
         scored_sample=stand_in,
         at_end=at_end,
     )

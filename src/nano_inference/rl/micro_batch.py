@@ -16,7 +16,8 @@ from nano_inference.sampling.sampling_batch import mask_columns
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
     """A sequence, and what the loss gives each logprob of its tokens from `start` on, none before
-    position 1; and the mask of each of them, int32 [W], where there are masks.
+    position 1; and the mask of each of them, int32 [W], where there are masks. `targets`, as many
+    in each place, have the logprobs in the place of its tokens; empty: the tokens themselves.
     """
 
     token_ids: list[int]
@@ -25,6 +26,17 @@ class ScoredSequence:
     # int16 [rows, layers of experts, K]: the experts of at least its rows with gradients
     routes: Tensor | None = None
     masks: Sequence[np.ndarray] = ()
+    targets: Sequence[Sequence[int]] = ()
+
+    def wanted(self) -> list[tuple[int, int, float]]:
+        """Each row that a gradient comes from, with its target and the gradient."""
+        targets = self.targets or [[token] for token in self.token_ids[self.start :]]
+        pairs = ((row, target) for row, own in enumerate(targets, self.start - 1) for target in own)
+        return [
+            (row, target, grad)
+            for (row, target), grad in zip(pairs, self.gradients, strict=True)
+            if grad != 0
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ class MicroBatch:
     mask_rows: Tensor  # [U] row of `mask_words`, -1: the targets have no mask
     mask_words: Tensor  # int32 [M, W]
     owners: Tensor  # [P] place of the target's row in `scored_rows`
-    targets: Tensor  # [P] a token after that row; no place has one twice
+    targets: Tensor  # [P] a token that is scored after that row; no place has one twice
     gradients: Tensor  # float32 [P] of its logprob
     # [N, layers of experts, K]: the experts that each row goes through
     routes: Tensor | None = None
@@ -77,11 +89,7 @@ def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterato
     """
     rows = _Rows()
     for sequence in sequences:
-        wanted = [
-            (row, grad)
-            for row, grad in enumerate(sequence.gradients, sequence.start - 1)
-            if grad != 0
-        ]
+        wanted = sequence.wanted()
         if not wanted:
             continue
         last = wanted[-1][0]
@@ -92,9 +100,9 @@ def micro_batches(sequences: Iterable[ScoredSequence], max_rows: int) -> Iterato
             yield rows.freeze()
             rows = _Rows()
         path = rows.add(sequence.token_ids[: last + 1], sequence.routes)
-        for row, grad in wanted:
+        for row, token_id, grad in wanted:
             mask = sequence.masks[row + 1 - sequence.start] if sequence.masks else None
-            target = (rows.scored(path[row], mask), sequence.token_ids[row + 1])
+            target = (rows.scored(path[row], mask), token_id)
             rows.targets[target] = rows.targets.get(target, 0.0) + grad
     if rows.num_rows:
         yield rows.freeze()

@@ -45,6 +45,7 @@ from nano_inference.rl.scoring import (
     Grammars,
     Routed,
     ScoreBatch,
+    Targets,
     TokenIds,
     check_batch,
     require_same_experts,
@@ -93,6 +94,7 @@ class ScoringModule(nn.Module):
         temperature: float = 1.0,
         grammar: Grammars = None,
         routed_experts: Routed = None,
+        targets: Targets = None,
     ) -> list[Tensor]:
         """See `logprobs`."""
         return self.logprobs(
@@ -101,6 +103,7 @@ class ScoringModule(nn.Module):
             temperature=temperature,
             grammar=grammar,
             routed_experts=routed_experts,
+            targets=targets,
         )
 
     def logprobs(
@@ -111,6 +114,7 @@ class ScoringModule(nn.Module):
         temperature: float = 1.0,
         grammar: Grammars = None,
         routed_experts: Routed = None,
+        targets: Targets = None,
     ) -> list[Tensor]:
         """Log-probability of each token given those before it, under the parameters;
         differentiable.
@@ -123,17 +127,17 @@ class ScoringModule(nn.Module):
         it, nor do sequences of nothing else.
         """
         batch = check_batch(
-            self.engine, sequences, from_position, temperature, grammar, routed_experts
+            self.engine, sequences, from_position, temperature, grammar, routed_experts, targets
         )
         params = dict(self.named_parameters())
         if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
             flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
-            lengths = [
-                len(ids) - start
-                for ids, start in zip(batch.token_ids, batch.positions, strict=True)
+            lengths = [batch.num_logprobs(index) for index in range(len(batch.token_ids))]
+            ends = itertools.accumulate(lengths)
+            return [
+                batch.shaped(index, flat[end - length : end])
+                for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
             ]
-            ends = list(itertools.accumulate(lengths))
-            return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
         return self._score(batch)[0].logprobs
 
     def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
@@ -334,7 +338,7 @@ class _Logprobs(torch.autograd.Function):
         ctx.save_for_backward(*params)
         scores, ctx.states = model._score(batch)
         ctx.routes = scores.routes
-        return torch.cat([torch.empty(0), *scores.logprobs])
+        return torch.cat([torch.empty(0), *(each.flatten() for each in scores.logprobs)])
 
     @staticmethod
     @once_differentiable
@@ -503,12 +507,20 @@ def _scored(
     The entry of a first token is constant.
     """
     values, at = grad.float().tolist(), 0
-    for token_ids, position, masks, routed in zip(
-        batch.token_ids, batch.positions, batch.masks, routes, strict=True
+    for index, (token_ids, position, routed) in enumerate(
+        zip(batch.token_ids, batch.positions, routes, strict=True)
     ):
-        start, end = max(position, 1), at + len(token_ids) - position
-        words = masks.words if masks is not None else ()
-        yield ScoredSequence(token_ids, start, values[at + start - position : end], routed, words)
+        start, end = max(position, 1), at + batch.num_logprobs(index)
+        first = at + (start - position) * batch.width(index)
+        masks, targets = batch.masks[index], batch.targets[index]
+        yield ScoredSequence(
+            token_ids,
+            start,
+            values[first:end],
+            routed,
+            masks.words if masks is not None else (),
+            targets.rows if targets is not None else (),
+        )
         at = end
 
 

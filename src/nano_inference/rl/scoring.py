@@ -1,8 +1,9 @@
 """`score`: logprobs of given tokens, as the engine itself would have reported them."""
 
+import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from nano_inference.types import RoutedExperts
 TokenIds = Listed[int] | Tensor
 Grammars = Grammar | Iterable[Grammar | None] | None
 Routed = Iterable[RoutedExperts | None] | None
+Targets = Iterable[Tensor | np.ndarray | Listed[Any] | None] | None
 
 
 def score(
@@ -34,6 +36,7 @@ def score(
     temperature: float = 1.0,
     grammar: Grammars = None,
     adapter: str | None = None,
+    targets: Targets = None,
 ) -> list[Tensor]:
     """Log-probability of each token given those before it, under the policy.
 
@@ -53,21 +56,25 @@ def score(
             `sampling_params.grammar` says; one for all, or one (or None) a sequence. Their logprobs
             are those among the tokens that it allows.
         adapter: name of a loaded adapter that scores them, on top of the policy's weights.
+        targets: tokens to score in the place of the sequence's own, one tensor (or None) a
+            sequence: int64 [len(sequence) - from_position], or [len(sequence) - from_position, k]
+            for k tokens in each place. The sequence's tokens stay the context, so its last token
+            is read by nothing.
 
     Returns:
-        float32 [len(sequence) - from_position] a sequence, on the CPU. The first token of a
-        sequence has nothing before
-        it: its entry is nan.
+        float32 [len(sequence) - from_position] a sequence, or the shape of its targets, on the CPU.
+        The first token of a sequence has nothing before it: its entry is nan.
 
     Raises:
         InvalidRequest: a sequence is empty or holds a bad id, a position is outside it, the
             temperature is negative, a grammar cannot be compiled or does not allow a token (its
-            position is named), or there are grammars and several ranks.
+            position is named), targets have another shape or hold a bad id, or there are grammars
+            or targets and several ranks.
         RequestTooLarge: a sequence does not fit into the engine.
         RequestAborted: a sequence was aborted.
         EngineDead: the engine was shut down or failed.
     """
-    batch = check_batch(engine, sequences, from_position, temperature, grammar)
+    batch = check_batch(engine, sequences, from_position, temperature, grammar, targets=targets)
     return score_batch(engine, batch, POLICY, engine.intake.adapter_of(adapter)).logprobs
 
 
@@ -80,10 +87,20 @@ class SequenceMasks(NamedTuple):
     words: list[np.ndarray]
 
 
+class SequenceTargets(NamedTuple):
+    """The tokens that are scored in the place of a sequence's own, from the first place that is
+    scored on, as many in each; `in_columns`: they were given as a matrix.
+    """
+
+    rows: list[list[int]]
+    width: int
+    in_columns: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreBatch:
     """Checked arguments: tokens of each sequence from its position on, at one temperature (above
-    0), some under masks.
+    0), some under masks, some with other targets than their own tokens.
     """
 
     token_ids: list[list[int]]
@@ -91,6 +108,22 @@ class ScoreBatch:
     temperature: float
     masks: list[SequenceMasks | None]
     routed: list[RoutedExperts | None]
+    targets: list[SequenceTargets | None]
+
+    def width(self, index: int) -> int:
+        """Logprobs of each place of a sequence."""
+        targets = self.targets[index]
+        return 1 if targets is None else targets.width
+
+    def num_logprobs(self, index: int) -> int:
+        """Of a sequence, all places together."""
+        return (len(self.token_ids[index]) - self.positions[index]) * self.width(index)
+
+    def shaped(self, index: int, logprobs: Tensor) -> Tensor:
+        """The logprobs of a sequence in the shape of its targets."""
+        targets = self.targets[index]
+        wide = targets is not None and targets.in_columns
+        return logprobs.view(-1, self.width(index)) if wide else logprobs
 
 
 def check_batch(
@@ -100,6 +133,7 @@ def check_batch(
     temperature: float,
     grammar: Grammars = None,
     routed_experts: Routed = None,
+    targets: Targets = None,
 ) -> ScoreBatch:
     """Check what `score` is called with, and the experts that sequences went through before. Raises
     as it says there.
@@ -113,7 +147,66 @@ def check_batch(
     if temperature == 0:  # logprobs are the model's own
         masks = [None] * len(token_ids)
     routed = _routed(engine, token_ids, routed_experts)
-    return ScoreBatch(token_ids, positions, above_0, masks, routed)
+    others = _targets(engine, token_ids, positions, targets)
+    for place, (own, masked) in enumerate(zip(others, masks, strict=True)):
+        if own is not None and masked is not None:
+            raise InvalidRequest(
+                f"sequence {place} has a grammar and targets; leave one out, as a grammar is of "
+                "the sequence's own tokens."
+            )
+    return ScoreBatch(token_ids, positions, above_0, masks, routed, others)
+
+
+def _targets(
+    engine: InferenceEngine,
+    token_ids: list[list[int]],
+    positions: list[int],
+    targets: Targets,
+) -> list[SequenceTargets | None]:
+    """The targets of each sequence; None: its own tokens. Raises `InvalidRequest`."""
+    if targets is None:
+        return [None] * len(token_ids)
+    given = list(targets)
+    if len(given) != len(token_ids):
+        raise InvalidRequest(
+            f"{len(given)} targets for {len(token_ids)} sequences; give one, or None, for each."
+        )
+    found = [
+        None if each is None else _of_targets(engine, ids, position, each, place)
+        for place, (each, ids, position) in enumerate(zip(given, token_ids, positions, strict=True))
+    ]
+    if any(each is not None for each in found):
+        require_one_rank(engine.runner, "scoring of targets")
+    return found
+
+
+def _of_targets(
+    engine: InferenceEngine, token_ids: list[int], position: int, targets: Any, place: int
+) -> SequenceTargets | None:
+    try:
+        values = np.asarray(targets)
+    except ValueError:  # rows of several lengths
+        values = np.empty(0, object)
+    wanted = len(token_ids) - position
+    if values.dtype.kind not in "iu" or values.ndim not in (1, 2) or len(values) != wanted:
+        raise InvalidRequest(
+            f"the targets of sequence {place} are {values.dtype} of shape {list(values.shape)}; "
+            f"give integers of shape [{wanted}] or [{wanted}, k], one row for each token from "
+            f"from_position={position} on."
+        )
+    if values.size == 0 and wanted:
+        raise InvalidRequest(f"the targets of sequence {place} have no columns; give at least one.")
+    if values.size and not 0 <= values.min() <= values.max() < engine.spec.vocab_size:
+        raise InvalidRequest(
+            f"the targets of sequence {place} hold a token that is not in "
+            f"[0, {engine.spec.vocab_size})."
+        )
+    in_columns = values.ndim == 2
+    if not in_columns and values.tolist() == token_ids[position:]:
+        return None
+    columns = values if in_columns else values[:, None]
+    rows = columns.tolist()[max(position, 1) - position :]
+    return SequenceTargets(rows, columns.shape[1], in_columns)
 
 
 def _routed(
@@ -192,24 +285,18 @@ def score_batch(
 ) -> BatchScores:
     """Score a batch under a weight set, and an adapter of the policy."""
     starts = [max(position, 1) for position in batch.positions]
-    plan = _share(batch.token_ids, starts, _kinds(batch))
-    requests = [
-        ScoreRequest(
-            batch.token_ids[own.index],
-            own.start,
-            batch.temperature,
-            masks.words[own.start - starts[own.index] :] if masks is not None else (),
-        )
-        for own, masks in ((own, batch.masks[own.index]) for own in plan)
-    ]
+    plan = _share(_keys(batch, starts), starts, _kinds(batch))
+    requests = [_request(batch, own.index, own.start, starts[own.index]) for own in plan]
     known: dict[int, list[float]] = {}  # logprobs from `starts` on
     routes: dict[int, Tensor | None] = {}
     for own, (scores, routed) in zip(
         plan, score_tokens(engine, requests, weight_set, adapter), strict=True
     ):
-        first = starts[own.index]
+        first, width = starts[own.index], batch.width(own.index)
         copied = (
-            known[own.source][first - starts[own.source] : own.start - starts[own.source]]
+            known[own.source][
+                (first - starts[own.source]) * width : (own.start - starts[own.source]) * width
+            ]
             if own.shared
             else []
         )
@@ -219,10 +306,51 @@ def score_batch(
             routed = None if source is None else source[: len(batch.token_ids[own.index]) - 1]
         routes[own.index] = routed
     logprobs = [
-        torch.tensor([math.nan] * (position == 0) + known[index], dtype=torch.float32)
+        batch.shaped(
+            index,
+            torch.tensor(
+                [math.nan] * ((position == 0) * batch.width(index)) + known[index],
+                dtype=torch.float32,
+            ),
+        )
         for index, position in enumerate(batch.positions)
     ]
     return BatchScores(logprobs, [routes[index] for index in range(len(logprobs))])
+
+
+def _request(batch: ScoreBatch, index: int, start: int, first: int) -> ScoreRequest:
+    """A sequence scored from `start` on; its masks and targets begin at `first`."""
+    masks, targets = batch.masks[index], batch.targets[index]
+    return ScoreRequest(
+        batch.token_ids[index],
+        start,
+        batch.temperature,
+        masks.words[start - first :] if masks is not None else (),
+        targets.rows[start - first :] if targets is not None else (),
+    )
+
+
+def _keys(batch: ScoreBatch, starts: list[int]) -> list[list[int]]:
+    """Of each sequence one number a token. Two sequences have the same scores as far as their
+    numbers are the same, if they are of one kind.
+    """
+    if not any(batch.targets):
+        return batch.token_ids
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    return [
+        [
+            numbers.setdefault((token, tuple(target)), len(numbers))
+            for token, target in zip(ids, _targets_of(batch, index, starts[index]), strict=True)
+        ]
+        for index, ids in enumerate(batch.token_ids)
+    ]
+
+
+def _targets_of(batch: ScoreBatch, index: int, start: int) -> Iterator[Listed[int]]:
+    """What is scored in the place of each token of a sequence; before `start` nothing is."""
+    ids, targets = batch.token_ids[index], batch.targets[index]
+    own = [[token] for token in ids]
+    return itertools.chain(own[:start], own[start:] if targets is None else targets.rows)
 
 
 @dataclass(frozen=True, slots=True)

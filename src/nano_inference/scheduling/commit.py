@@ -236,7 +236,7 @@ def commit_scores(
     done: list[TrainingSample] = []
     scores, rows = iter(sampled.scores), iter(sampled.score_best)
     for seq, start, end in scored:
-        values = list(itertools.islice(scores, end - start))
+        values = list(itertools.islice(scores, (end - start) * seq.request.score_width))
         best = (
             [_top(*row, seq.request.num_best) for row in itertools.islice(rows, end - start)]
             if seq.request.num_best
@@ -246,7 +246,7 @@ def commit_scores(
             continue
         seq.add_scores(start, values, best)
         sample = seq.request.scored_sample
-        if sample is not None and len(seq.scores) == len(seq.request.scored):
+        if sample is not None and seq.num_scored == len(seq.request.scored):
             retire(seq, sequences, cache)
             done.append(replace(sample, ref_logprobs=tuple(seq.scores)))
     return done

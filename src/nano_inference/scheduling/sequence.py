@@ -193,6 +193,8 @@ class CheckedRequest:
         scored: rows (positions) whose next token's logprob is wanted.
         score_temperature: under which; above 0.
         score_masks: and among which tokens, int32 [W] for each of these rows; empty: all.
+        score_targets: the tokens that are scored after each of these rows, as many after each;
+            empty: the sequence's own next token.
         num_best: most probable tokens that are wanted beside each of the scores.
         streaming: every token is handed out as it is sampled.
         past_contexts: of the sample that it resumes.
@@ -215,6 +217,7 @@ class CheckedRequest:
     scored: range = range(0)
     score_temperature: float = 1.0
     score_masks: Listed[Any] = ()
+    score_targets: Listed[Listed[int]] = ()
     num_best: int = 0
     streaming: bool = False
     past_contexts: tuple[ContextVersions, ...] = ()
@@ -227,6 +230,11 @@ class CheckedRequest:
     def group_id(self) -> int:
         """The request that began the group of its samples."""
         return self.request_id if self.first_request_id is None else self.first_request_id
+
+    @property
+    def score_width(self) -> int:
+        """Scores of each row."""
+        return len(self.score_targets[0]) if self.score_targets else 1
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +256,8 @@ class Sequence:
         behind: held until the update to this version, which waits for others, serves or failed.
         version_starts: (weight version, first completion token).
         contexts: since it was made or resumed.
-        scores: of the first of the request's rows to score; the group's samples share the list.
+        scores: of the first of the request's rows to score, `score_width` of each; the group's
+            samples share the list.
         score_best: the most probable tokens beside these; shared like the scores.
         output_text: where text is wanted.
         stop_string: the one that the newest token completed.
@@ -330,14 +339,19 @@ class Sequence:
         score may not.
         """
         end, scored = self.num_to_compute - 1, self.request.scored
-        if len(self.scores) >= len(scored):
+        if self.num_scored >= len(scored):
             return end
-        return min(end, scored.start + len(self.scores))
+        return min(end, scored.start + self.num_scored)
+
+    @property
+    def num_scored(self) -> int:
+        """Rows of the request's that have their scores."""
+        return len(self.scores) // self.request.score_width
 
     def rows_to_score(self, start: int, end: int) -> range:
         """Rows of a chunk [start, end) that are to be scored and are not yet."""
         scored = self.request.scored
-        return range(max(start, scored.start + len(self.scores)), min(end, scored.stop))
+        return range(max(start, scored.start + self.num_scored), min(end, scored.stop))
 
     def add_scores(
         self, start: int, logprobs: Listed[float], best: Listed[TopLogprobs] = ()
@@ -345,8 +359,8 @@ class Sequence:
         """Take in the scores of rows from `start` on. Rows that a preemption made compute twice
         count once.
         """
-        known = self.request.scored.start + len(self.scores) - start
-        self.scores += logprobs[known:]
+        known = self.request.scored.start + self.num_scored - start
+        self.scores += logprobs[known * self.request.score_width :]
         self.score_best += best[known:]
 
     def forget_scores(self) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nano_inference.types import SamplingParams, TrainingSample
@@ -23,8 +25,16 @@ class Policy(Protocol):
         """Always in the same order."""
         ...
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], *, from_position: int) -> list[Tensor]:
-        """Of each sequence the logprobs of its tokens from a position on; differentiable."""
+    def logprobs(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        from_position: int,
+        targets: Sequence[NDArray[np.int64]],
+    ) -> list[Tensor]:
+        """Logprobs of each sequence's targets, which stand in the place of its tokens from a
+        position on: [tokens], or [tokens, k] for k in each place. Differentiable.
+        """
         ...
 
     def save_pretrained(self, folder: Path) -> None:

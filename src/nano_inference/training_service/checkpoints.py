@@ -6,14 +6,21 @@
     STATE/runs/RUN/external_weights/NAME/  a PEFT folder, to be downloaded
     STATE/runs/RUN/snapshots/NUMBER/       a PEFT folder that lives as long as its session
 
-Each folder also has a `checkpoint.json`. A checkpoint appears under its name only when it is whole.
+Each folder also has a `checkpoint.json`. A checkpoint appears under its name only when it is whole,
+and is on the disk before `write` returns. One service at a time has the folder: it holds a lock on
+STATE/lock. Names that begin with a dot are on their way in or out: `.unfinished-` may be deleted at
+any time, `.replaced-NAME` is the old checkpoint while a new one takes its name.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from nano_inference.errors import ModelLoadError
+from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.regular_files import read_json
 from nano_inference.training_service.errors import Refused
 
@@ -36,7 +43,7 @@ ADAPTER = "adapter_model.safetensors"
 _SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,127}")
 _ABOUT = "checkpoint.json"
-_UNFINISHED = ".unfinished-"
+_UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 _ABOUT_BYTES = 512  # of checkpoint.json without its user_metadata, at most
 
 
@@ -94,19 +101,50 @@ def moment(seconds: float) -> str:
 
 
 class Checkpoints:
-    """All checkpoints of a state folder, of earlier services too. Safe to call from any thread, but
-    one thread writes.
+    """All checkpoints of a state folder, of earlier services too; the folder is this object's until
+    `close`. Safe to call from any thread, but one thread writes.
 
     Args:
         folder: of the state.
         most: bytes of all checkpoints together, but for snapshots; None: as the disk has.
+
+    Raises:
+        ConfigError: another service has the folder, or it cannot be written.
     """
 
     def __init__(self, folder: Path, most: int | None = None) -> None:
         self._runs, self._most = folder / "runs", most
-        self._runs.mkdir(parents=True, exist_ok=True)
+        self._names = threading.Lock()  # held while a checkpoint takes the name of another
+        try:
+            self._runs.mkdir(parents=True, exist_ok=True)
+            self._lock = open(folder / "lock", "ab")  # noqa: SIM115
+        except OSError as problem:
+            raise ConfigError(f"state_dir={str(folder)!r} cannot be written: {problem}.") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            self._lock.close()
+            why = "cannot be locked" if problem.errno != errno.EWOULDBLOCK else "is in use"
+            raise ConfigError(
+                f"state_dir={str(folder)!r} {why}: {problem.strerror}. Two services cannot share a "
+                "folder; end the other one, or name another folder (--state-dir)."
+            ) from None
+        self._clean_up()
+
+    def close(self) -> None:
+        """Let another service have the folder."""
+        self._lock.close()
+
+    def _clean_up(self) -> None:
+        """Undo what a service that has ended left half done."""
+        for old in self._runs.glob(f"*/*/{_REPLACED}*"):
+            target = old.with_name(old.name.removeprefix(_REPLACED))
+            if target.exists():  # the new one
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(target)
         for left in (*self._runs.glob("*/snapshots"), *self._runs.glob(f"*/*/{_UNFINISHED}*")):
-            shutil.rmtree(left, ignore_errors=True)  # of a service that has ended
+            shutil.rmtree(left, ignore_errors=True)
 
     def write_run(self, run: Run) -> None:
         """Note a run, new or with another `last_request`."""
@@ -158,14 +196,27 @@ class Checkpoints:
         with _filled(target, fill) as folder:
             about["sha256"] = hashlib.sha256((folder / ADAPTER).read_bytes()).hexdigest()
             _write_json(folder / _ABOUT, about)
-            if target.exists():
-                old = target.with_name(f"{_UNFINISHED}old-{name}")
-                target.rename(old)
-                folder.rename(target)
-                shutil.rmtree(old)
-            else:
-                folder.rename(target)
+            for path in (*folder.iterdir(), folder, self._runs / run_id / "run.json"):
+                _sync(path)
+            self._name(folder, target)
         return self._read(target)
+
+    def _name(self, folder: Path, target: Path) -> None:
+        """Give a folder its name, in the place of what has it. A crash leaves one of the two."""
+        old = target.with_name(f"{_REPLACED}{target.name}")
+        with self._names:
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
+            try:
+                folder.rename(target)
+            except BaseException:
+                if old.exists():
+                    old.rename(target)
+                raise
+        for parent in (target.parent, target.parent.parent, self._runs, self._runs.parent):
+            _sync(parent)
+        shutil.rmtree(old, ignore_errors=True)
 
     def write_snapshot(self, run_id: str, number: int, fill: Callable[[Path], None]) -> Path:
         """A folder of a PEFT adapter that nothing but its owner names."""
@@ -189,9 +240,10 @@ class Checkpoints:
         if not (_NAME.fullmatch(run_id) and _NAME.fullmatch(name)):
             raise Refused(f"there is no checkpoint {path!r}.", 404)
         folder = self._runs / run_id / kind / name
-        if not (folder / _ABOUT).is_file():
-            raise Refused(f"there is no checkpoint {path!r}.", 404)
-        found = self._read(folder)
+        with self._names:
+            if not (folder / _ABOUT).is_file():
+                raise Refused(f"there is no checkpoint {path!r}.", 404)
+            found = self._read(folder)
         if found.expires is not None and found.expires <= time.time():
             raise Refused(f"the checkpoint {path!r} has expired.", 404)
         return found
@@ -202,7 +254,7 @@ class Checkpoints:
         found: list[Checkpoint] = []
         for kind in TYPES:
             for about in self._runs.glob(f"{folder}/{kind}/*/{_ABOUT}"):
-                if not about.parent.name.startswith(_UNFINISHED):
+                if not about.parent.name.startswith("."):
                     # another thread deletes it
                     with suppress(FileNotFoundError, ModelLoadError):
                         found.append(self._read(about.parent))
@@ -218,6 +270,7 @@ class Checkpoints:
         about = read_json(found.folder / _ABOUT)
         about["expires"] = None if ttl is None else time.time() + ttl
         _write_json(found.folder / _ABOUT, about)
+        _sync(found.folder / _ABOUT)
 
     def sweep(self) -> None:
         """Delete what has expired."""
@@ -273,6 +326,15 @@ def _filled(target: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -34,7 +34,10 @@ class TrainServiceConfig:
         max_request_tokens: tokens of one request, prompts and targets of all its sequences
             together.
         max_pending: requests that have no result yet, of all sessions together.
-        max_body_bytes: size of a request's body.
+        max_result_bytes: of all results that wait to be fetched. A request that comes while they
+            are more is rejected; results that were fetched are forgotten first.
+        max_body_bytes: size of a request's body; bodies of four times this size may be read at
+            once, of all clients together.
         max_checkpoint_bytes: of all checkpoints in `state_dir`, those of earlier services too. A
             save that could come to more is refused; deleting some makes room, and so do lifetimes.
             Nameless sampler weights do not count: `max_snapshots` bounds them. None: as much as the
@@ -67,6 +70,9 @@ class TrainServiceConfig:
     max_rank: int = option(64, LIMITS, "Largest LoRA rank.", least=1)
     max_request_tokens: int = option(262_144, LIMITS, "Tokens of one request.", least=1)
     max_pending: int = option(4096, LIMITS, "Requests without a result.", least=1)
+    max_result_bytes: int = option(
+        1024 * MIB, LIMITS, "Of all results that wait to be fetched.", least=1, size=True
+    )
     max_body_bytes: int = option(64 * MIB, LIMITS, "Size of a body.", least=1, size=True)
     max_checkpoint_bytes: int | None = option(
         None, LIMITS, "Of all checkpoints. Default: as the disk has.", least=1, size=True

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
@@ -16,6 +17,7 @@ from nano_inference.serving.config import is_loopback
 from nano_inference.serving.edge.connection import connection_class
 from nano_inference.serving.log_lines import send_to_stderr
 from nano_inference.training_service.base import Base
+from nano_inference.training_service.checkpoints import Checkpoints
 from nano_inference.training_service.config import TrainServiceConfig
 from nano_inference.training_service.routes import build_app
 from nano_inference.training_service.service import Service
@@ -29,7 +31,7 @@ _GRACE = 3
 
 def serve(engine: EngineConfig, config: TrainServiceConfig) -> None:
     """Serve until SIGTERM or Ctrl-C. Sets up logging. Raises `NanoInferenceError`: the engine could
-    not be built, or nothing can listen there.
+    not be built, another service has the folder of checkpoints, or nothing can listen there.
     """
     for name in ("nano_inference", "uvicorn"):
         send_to_stderr(logging.getLogger(name), "text")
@@ -41,7 +43,7 @@ def serve(engine: EngineConfig, config: TrainServiceConfig) -> None:
             "reach it may use it.",
             config.host,
         )
-    server = _server(Service(config, _engine_base(engine, config)))
+    server = _server(_service(engine, config))
     server.run()
     if not server.started:
         raise ConfigError(f"host={config.host!r}, port={config.port}: cannot listen there.")
@@ -60,10 +62,10 @@ def running_service(
         timeout: seconds that it may take to listen, once the engine is built.
 
     Raises:
-        NanoInferenceError: the engine could not be built, or nothing can listen there.
+        NanoInferenceError: the engine could not be built, another service has the folder of
+            checkpoints, or nothing can listen there.
     """
-    built = _engine_base(base, config) if isinstance(base, EngineConfig) else base
-    server = _server(Service(config, built))
+    server = _server(_service(base, config))
     thread = threading.Thread(target=server.run, name="nano-inference train-service", daemon=True)
     thread.start()
     try:
@@ -113,6 +115,17 @@ def _server(service: Service) -> _Server:
             timeout_graceful_shutdown=_GRACE,
         )
     )
+
+
+def _service(base: EngineConfig | Base, config: TrainServiceConfig) -> Service:
+    """The folder of checkpoints comes first: to load a model takes longer."""
+    checkpoints = Checkpoints(Path(config.state_dir), config.max_checkpoint_bytes)
+    try:
+        built = _engine_base(base, config) if isinstance(base, EngineConfig) else base
+        return Service(config, built, checkpoints)
+    except BaseException:
+        checkpoints.close()
+        raise
 
 
 def _engine_base(engine: EngineConfig, config: TrainServiceConfig) -> Base:

@@ -4,6 +4,8 @@
 The messages are those of `tinker_public.proto`, which the client carries; numbers are its fields.
 """
 
+import itertools
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FLOAT32, _INT64 = 1, 2  # of the enum DType
 _DTYPES: Mapping[int, type] = {_FLOAT32: np.float32, _INT64: np.int64}
 _CUT = "the body is no whole Protocol Buffers message."
+MOST_VALUES = 1 << 24  # of all sparse tensors of a request, once they are dense
 STOPPED, REACHED_LENGTH = 0, 1  # of the enum StopReason
 
 Value = int | bytes
@@ -37,7 +40,7 @@ class Datum:
     """
 
     tokens: tuple[int, ...]
-    inputs: Mapping[str, Array]
+    inputs: Mapping[str, Array]  # each [n], or [n, k] for k targets of each token
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def forward_backward_request(body: bytes) -> ForwardBackward:
         config[_text(entry, 1)] = _text(value, 2) if 2 in value else _double(value, 1)
     refusal, data = None, ()
     try:
-        data = tuple(_datum(each) for each in _messages(fields, 3))
+        room = _Room(MOST_VALUES)
+        data = tuple(_datum(each, room) for each in _messages(fields, 3))
     except Refused as problem:
         refusal = problem
     return ForwardBackward(
@@ -83,32 +87,73 @@ def forward_backward_request(body: bytes) -> ForwardBackward:
     )
 
 
-def _datum(fields: Fields) -> Datum:
+@dataclass
+class _Room:
+    """Values that sparse tensors of a request may still come to."""
+
+    left: int
+
+    def take(self, count: int) -> None:
+        """Raises `Refused` where there is no room for them."""
+        self.left -= count
+        if self.left < 0:
+            raise Refused(
+                f"the sparse tensors of the request come to more than {MOST_VALUES} values; send "
+                "fewer sequences, or fewer targets a token, at once."
+            )
+
+
+def _datum(fields: Fields, room: _Room) -> Datum:
     tokens: list[int] = []
     for chunk in _messages(fields, 1):
         if 1 not in chunk:
             kind = "image" if 2 in chunk else "audio" if 3 in chunk else "empty"
             raise Refused(f"the input holds an {kind} chunk; this service takes encoded text.")
         tokens += _array(_bytes(_one_message(chunk, 1), 1), np.dtype("<i4")).tolist()
-    inputs = {_text(each, 1): _tensor(_one_message(each, 2)) for each in _messages(fields, 2)}
+    inputs = {_text(each, 1): _tensor(_one_message(each, 2), room) for each in _messages(fields, 2)}
     return Datum(tuple(tokens), inputs)
 
 
-def _tensor(fields: Fields) -> Array:
-    if 2 in fields:
-        raise Refused("a sparse tensor: this service takes one value for each token, dense.")
+def _tensor(fields: Fields, room: _Room) -> Array:
     dtype = _DTYPES.get(_whole(fields, 3))
     if dtype is None:
         raise Refused(f"a tensor of dtype {_whole(fields, 3)}; float32 (1) and int64 (2) are read.")
-    values = _array(_bytes(fields, 1), np.dtype(dtype).newbyteorder("<"))
     shape = [size for part in fields.get(4, []) for size in _packed(part)]
-    if len(shape) > 1:
+    if len(shape) > 2 or not all(0 <= size < 1 << 31 for size in shape):
         raise Refused(
-            f"a tensor of shape {shape}: this service takes one value for each token, of shape [n]."
+            f"a tensor of shape {shape}; give one value for each token, or k: [n] or [n, k]."
         )
-    if shape and shape != [len(values)]:
+    if 2 in fields:
+        return _dense(_one_message(fields, 2), np.dtype(dtype), shape, room)
+    values = _array(_bytes(fields, 1), np.dtype(dtype).newbyteorder("<"))
+    if shape and math.prod(shape) != len(values):
         raise Refused(f"a tensor of shape {shape} with {len(values)} values.")
-    return values
+    return values.reshape(shape) if shape else values
+
+
+def _dense(fields: Fields, dtype: np.dtype, shape: Sequence[int], room: _Room) -> Array:
+    """A matrix of compressed sparse rows, whose other values are 0."""
+    values = _array(_bytes(fields, 1), dtype.newbyteorder("<"))
+    ends, columns = (_array(_bytes(fields, number), np.dtype("<i8")) for number in (2, 3))
+    if len(shape) != 2:
+        raise Refused(f"a sparse tensor of shape {list(shape)}; a sparse tensor is a matrix.")
+    rows, width = shape
+    counts = np.diff(ends)
+    if (
+        len(ends) != rows + 1
+        or (ends[0], ends[-1]) != (0, len(values))
+        or (counts < 0).any()
+        or len(columns) != len(values)
+        or (len(columns) and not 0 <= columns.min() <= columns.max() < width)
+    ):
+        raise Refused(
+            f"a sparse tensor of shape {list(shape)} with {len(values)} values whose row ends and "
+            "columns do not fit it."
+        )
+    room.take(max(rows, 1) * width)
+    dense = np.zeros((rows, width), dtype)
+    dense[np.repeat(np.arange(rows), counts), columns] = values
+    return dense
 
 
 def _array(data: bytes, dtype: np.dtype) -> NDArray:
@@ -212,12 +257,18 @@ def _one_message(fields: Fields, number: int) -> Fields:
 def forward_backward_output(
     outputs: Mapping[str, Sequence[NDArray[np.float32]]], metrics: Mapping[str, float]
 ) -> bytes:
-    """A result: for each name one float32 array a datum, and metrics."""
-    counts = {len(each) for each in outputs.values()}
-    (num_datums,) = counts
-    fields = [_entry(2, name, _batched(arrays)) for name, arrays in outputs.items()]
-    record = [_put(1, "ArrayRecord"), *fields, _put(3, num_datums)]
-    parts = [_put(1, "ArrayRecord"), _put(2, b"".join(record))]
+    """A result: for each name one float32 array a datum, [n] or [n, k], and metrics. A record holds
+    neighbouring datums whose arrays have as many values a token.
+    """
+    rows = zip(*outputs.values(), strict=True)
+    parts = [_put(1, "ArrayRecord")]
+    for _, group in itertools.groupby(rows, lambda row: [array.shape[1:] for array in row]):
+        columns = [*zip(*group, strict=True)]
+        fields = [
+            _entry(2, name, _batched(arrays)) for name, arrays in zip(outputs, columns, strict=True)
+        ]
+        record = [_put(1, "ArrayRecord"), *fields, _put(3, len(columns[0]))]
+        parts.append(_put(2, b"".join(record)))
     parts += [_entry(3, name, value) for name, value in metrics.items()]
     return b"".join(parts)
 
@@ -225,7 +276,9 @@ def forward_backward_output(
 def _batched(arrays: Sequence[NDArray[np.float32]]) -> bytes:
     offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
     data = b"".join(array.astype("<f4").tobytes() for array in arrays)
-    return _put(1, data) + _put(2, offsets.tobytes()) + _put(3, _FLOAT32)
+    trailing = b"".join(_number(size) for size in arrays[0].shape[1:])
+    parts = [_put(1, data), _put(2, offsets.tobytes()), _put(3, _FLOAT32)]
+    return b"".join([*parts, _put(4, trailing)] if trailing else parts)
 
 
 def sample_response(

@@ -52,6 +52,9 @@ FILES = f"{ROOT}/files"  # their links are their keys
 PROTOBUF = "application/x-protobuf"
 POLL = 20.0  # seconds that a request for a result waits: the client gives up after 45
 _MOST_LISTED = 1000
+# bytes of a body of JSON: prompts of a million tokens; and what is parsed on the event loop
+_MOST_JSON, _AT_ONCE = 8 << 20, 64 << 10
+_BODIES = 4  # bodies of the largest size that are in memory at once, before any of them is read
 
 # may be half a character, which no answer can carry
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -136,8 +139,17 @@ def _post(
 
 
 async def _read(request: Request, kind: type[Asked]) -> Asked:
+    body = await request.body()
+    if len(body) > _MOST_JSON:
+        raise Refused(f"the body is larger than {_MOST_JSON} bytes, which JSON may have.", 413)
+    if len(body) <= _AT_ONCE:
+        return _parsed(body, kind)
+    return await asyncio.to_thread(_parsed, body, kind)
+
+
+def _parsed(body: bytes, kind: type[Asked]) -> Asked:
     try:
-        text = (await request.body() or b"{}").decode()
+        text = (body or b"{}").decode()
         given = json.loads(text)
         if _HALF.search(text):
             json.dumps(given, ensure_ascii=False).encode()  # half a character fails here
@@ -215,8 +227,13 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
 
 def _add_training(app: FastAPI, service: Service) -> None:
+    # a body of 64 MiB takes seconds to parse: next to the loop, and one at a time
+    parsing = asyncio.Semaphore(1)
+
     async def forward_backward(request: Request) -> Answer:
-        asked = forward_backward_request(await request.body())
+        body = await request.body()
+        async with parsing:
+            asked = await asyncio.to_thread(forward_backward_request, body)
         return _ticket(service.run_batch(asked))
 
     _route(app, "/forward_backward", forward_backward, "POST")
@@ -241,7 +258,7 @@ def _add_training(app: FastAPI, service: Service) -> None:
 
 def _add_results(app: FastAPI, service: Service, poll: float) -> None:
     async def retrieve(asked: RetrieveFuture) -> Answer:
-        return _result(asked.request_id, await service.futures.get(asked.request_id).wait(poll))
+        return _result(asked.request_id, await service.futures.fetch(asked.request_id, poll))
 
     def cancel(asked: CancelFuture) -> Answer:
         service.cancel(asked.request_id)
@@ -327,17 +344,19 @@ def _add_records(app: FastAPI, service: Service) -> None:
     def of_all(limit: int = 100, offset: int = 0) -> Answer:
         return _page("checkpoints", kept.of(), _record, limit, offset)
 
-    def remove(run_id: str, checkpoint_id: str) -> Response:
-        kept.remove(f"tinker://{run_id}/{checkpoint_id}")
+    def remove(run_id: str, kind: str, name: str) -> Response:
+        kept.remove(f"tinker://{run_id}/{kind}/{name}")
         return Response(status_code=204)
 
-    async def set_ttl(run_id: str, checkpoint_id: str, request: Request) -> Response:
+    async def set_ttl(run_id: str, kind: str, name: str, request: Request) -> Response:
         asked = await _read(request, SetLifetime)
-        kept.set_ttl(f"tinker://{run_id}/{checkpoint_id}", asked.ttl_seconds)
+        path = f"tinker://{run_id}/{kind}/{name}"
+        await asyncio.to_thread(kept.set_ttl, path, asked.ttl_seconds)
         return Response(status_code=204)
 
     _post(app, "/weights_info", WeightsInfo, weights_info)
-    one = "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
+    # two parts, so that `.../weights/a/publish` is no checkpoint
+    one = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
     _route(app, "/training_runs", runs)
     _route(app, "/training_runs/{run_id}", run)
     _route(app, "/training_runs/{run_id}/checkpoints", of_run)
@@ -414,6 +433,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], most: int, host: str) -> None:
         self._app, self._most, self._host = app, most, host.lower()
+        self._held = 0  # bytes of bodies in memory
         self._keys = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -427,17 +447,28 @@ class Gate:
         except Refused as problem:
             await _error(problem.status, str(problem))(scope, receive, send)
             return
-        left = self._most
+        taken = 0
 
         async def bounded() -> Message:
-            nonlocal left
+            nonlocal taken
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
+            size = len(message.get("body", b""))
+            taken, self._held = taken + size, self._held + size
+            if taken > self._most:
                 raise self._too_large()
+            if self._held > _BODIES * self._most:
+                raise Refused(
+                    f"bodies of more than {_BODIES} times max_body_bytes={self._most} are being "
+                    "read; try again.",
+                    429,
+                    "server",
+                )
             return message
 
-        await self._app(scope, bounded, send)
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._held -= taken
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])

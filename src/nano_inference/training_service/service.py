@@ -46,6 +46,7 @@ from nano_inference.training_service.trainer import Bounds, Trainer
 log = logging.getLogger("nano_inference.training_service")
 
 SWEEP = 5.0  # seconds between two looks at what has expired
+SILENT = 30.0  # seconds without a word after which a client may be dead; it beats every 10
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Job:
     undone: Callable[[str], None] | None = None
     expired: str = ""
     begun: bool = False
-    timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
+    timer: asyncio.TimerHandle | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def expire(self, why: str) -> None:
@@ -73,8 +74,8 @@ class Job:
 
     def finish(self, result: Result) -> None:
         """On the event loop's thread."""
-        for timer in self.timers:
-            timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
         self.future.finish(result)
 
     def run(self) -> Result:
@@ -138,14 +139,14 @@ class Service:
 
     Args:
         config: the limits.
-        base: what is trained and sampled from.
+        base: what is trained and sampled from; closed with the service.
+        checkpoints: of `config.state_dir`; closed with the service.
     """
 
-    def __init__(self, config: TrainServiceConfig, base: Base) -> None:
-        self.config, self.base = config, base
+    def __init__(self, config: TrainServiceConfig, base: Base, checkpoints: Checkpoints) -> None:
+        self.config, self.base, self.checkpoints = config, base, checkpoints
         self.name = config.served_model_name or base.folder
-        self.checkpoints = Checkpoints(Path(config.state_dir), config.max_checkpoint_bytes)
-        self.futures = Futures(config.max_pending, config.result_timeout)
+        self.futures = Futures(config.max_pending, config.max_result_bytes, config.result_timeout)
         self.sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers = Samplers(base, config.max_samplers)
@@ -449,13 +450,30 @@ class Service:
         if run.run_id in self._models:
             raise Refused(f"the model {run.run_id!r} exists already.", 409)
         if len(self._models) >= self.config.max_models:
-            raise Refused(
-                f"{len(self._models)} models are in training, and {self.config.max_models} may be "
-                "at once (max_models); end a session, or let it end."
-            )
+            raise self._too_many_models()
         self.checkpoints.write_run(run)
         made = self._models[run.run_id] = session.models[run.run_id] = Model(run, session)
         return made
+
+    def _too_many_models(self) -> Refused:
+        now, timeout = time.monotonic(), self.config.session_timeout
+        silent = [
+            now - model.session.seen
+            for model in self._models.values()
+            if now - model.session.seen > SILENT
+        ]
+        left = (
+            f"{len(silent)} of them belong to clients that have sent nothing for "
+            f"{min(silent):.0f} seconds or more; if those were killed, their models end "
+            f"{timeout:g} seconds after their last heartbeat (--session-timeout). "
+            if silent
+            else ""
+        )
+        return Refused(
+            f"{len(self._models)} models are in training, and {self.config.max_models} may be at "
+            f"once (--max-models). {left}Close a client that you do not need, wait, or start the "
+            "service with a larger --max-models or a shorter --session-timeout."
+        )
 
     def _make_trainer(self, model: Model) -> Result:
         """On the training thread."""
@@ -526,6 +544,9 @@ class Service:
         self._expire_later(job, "the training thread did not come to it")
 
     def _expire_later(self, job: Job, why: str) -> None:
+        """Let a job expire for this reason; the one that it was to expire for before is over."""
+        if job.timer is not None:
+            job.timer.cancel()
         seconds = self.config.request_timeout
         why = f"{why} within {seconds:g} seconds (request_timeout)."
 
@@ -534,7 +555,7 @@ class Service:
             if job.expired:
                 job.finish(Refused(job.expired, 504, "server"))
 
-        job.timers.append(asyncio.get_running_loop().call_later(seconds, expire))
+        job.timer = asyncio.get_running_loop().call_later(seconds, expire)
 
     # -- samplers ----------------------------------------------------------------------------------
 
@@ -662,3 +683,4 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._training.shutdown)
         await asyncio.to_thread(self.base.close)
+        self.checkpoints.close()

@@ -38,7 +38,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Of each sequence the logprobs of its targets [n], float32; of the batch the summed loss."""
+    """The logprobs of each sequence's targets, in their shape, float32; the batch's summed loss."""
 
     logprobs: list[NDArray[np.float32]]
     loss: float
@@ -66,9 +66,10 @@ class Trainer:
             raise request.refusal
         loss_fn, settings = loss_of(request.loss_fn, request.loss_fn_config)
         sequences = self._check(request.data)
+        targets = [datum.inputs["target_tokens"].astype(np.int64) for datum in request.data]
         inputs = [_inputs_of(number, datum, loss_fn) for number, datum in enumerate(request.data)]
         with torch.set_grad_enabled(not request.forward_only):
-            logprobs = self.policy.logprobs(sequences, from_position=1)
+            logprobs = self.policy.logprobs(sequences, from_position=1, targets=targets)
             losses = [
                 loss_fn.compute(each, given, settings)
                 for each, given in zip(logprobs, inputs, strict=True)
@@ -186,60 +187,61 @@ class Trainer:
             param.grad = None
 
     def _check(self, data: Sequence[Datum]) -> list[list[int]]:
-        """The sequences whose logprobs are wanted: inputs, and behind them the last target."""
+        """The sequences that are scored: inputs, and behind them a token that nothing reads."""
         if not data:
             raise Refused("the batch is empty.")
-        total = sum(len(datum.tokens) for datum in data)
+        sequences = [self._sequence(number, datum) for number, datum in enumerate(data)]
+        total = sum(max(len(datum.tokens), datum.inputs["target_tokens"].size) for datum in data)
         if total > self._bounds.max_request_tokens:
             raise Refused(
-                f"the request has {total} tokens; {self._bounds.max_request_tokens} are possible "
-                "(max_request_tokens)."
+                f"the request has {total} tokens, of which each counts as often as it has targets; "
+                f"{self._bounds.max_request_tokens} are possible (max_request_tokens)."
             )
-        return [self._sequence(number, datum) for number, datum in enumerate(data)]
+        return sequences
 
     def _sequence(self, number: int, datum: Datum) -> list[int]:
         where, tokens = f"data[{number}]", list(datum.tokens)
         targets = datum.inputs.get("target_tokens")
         if targets is None or targets.dtype != np.int64:
             raise Refused(f"{where} needs target_tokens, int64.")
-        if not tokens or len(targets) != len(tokens):
+        if not tokens or len(targets) != len(tokens) or not targets.size:
             raise Refused(
-                f"{where} has {len(tokens)} input tokens and {len(targets)} target_tokens; there "
-                "must be as many, and at least one."
+                f"{where} has {len(tokens)} input tokens and target_tokens of shape "
+                f"{list(targets.shape)}; send at least one token, and one target, or a row of k "
+                "targets, for each."
             )
         if len(tokens) + 1 > self._bounds.max_model_len:
             raise Refused(
                 f"{where} has {len(tokens) + 1} tokens with its last target; the model takes "
                 f"{self._bounds.max_model_len}."
             )
-        whole = [*tokens, int(targets[-1])]
-        if whole[1:] != targets.tolist():
-            at = next(i for i, each in enumerate(targets.tolist()) if each != whole[i + 1])
-            raise Refused(
-                f"{where}: target_tokens[{at}]={int(targets[at])} is not the input token that "
-                f"follows, {whole[at + 1]}; this service scores the input's own continuation."
-            )
-        if not 0 <= min(whole) <= max(whole) < self._bounds.vocab_size:
+        lowest, highest = min(*tokens, targets.min()), max(*tokens, targets.max())
+        if not 0 <= lowest <= highest < self._bounds.vocab_size:
             raise Refused(f"{where} holds a token that is not in [0, {self._bounds.vocab_size}).")
-        return whole
+        # with its last target it is the sequence of the usual batch, whose targets are the input's
+        # own continuation: then nothing is scored twice
+        return [*tokens, int(targets.flat[-1])]
 
 
 def _inputs_of(number: int, datum: Datum, loss: Loss) -> Inputs:
     """The loss's inputs as float32 tensors. Raises `Refused` for one that is missing, unknown, of
-    another length, or not finite.
+    another shape than the targets, not finite, or 0 throughout where that means nothing.
     """
+    shape = datum.inputs["target_tokens"].shape
     given = {name: each for name, each in datum.inputs.items() if name != "target_tokens"}
     if unknown := sorted(given.keys() - loss.inputs):
         raise Refused(
             f"data[{number}] has the input {unknown[0]!r}; this loss takes "
-            f"{', '.join(sorted(loss.inputs)) or 'none'} beside target_tokens."
+            f"{', '.join(sorted(loss.inputs)) or 'none'} next to target_tokens."
         )
     if missing := sorted(loss.inputs - loss.optional - given.keys()):
         raise Refused(f"data[{number}] lacks the input {missing[0]!r}.")
     for name, values in given.items():
-        if len(values) != len(datum.tokens) or not np.isfinite(values).all():
+        if values.shape != shape or not np.isfinite(values).all():
             raise Refused(
-                f"data[{number}]: {name} must be {len(datum.tokens)} finite numbers, one for each "
-                "token."
+                f"data[{number}]: {name} must be finite numbers of shape {list(shape)}, one for "
+                "each target."
             )
+        if name in loss.nonzero and not values.any():
+            raise Refused(f"data[{number}]: {name} is 0 everywhere; mark at least one token.")
     return {name: torch.from_numpy(values.astype(np.float32)) for name, values in given.items()}

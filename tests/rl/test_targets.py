@@ -1,0 +1,214 @@
+"""Logprobs of tokens that a trainer names in the place of a sequence's own: their values, bits and
+gradients, against transformers, PEFT and scores of the same tokens as continuations.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from torch import Tensor
+
+from nano_inference import EngineConfig, Grammar, InferenceEngine, InvalidRequest, SamplingParams
+from nano_inference.rl import PolicyModel, score
+from tests.depth import at_depth
+from tests.models.families import CASES
+from tests.models.strong import strong_model, strong_prompts
+from tests.models.tiny import tiny_llama
+from tests.rl.test_lora_policy import engine_of, strong_policy
+from tests.structured.vocabularies import byte_tokenizer
+
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"cache_type": "radix", "block_size": 4, "max_chunk_tokens": 5, "lookahead": 1},
+    {"max_batch_size": 2, "max_tokens_per_batch": 7, "lookahead": 1},
+    {"enable_prefix_caching": False, "block_size": 8, "kv_cache_memory": 2**22},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Any:
+    config = EngineConfig(str(folder), device="cpu", dtype="float32", kv_cache_memory=2**24)
+    with InferenceEngine(config) as engine:
+        yield engine
+
+
+def as_continuation(engine: InferenceEngine, ids: list[int], place: int, token: int) -> float:
+    """The logprob of a token behind the first `place` tokens of a sequence."""
+    (found,) = score(engine, [[*ids[:place], token]], from_position=place)
+    return float(found[0])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[Any]]:
+    """Sequences with common beginnings, where they begin to count, and targets of some."""
+    token = st.integers(3, 6)
+    sequences = draw(st.lists(st.lists(token, min_size=2, max_size=24), min_size=1, max_size=5))
+    positions = [draw(st.integers(1, len(ids) - 1)) for ids in sequences]
+    targets: list[Any] = []
+    for ids, start in zip(sequences, positions, strict=True):
+        width = draw(st.sampled_from([None, 0, 1, 2, 3]))
+        rows = len(ids) - start
+        if width is None:
+            targets.append(None)
+        elif width == 0:
+            targets.append(draw(st.lists(token, min_size=rows, max_size=rows)))
+        else:
+            row = st.lists(token, min_size=width, max_size=width)
+            targets.append(draw(st.lists(row, min_size=rows, max_size=rows)))
+    return sequences, positions, targets
+
+
+@pytest.mark.parametrize("options", SCHEDULES)
+def test_targets_have_the_bits_of_continuations(folder: Path, options: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
+    with InferenceEngine(EngineConfig(str(folder), **(fields | options))) as engine:
+
+        @settings(max_examples=at_depth(12), deadline=None)
+        @given(batches())
+        def check(batch: tuple[list[list[int]], list[int], list[Any]]) -> None:
+            sequences, positions, targets = batch
+            found = score(engine, sequences, from_position=positions, targets=targets)
+            for ids, start, given, own in zip(sequences, positions, targets, found, strict=True):
+                wanted = np.array(ids[start:] if given is None else given)
+                assert own.shape == wanted.shape
+                for at in np.ndindex(wanted.shape):
+                    token = int(wanted[at])
+                    assert float(own[at]) == as_continuation(engine, ids, start + at[0], token)
+
+        check()
+
+
+def test_targets_at_a_temperature_and_from_the_first_token(engine: InferenceEngine) -> None:
+    ids = [3, 4, 5, 6]
+    given = [[7, 8], [4, 9], [4, 4], [10, 3]]
+    (found,) = score(engine, [ids], targets=[given], temperature=0.7)
+    assert found.shape == (4, 2)
+    assert found[0].isnan().all()
+    for place in range(1, 4):
+        for column in range(2):
+            tokens = [*ids[:place], given[place][column]]
+            (own,) = score(engine, [tokens], from_position=place, temperature=0.7)
+            assert float(found[place, column]) == float(own[0])
+
+
+def test_equal_targets_are_scored_once(engine: InferenceEngine) -> None:
+    """A group of samples of one prompt, whose targets are padded there."""
+    prompt = list(range(3, 43))
+    group = [[*prompt, 50 + number, 60, 0] for number in range(4)]
+    targets = [[0] * (len(prompt) - 1) + [50 + number, 60, 61] for number in range(4)]
+    before = engine.stats().tokens_computed
+    score(engine, group, from_position=1, targets=targets)
+    assert engine.stats().tokens_computed - before < 2 * len(prompt) + 4 * 16
+
+
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_gradients_of_targets_are_those_of_peft(tmp_path: Path, family: str) -> None:
+    case = CASES[family]
+    oracle = strong_model(tmp_path, case.class_name, **case.config)
+    vocab = oracle.get_input_embeddings().num_embeddings
+    sequences = strong_prompts(vocab, (9, 40, 40))
+    chance = np.random.default_rng(2)
+    # one column, three of them with a token twice in a row, and its own tokens
+    targets = [chance.integers(0, vocab, 8), chance.integers(0, vocab, (39, 3)), None]
+    targets[1][5] = 7
+    weights = [
+        torch.tensor(chance.normal(size=shape), dtype=torch.float32) for shape in (8, (39, 3), 39)
+    ]
+    weights[1][:20] = 0.0
+    with engine_of(tmp_path, dtype="float32") as engine:
+        policy = strong_policy(engine, micro_batch_tokens=32)
+        found = policy.logprobs(sequences, from_position=1, targets=targets)
+        loss: Any = sum((own * weight).sum() for own, weight in zip(found, weights, strict=True))
+        loss.backward()
+        policy.save_pretrained(tmp_path / "adapter")
+        model = PeftModel.from_pretrained(oracle, tmp_path / "adapter", is_trainable=True).eval()
+        for ids, given, weight, own in zip(sequences, targets, weights, found, strict=True):
+            rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), dim=-1)[:-1]
+            wanted = torch.tensor(ids[1:] if given is None else given)
+            columns = wanted[:, None] if wanted.ndim == 1 else wanted
+            theirs = rows.gather(1, columns).view(wanted.shape)
+            assert own.shape == wanted.shape
+            assert (own - theirs).abs().max() < 1e-4
+            (theirs * weight).sum().backward()
+        expected = {
+            name.replace(".default", ""): param.grad
+            for name, param in model.named_parameters()
+            if param.grad is not None
+        }
+        for name, param in policy.named_parameters():
+            assert param.grad is not None
+            difference = (param.grad - expected[name]).norm()
+            assert difference < 1e-4 * expected[name].norm(), name
+
+
+def test_a_policy_model_has_gradients_of_targets_too(folder: Path) -> None:
+    """A column that repeats the sequence's own tokens has the gradient of those tokens."""
+    ids = [3, 4, 5, 6, 7, 8]
+    found: list[list[Tensor]] = []
+    with InferenceEngine(
+        EngineConfig(str(folder), device="cpu", dtype="float32", kv_cache_memory=2**24)
+    ) as engine:
+        for targets, weight in (
+            (None, torch.ones(5)),
+            ([[[token, 9] for token in ids[1:]]], torch.tensor([[1.0, 0.0]] * 5)),
+        ):
+            model = PolicyModel(engine)
+            (own,) = model.logprobs([ids], from_position=1, targets=targets)
+            (own * weight).sum().backward()
+            found.append([param.grad for param in model.parameters()])  # pyright: ignore
+            model.close()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ([[1, 2]], r"int64 of shape \[2\]; give integers of shape \[3\] or \[3, k\]"),
+        ([[1.0, 2.0, 3.0]], "float64 of shape"),
+        ([[1, 2, 5000]], r"not in \[0, "),
+        ([[1, 2, -1]], r"not in \[0, "),
+        ([[[], [], []]], "give integers"),
+        ([np.zeros((3, 0), np.int64)], "no columns"),
+        ([np.zeros((3, 1, 1), np.int64)], "give integers"),
+        ([[[1], [2, 3], [4]]], "give integers"),
+        ([[1, 2, 3], None], "2 targets for 1 sequences"),
+    ],
+)
+def test_bad_targets_are_rejected(engine: InferenceEngine, targets: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        score(engine, [[3, 4, 5, 6]], from_position=1, targets=targets)
+
+
+def test_targets_and_a_grammar_are_rejected_together(tmp_path: Path) -> None:
+    """Beside a sequence under a grammar, another may have targets."""
+    folder = tiny_llama(tmp_path, seed=0)
+    byte_tokenizer(folder)
+    grammar = Grammar.regex("[0-9]{4}")
+    with engine_of(folder, dtype="float32") as engine:
+        (sample,) = engine.generate([[40]], SamplingParams(max_tokens=4, seed=1, grammar=grammar))
+        digits = [40, *sample.completion_tokens]
+        masked = score(engine, [digits], from_position=1, grammar=grammar)[0]
+        both = score(
+            engine,
+            [[40, 41, 42, 43, 44], digits],
+            from_position=1,
+            grammar=[None, grammar],
+            targets=[[[5, 6]] * 4, None],
+        )
+        assert both[0].shape == (4, 2)
+        assert torch.equal(both[1], masked)
+        with pytest.raises(InvalidRequest, match="sequence 0 has a grammar and targets"):
+            score(engine, [digits], from_position=1, grammar=grammar, targets=[[4] * 4])
