@@ -2,6 +2,7 @@
 invents one.
 """
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -353,6 +354,10 @@ ATTENTION_OF: dict[Attention, Backend] = {
 def _check_text(config: EngineConfig) -> None:
     for name in ("model_path", "device"):
         _require_text(name, getattr(config, name))
+    if re.fullmatch(r"auto|cpu(:0)?|cuda(:\d+)?", config.device) is None:
+        raise ConfigError(
+            f"device={config.device!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'."
+        )
     for name in ("tokenizer_path", "ref_model_path", "draft_model", "kept_cache_folder"):
         if getattr(config, name) is not None:
             _require_text(name, getattr(config, name))

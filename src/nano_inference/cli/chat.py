@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import (
     Interruptible,
@@ -81,6 +82,7 @@ def chat(
     engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Talk to a model, here or on a server.
 
@@ -92,7 +94,7 @@ def chat(
     nano-inference chat smollm2-135m
     nano-inference chat --url http://127.0.0.1:8000
     """
-    params = SamplingParams(**sampling)
+    params = options.checked(SamplingParams, **sampling)
     _check_given(ctx, model, url)
     if url is not None:
         client = HttpClient(url, options.key_of(api_key, api_key_file))
@@ -100,8 +102,9 @@ def chat(
         _Session(answer, params, system).run()
         return
     assert model is not None
-    _require_template(model, engine["tokenizer_path"])
-    with load_engine(EngineConfig(model, **engine, max_batch_size=1)) as built:
+    config = options.engine_config(options.checked_model(model), engine, max_batch_size=1)
+    _require_template(config.model_path, config.tokenizer_path)
+    with load_engine(config) as built:
         params = options.with_recommended(ctx, params, built.model_folder, generation_config)
         _Session(partial(_ask_engine, built), params, system).run()
 

@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import (
     Interruptible,
@@ -53,7 +54,7 @@ _Engine = Annotated[
 def generate(
     ctx: typer.Context,
     *,
-    model: options.Model,
+    model: options.OneModel,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt. May be repeated."),
@@ -126,6 +127,7 @@ def generate(
     engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Sample completions of prompts.
 
@@ -144,10 +146,13 @@ def generate(
         )
     if top_logprobs and not as_json:
         raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
-    params = SamplingParams(
-        **sampling, top_logprobs=top_logprobs, grammar=_grammar(json_schema, regex, choice)
+    params = options.checked(
+        SamplingParams,
+        **sampling,
+        top_logprobs=top_logprobs,
+        grammar=_grammar(json_schema, regex, choice),
     )
-    with load_engine(EngineConfig(model, **engine)) as built:
+    with load_engine(options.engine_config(model, engine)) as built:
         params = options.with_recommended(ctx, params, built.model_folder, generation_config)
         if chat if chat is not None else has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]

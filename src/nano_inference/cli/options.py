@@ -1,19 +1,21 @@
 """Options of commands: made from the fields of configurations, or shared as annotated types."""
 
+import importlib.metadata
 import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from nano_inference.cli.terminal import errors, set_up_logging
-from nano_inference.errors import ConfigError
-from nano_inference.models.embedded import install_command
+from nano_inference.config import EngineConfig
+from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
+from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded, install_command
 from nano_inference.models.generation_defaults import (
     AUTO,
     NONE,
@@ -21,10 +23,13 @@ from nano_inference.models.generation_defaults import (
     check_generation_config,
     generation_defaults,
 )
-from nano_inference.options import is_optional
+from nano_inference.models.names import plain_name, why_missing
+from nano_inference.options import choices, is_optional
 from nano_inference.types import SAMPLING, SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
+
+Made = TypeVar("Made")
 
 _UNITS = {
     "": 1,
@@ -58,6 +63,8 @@ def read_template(file: Path) -> str:
 
 
 def _read(file: Path, what: str) -> str:
+    if not file.exists():
+        raise typer.BadParameter(f"{what} {file} cannot be read: no such file.")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -137,33 +144,102 @@ def _option(each: "Field[Any]") -> Any:
         settings.pop(name, None)
     if settings.pop("size", False):
         settings |= {"parser": parse_size, "metavar": "SIZE"}
+    if aliases := settings.pop("aliases", None):
+        names = [str(choice) for choice in choices(each) if choice is not None]
+        settings |= {
+            "parser": partial(_choice, names, aliases),
+            "metavar": "|".join(names),
+            "autocompletion": lambda: [*names, *aliases],
+        }
     name = each.name.replace("_", "-")
     has_opposite = each.default is True or each.type == bool | None
     usual = f"--{name}/--no-{name}" if has_opposite else f"--{name}"
     return typer.Option(*(flags or (usual,)), rich_help_panel=panel, **settings)
 
 
+def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:
+    """The value that a text names, by its own name or by another one."""
+    name = aliases.get(text.lower(), text)
+    if name not in names:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, names))}.")
+    return name
+
+
 def from_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with one option for each field where `command` takes `FieldOptions`."""
+    """A command with one option for each field where `command` takes `FieldOptions`, and with an
+    option `--model` next to an argument `Model`.
+    """
     marked: dict[str, FieldOptions] = {}
+    named = ""  # the parameter that is an argument and an option
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         for mark in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(mark, FieldOptions):
                 marked[parameter.name] = mark
                 parameters += mark.parameters()
-        if parameter.name not in marked:
+            elif isinstance(mark, AlsoOption):
+                named = parameter.name
+                parameters += mark.parameters(parameter)
+        if parameter.name not in marked and parameter.name != named:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def run(**given: Any) -> None:
         taken = {name: mark.take(given) for name, mark in marked.items()}
+        if named:
+            given[named] = _one_model(given.pop(named), given.pop(MODEL_OPTION))
         command(**given, **taken)
 
     # what typer reads
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+MODEL_OPTION = "model_option"
+
+
+@dataclass(frozen=True)
+class AlsoOption:
+    """Marks the argument MODEL, which `--model` may name too.
+
+    Attributes:
+        flags: of the option.
+    """
+
+    flags: tuple[str, ...] = ("--model",)
+
+    def parameters(self, argument: inspect.Parameter) -> list[inspect.Parameter]:
+        """The argument and the option, as typer reads them."""
+        (given,) = (
+            each for each in argument.annotation.__metadata__ if not isinstance(each, AlsoOption)
+        )
+        option = typer.Option(
+            *self.flags,
+            metavar="MODEL",
+            show_default=False,
+            callback=_checked_argument,
+            autocompletion=_embedded_names,
+            help="Another way to give MODEL.",
+        )
+        return [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[str | None, info],
+            )
+            for name, info in ((argument.name, given), (MODEL_OPTION, option))
+        ]
+
+
+def _one_model(argument: str | None, option: str | None) -> str:
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"{argument} and --model {option} are two models; give one.")
+    model = argument if option is None else option
+    if model is None:
+        raise typer.BadParameter("MODEL is missing; smollm2-135m is one that a package carries.")
+    return model
 
 
 ONE_ENGINE = (
@@ -212,21 +288,110 @@ def _checked_defaults(use: str) -> str:
 
 
 def _embedded_names() -> list[str]:
-    from nano_inference.models.embedded import EMBEDDED_MODELS
-
     return sorted(EMBEDDED_MODELS)
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        autocompletion=_embedded_names,
-        help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
-        "smollm2-135m.",
-    ),
-]
+def checked_model(model: str) -> str:
+    """A model's name; one of a file that does not exist is wrong usage."""
+    if (why := why_missing(name := plain_name(model))) is not None:
+        raise typer.BadParameter(f"{why}.")
+    return name
+
+
+def _checked_argument(ctx: typer.Context, model: str | None) -> str | None:
+    return model if model is None or ctx.resilient_parsing else checked_model(model)
+
+
+def require_model(model: str) -> None:
+    """Raise `typer.BadParameter` for a name that neither a package nor the hub knows, and
+    `ModelLoadError` for a model whose package is missing; before torch is imported.
+    """
+    if model in EMBEDDED_MODELS:
+        find_embedded(model)
+    elif not Path(model).expanduser().exists():
+        from nano_inference.models.folders import describe_model
+
+        try:
+            describe_model(model)
+        except ModelLoadError as problem:
+            raise typer.BadParameter(str(problem)) from problem
+
+
+def require_device(device: str) -> None:
+    """Raise `typer.BadParameter` for CUDA if the installed torch was built without it."""
+    if not device.startswith("cuda"):
+        return
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if version.endswith("+cpu"):
+        raise typer.BadParameter(
+            f"--device {device} needs a build of torch with CUDA; torch {version} is for CPUs."
+        )
+
+
+def engine_config(model: str, values: Values, **more: Any) -> EngineConfig:
+    """The configuration of an engine for this model. Whatever can be found wrong without torch is
+    wrong usage, or a `ModelLoadError` if the model's package is missing.
+    """
+    config = checked(EngineConfig, model, **values, **more)
+    require_device(config.device)
+    for name in ("tokenizer_path", "ref_model_path", "draft_model"):
+        path = getattr(config, name)
+        if path is not None and (why := why_missing(path)) is not None:
+            raise typer.BadParameter(f"{why}.")
+    require_model(model)
+    return config
+
+
+def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
+    """A configuration that is made of options. A value that it rejects is wrong usage."""
+    try:
+        return make(*arguments, **values)
+    except NanoInferenceError as problem:
+        raise typer.BadParameter(str(problem)) from problem
+
+
+def in_own_words(problem: typer.BadParameter) -> None:
+    """Replace the words of the library that reads numbers and choices, if a message is its."""
+    told = getattr(problem.__cause__, "errors", None)
+    if not callable(told):
+        return
+    first: Any = told()
+    if not first:
+        return
+    given, limits = first[0].get("input"), first[0].get("ctx") or {}
+    kind = str(first[0].get("type"))
+    words = {
+        "float_parsing": f"{given!r} is not a number.",
+        "int_parsing": f"{given!r} is not a whole number.",
+        "int_from_float": f"{given!r} is not a whole number.",
+        "bool_parsing": f"{given!r} is neither true nor false.",
+        "greater_than_equal": f"{given} is too small; the smallest value is {limits.get('ge')}.",
+        "less_than_equal": f"{given} is too large; the largest value is {limits.get('le')}.",
+    }
+    problem.message = words.get(kind, problem.message.removeprefix("Value error, "))
+    option: Any = getattr(problem, "param", None)
+    if option is not None and option.name == "max_tokens":  # -m is the model elsewhere
+        problem.message += " If you mean the model, use --model."
+
+
+_MODEL_HELP = (
+    "A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
+    "smollm2-135m."
+)
+_MODEL_ARGUMENT = typer.Argument(
+    metavar="MODEL",
+    show_default=False,
+    autocompletion=_embedded_names,
+    callback=_checked_argument,
+    help=_MODEL_HELP,
+)
+Model = Annotated[str, _MODEL_ARGUMENT]
+# of commands that take one model, as users of other engines name it
+OneModel = Annotated[str, _MODEL_ARGUMENT, AlsoOption()]
+ModelToServe = Annotated[str, _MODEL_ARGUMENT, AlsoOption(("--model", "-m"))]
 ServedModel = Annotated[
     str | None,
     typer.Option(

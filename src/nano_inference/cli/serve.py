@@ -8,6 +8,7 @@ import typer
 
 from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
+from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions, read_keys, read_template, require_packages
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
@@ -25,7 +26,7 @@ _Engine = Annotated[
 
 @options.from_fields
 def serve(
-    model: options.Model,
+    model: options.ModelToServe,
     *,
     server: _Server,
     chat_template: Annotated[
@@ -71,6 +72,7 @@ def serve(
     ] = None,
     engine: _Engine,
     debug: options.Debug = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve a model over HTTP.
 
@@ -87,18 +89,19 @@ def serve(
     from nano_inference.serving.parsing import chat_format
 
     # a name that is not known is refused before anything starts
-    chat_format(None, server["tool_format"], server["reasoning_format"])
+    options.checked(chat_format, None, server["tool_format"], server["reasoning_format"])
     if engine["max_request_entries"] is None:
         engine["max_request_entries"] = RL_ENTRIES if server["rl"] else DEFAULT_ENTRIES
     server["api_keys"] += tuple(read_keys(api_key_file)) if api_key_file else ()
     server["admin_key"] = _one_key(server["admin_key"], admin_key_file)
     server["chat_template"] = read_template(chat_template) if chat_template else None
-    engine_config, config = EngineConfig(model, **engine), ServerConfig(**server)
+    config = options.checked(ServerConfig, **server)
+    engine_config = options.engine_config(model, engine)
     if on_ray:
         _serve_on_ray(engine_config, config, ray_address)
         return
     if ray_address is not None:
-        raise ConfigError(f"--ray-address={ray_address} means nothing without --ray.")
+        raise typer.BadParameter(f"--ray-address {ray_address} needs --ray.")
     run(engine_config, config)
 
 

@@ -20,7 +20,7 @@ _ENGINE = (
 
 @options.from_fields
 def train_service(
-    model: options.Model,
+    model: options.OneModel,
     *,
     service: Annotated[options.Values, FieldOptions(TrainServiceConfig)],
     api_key_file: Annotated[
