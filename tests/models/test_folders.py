@@ -43,11 +43,11 @@ def hub_error(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (hub.HFValidationError, "cannot be a hub id, which is owner/name"),
-        (hub.RepositoryNotFoundError, "no public model of that name"),
-        (hub.GatedRepoError, "consent on the hub"),
-        (hub.LocalEntryNotFoundError, "cannot be reached from here"),
-        (hub.OfflineModeIsEnabled, "cannot be reached from here"),
+        (hub.HFValidationError, "no such path, and a hub id is owner/name"),
+        (hub.RepositoryNotFoundError, "no public model on the hub"),
+        (hub.GatedRepoError, "accept its licence on the hub"),
+        (hub.LocalEntryNotFoundError, "the hub is unreachable"),
+        (hub.OfflineModeIsEnabled, "the hub is unreachable"),
         (hub.HfHubHTTPError, "answered with status 503"),
         (PermissionError, r"could not be read \(PermissionError: long\)"),
     ],

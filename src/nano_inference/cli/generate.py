@@ -39,7 +39,9 @@ Prompt = str | list[int] | list[dict[str, Any]]
 _Sampling = Annotated[
     options.Values,
     FieldOptions(
-        SamplingParams, (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
+        SamplingParams,
+        (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos", "adapter"),
+        shown=options.AS_RECOMMENDED,
     ),
 ]
 _Engine = Annotated[
@@ -153,7 +155,7 @@ def generate(
         grammar=_grammar(json_schema, regex, choice),
     )
     with load_engine(options.engine_config(model, engine)) as built:
-        params = options.with_recommended(ctx, params, built.model_folder, generation_config)
+        params = options.with_recommended(ctx, params, built.model_folder, model, generation_config)
         if chat if chat is not None else has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]
         # A single text grows before the eyes; of several only whole ones can be read.
@@ -206,7 +208,7 @@ def _grammar(schema: Path | None, pattern: str | None, choices: list[str] | None
 
 def _prompts(given: list[str], file: Path | None) -> list[Prompt]:
     if file is not None and str(file) != "-" and not file.is_file():
-        raise typer.BadParameter(f"there is no file {file}.", param_hint="--file")
+        raise typer.BadParameter(f"{file}: no such file.", param_hint="--file")
     prompts = [*given, *(read_prompts(file) if file else [])]
     if not prompts:
         raise typer.BadParameter(

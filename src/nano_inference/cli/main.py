@@ -27,7 +27,7 @@ from nano_inference.errors import NanoInferenceError
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """A command that is imported when it runs.
 
     Attributes:
@@ -44,8 +44,8 @@ class _Row:
 
 
 _ENGINE = ("dtype", "quantization", "device", "max_model_len", "kv_cache_memory", "num_threads")
-_COMMANDS = {
-    "generate": _Row(
+COMMANDS = {
+    "generate": Row(
         "generate",
         "Sample completions of prompts.",
         common=(
@@ -54,7 +54,7 @@ _COMMANDS = {
             *("json_schema", "logprobs", "as_json", *_ENGINE, "verbose"),
         ),
     ),
-    "chat": _Row(
+    "chat": Row(
         "chat",
         "Talk to a model, here or on a server.",
         common=(
@@ -62,7 +62,7 @@ _COMMANDS = {
             *("temperature", "top_p", "top_k", "max_tokens", "seed", *_ENGINE, "verbose"),
         ),
     ),
-    "serve": _Row(
+    "serve": Row(
         "serve",
         "Serve a model over HTTP.",
         common=(
@@ -72,15 +72,23 @@ _COMMANDS = {
             *("max_batch_size", "loras", "speculation", *_ENGINE),
         ),
     ),
-    "complete": _Row("complete", "Let a server's model continue a text."),
-    "info": _Row("info", "Show a model: architecture, memory, numerics, tokenizer."),
-    "models": _Row("models", "List the models on this machine, or remove some."),
-    "replay": _Row("replay", "Compare every sample of a file with a new one, bit by bit.", error_code=2),
-    "bench": _Row("bench", "Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.", error_code=2),
-    "run-batch": _Row("run_batch", "Answer a file of requests in OpenAI's batch form.", error_code=2),
-    "report": _Row("report", "Make a page of samples: groups side by side, tokens coloured."),
-    "draft-heads": _Row("draft_heads", "Train heads that draft on samples of the model itself."),
-    "train-service": _Row("train_service", "Train LoRA adapters of a model over HTTP."),
+    "complete": Row("complete", "Let a server's model continue a text."),
+    "info": Row("info", "Show a model: architecture, memory, numerics, tokenizer."),
+    "models": Row("models", "List the models on this machine, or remove some."),
+    "replay": Row(
+        "replay", "Compare every sample of a file with a new one, bit by bit.", error_code=2
+    ),
+    "bench": Row(
+        "bench",
+        "Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.",
+        error_code=2,
+    ),
+    "run-batch": Row(
+        "run_batch", "Answer a file of requests in OpenAI's batch form.", error_code=2
+    ),
+    "report": Row("report", "Make a page of samples: groups side by side, tokens coloured."),
+    "draft-heads": Row("draft_heads", "Train heads that draft on samples of the model itself."),
+    "train-service": Row("train_service", "Train LoRA adapters of a model over HTTP."),
 }
 # words that users of other programs try first
 _OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "models"} | {
@@ -93,7 +101,7 @@ _OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "mo
 
 def load_command(name: str) -> TyperCommand:
     """The command of this name, with its options."""
-    row = _COMMANDS[name]
+    row = COMMANDS[name]
     alone = typer.Typer(
         add_completion=False,
         rich_markup_mode="rich",
@@ -115,7 +123,7 @@ class _Commands(TyperGroup):
         super().__init__(**settings)
         # what the list of commands needs; a command that runs is imported in `resolve_command`
         self.commands = {
-            name: TyperCommand(name, help=row.summary) for name, row in _COMMANDS.items()
+            name: TyperCommand(name, help=row.summary) for name, row in COMMANDS.items()
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -140,7 +148,7 @@ class _Commands(TyperGroup):
             if ctx.meta.get(DEBUG):
                 raise
             errors.print(Text(f"error: {problem}", style="red"), soft_wrap=True)
-            raise typer.Exit(_COMMANDS[ctx.invoked_subcommand].error_code) from None
+            raise typer.Exit(COMMANDS[ctx.invoked_subcommand].error_code) from None
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         try:

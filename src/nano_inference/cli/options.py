@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,8 +19,10 @@ from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded, insta
 from nano_inference.models.generation_defaults import (
     AUTO,
     NONE,
+    UNRECOMMENDED,
     as_text,
     check_generation_config,
+    defaults_for_people,
     generation_defaults,
 )
 from nano_inference.models.names import plain_name, why_missing
@@ -96,11 +98,13 @@ class FieldOptions:
         config: a dataclass with fields made by `nano_inference.options.option`.
         names: of the fields, in the order of `--help`; empty: all that are options.
         defaults: where the command's default is not the field's.
+        shown: what `--help` shows as the default of a field in place of its value.
     """
 
     config: type
     names: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    shown: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def parameters(self) -> list[inspect.Parameter]:
         """One for each option, as typer reads them."""
@@ -109,7 +113,9 @@ class FieldOptions:
                 each.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None if "each" in each.metadata else self._default(each),
-                annotation=Annotated[_type(each, self._default(each)), _option(each)],
+                annotation=Annotated[
+                    _type(each, self._default(each)), _option(each, self.shown.get(each.name))
+                ],
             )
             for each in self._fields()
         ]
@@ -137,9 +143,11 @@ def _type(each: "Field[Any]", default: Any) -> Any:
     return kind | None if default is None and not is_optional(each) else kind
 
 
-def _option(each: "Field[Any]") -> Any:
+def _option(each: "Field[Any]", shown: str | None) -> Any:
     settings = dict(each.metadata)
-    panel, flags = settings.pop("panel"), settings.pop("flags")
+    if shown is not None:
+        settings["show_default"] = shown
+    panel, _ = settings.pop("panel"), settings.pop("flags")
     for name in ("least", "unset", "each"):
         settings.pop(name, None)
     if settings.pop("size", False):
@@ -153,8 +161,14 @@ def _option(each: "Field[Any]") -> Any:
         }
     name = each.name.replace("_", "-")
     has_opposite = each.default is True or each.type == bool | None
-    usual = f"--{name}/--no-{name}" if has_opposite else f"--{name}"
-    return typer.Option(*(flags or (usual,)), rich_help_panel=panel, **settings)
+    usual = (f"--{name}/--no-{name}",) if has_opposite else _flags(each)
+    return typer.Option(*(each.metadata["flags"] or usual), rich_help_panel=panel, **settings)
+
+
+def _flags(each: "Field[Any]") -> tuple[str, ...]:
+    """How the command line names a field; of a switch the flag that turns it on."""
+    given: tuple[str, ...] = each.metadata["flags"]
+    return tuple(flag.partition("/")[0] for flag in given) or (f"--{each.name.replace('_', '-')}",)
 
 
 def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:
@@ -170,7 +184,7 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
     option `--model` next to an argument `Model`.
     """
     marked: dict[str, FieldOptions] = {}
-    named = ""  # the parameter that is an argument and an option
+    named: dict[str, AlsoOption] = {}  # the parameter that is an argument and an option
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         for mark in getattr(parameter.annotation, "__metadata__", ()):
@@ -178,16 +192,16 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
                 marked[parameter.name] = mark
                 parameters += mark.parameters()
             elif isinstance(mark, AlsoOption):
-                named = parameter.name
+                named[parameter.name] = mark
                 parameters += mark.parameters(parameter)
-        if parameter.name not in marked and parameter.name != named:
+        if parameter.name not in marked and parameter.name not in named:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def run(**given: Any) -> None:
         taken = {name: mark.take(given) for name, mark in marked.items()}
-        if named:
-            given[named] = _one_model(given.pop(named), given.pop(MODEL_OPTION))
+        for name, also in named.items():
+            given[name] = _one_model(given.pop(name), given.pop(MODEL_OPTION), also.required)
         command(**given, **taken)
 
     # what typer reads
@@ -205,9 +219,12 @@ class AlsoOption:
 
     Attributes:
         flags: of the option.
+        required: MODEL is a model of this machine, and has to be given. False: it may be the name
+            that a server knows.
     """
 
     flags: tuple[str, ...] = ("--model",)
+    required: bool = True
 
     def parameters(self, argument: inspect.Parameter) -> list[inspect.Parameter]:
         """The argument and the option, as typer reads them."""
@@ -218,7 +235,7 @@ class AlsoOption:
             *self.flags,
             metavar="MODEL",
             show_default=False,
-            callback=_checked_argument,
+            callback=_checked_argument if self.required else None,
             autocompletion=_embedded_names,
             help="Another way to give MODEL.",
         )
@@ -233,11 +250,11 @@ class AlsoOption:
         ]
 
 
-def _one_model(argument: str | None, option: str | None) -> str:
+def _one_model(argument: str | None, option: str | None, required: bool) -> str | None:
     if argument is not None and option is not None:
         raise typer.BadParameter(f"{argument} and --model {option} are two models; give one.")
     model = argument if option is None else option
-    if model is None:
+    if model is None and required:
         raise typer.BadParameter("MODEL is missing; smollm2-135m is one that a package carries.")
     return model
 
@@ -262,7 +279,13 @@ PARAMS = (
 )
 
 
-Sampling = Annotated[Values, FieldOptions(SamplingParams, PARAMS)]
+# defaults of sampling with a model, and with a server, which knows its model
+AS_RECOMMENDED = {
+    "temperature": f"as the model recommends, else {UNRECOMMENDED['temperature']}",
+    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "as the model recommends"),
+}
+AS_THE_SERVER = dict.fromkeys(AS_RECOMMENDED, "the server's")
+Sampling = Annotated[Values, FieldOptions(SamplingParams, PARAMS, shown=AS_THE_SERVER)]
 
 
 # -- options that are no fields --------------------------------------------------------------------
@@ -350,7 +373,20 @@ def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
     try:
         return make(*arguments, **values)
     except NanoInferenceError as problem:
-        raise typer.BadParameter(str(problem)) from problem
+        told = _with_flags(str(problem), make) if is_dataclass(make) else str(problem)
+        raise typer.BadParameter(told) from problem
+
+
+def _with_flags(told: str, config: Any) -> str:
+    """A sentence with options in place of fields: `--top-p 3.0` for `top_p=3.0`."""
+    flags = {each.name: _flags(each)[0] for each in fields(config) if "help" in each.metadata}
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    told = re.sub(rf"\b({names})=True\b", lambda found: flags[found[1]], told)
+    return re.sub(
+        rf"\b({names})=(?!False|None)'?([^\s,;']+?)'?(?=[\s,;:.]*(?:\s|$))",
+        lambda found: f"{flags[found[1]]} {found[2]}",
+        told,
+    )
 
 
 def in_own_words(problem: typer.BadParameter) -> None:
@@ -377,16 +413,13 @@ def in_own_words(problem: typer.BadParameter) -> None:
         problem.message += " If you mean the model, use --model."
 
 
-_MODEL_HELP = (
-    "A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
-    "smollm2-135m."
-)
 _MODEL_ARGUMENT = typer.Argument(
     metavar="MODEL",
     show_default=False,
     autocompletion=_embedded_names,
     callback=_checked_argument,
-    help=_MODEL_HELP,
+    help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
+    "smollm2-135m.",
 )
 Model = Annotated[str, _MODEL_ARGUMENT]
 # of commands that take one model, as users of other engines name it
@@ -414,8 +447,8 @@ GenerationDefaults = Annotated[
         metavar="auto|none|FOLDER",
         rich_help_panel=SAMPLING,
         callback=_checked_defaults,
-        help="auto: what is not given here is as the model's generation_config.json recommends; "
-        "none: it is neutral; FOLDER: as that of this folder does.",
+        help="Where options of sampling that you do not give come from. auto: the model's "
+        "generation_config.json; none: temperature 1, no filters; FOLDER: read it from there.",
     ),
 ]
 Verbose = Annotated[
@@ -440,16 +473,26 @@ Debug = Annotated[
 
 
 def with_recommended(
-    ctx: typer.Context, params: SamplingParams, folder: Path, use: str
+    ctx: typer.Context, params: SamplingParams, folder: Path, model: str, use: str
 ) -> SamplingParams:
-    """Parameters, of which those that the command line left out are as the model recommends, or
+    """Parameters, of which those that the command line leaves out are as the model recommends, or
     the folder that `use` names.
+
+    Args:
+        folder: the model's.
+        model: its name.
     """
-    found = {} if use == NONE else generation_defaults(folder if use == AUTO else Path(use))
+    recommended = (
+        generation_defaults(folder, model)
+        if use in (AUTO, NONE)
+        else generation_defaults(Path(use))
+    )
+    found = defaults_for_people(use, recommended)
     left_out = {name: value for name, value in found.items() if not is_given(ctx, name)}
     if left_out:
         source = "the model" if use == AUTO else use
-        errors.print(f"sampling as {source} recommends: {as_text(left_out)}", style="dim")
+        how = f"as {source} recommends" if recommended else f"({source} recommends nothing)"
+        errors.print(f"sampling {how}: {as_text(left_out)}", style="dim")
     return replace(params, **left_out)
 
 
@@ -474,13 +517,8 @@ def key_of(key: str | None, file: Path | None) -> str | None:
     return read_keys(file)[0] if file is not None and key is None else key
 
 
-def request_body(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as fields of a request: of what the commands offer, only what differs from the
-    defaults, since other servers do not know them all.
+def request_body(given: Container[str], params: SamplingParams) -> dict[str, Any]:
+    """Parameters as fields of a request: the limit, and those that the person gives. The server
+    decides the others, and other servers do not know them all.
     """
-    default = SamplingParams()
-    return {
-        name: getattr(params, name)
-        for name in PARAMS
-        if name in ("temperature", "max_tokens") or getattr(params, name) != getattr(default, name)
-    }
+    return {name: getattr(params, name) for name in PARAMS if name == "max_tokens" or name in given}

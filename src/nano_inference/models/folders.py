@@ -137,7 +137,7 @@ def _download(model_path: str, patterns: list[str]) -> Path:
             else f"embedded models are {', '.join(map(repr, EMBEDDED_MODELS))}."
         )
         raise ModelLoadError(
-            f"{model_path!r} is not a folder or file here, and {_hub_problem(problem)}; {hint}"
+            f"model {model_path!r} is not available: {_hub_problem(problem)}; {hint}"
         ) from problem
 
 
@@ -168,13 +168,13 @@ def _hub_problem(problem: Exception) -> str:
 
     status = getattr(getattr(problem, "response", None), "status_code", None)
     if isinstance(problem, errors.HFValidationError):
-        return "it cannot be a hub id, which is owner/name"
+        return "there is no such path, and a hub id is owner/name"
     if isinstance(problem, errors.GatedRepoError):
-        return "its owner asks for consent on the hub: give it there, then set HF_TOKEN"
+        return "accept its licence on the hub, then set HF_TOKEN"
     if isinstance(problem, errors.RepositoryNotFoundError):
-        return "the hub has no public model of that name (for a private one, set HF_TOKEN)"
+        return "no such path, and no public model on the hub (for a private one, set HF_TOKEN)"
     if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        return "the hub cannot be reached from here, nor is it in the hub's cache"
+        return "no such path, not in the Hugging Face cache, and the hub is unreachable"
     if status is not None:
         return f"the hub answered with status {status}"
     return f"the hub could not be read ({one_line(problem)})"

@@ -246,10 +246,9 @@ def log_ready(config: ServerConfig, served: Served) -> None:
     )
     if served.sampling_defaults:
         log.info(
-            "what requests leave out is as generation_config.json%s recommends: %s; "
-            "--generation-config none turns that "
-            "off.",
-            "" if config.generation_config == AUTO else f" of {config.generation_config}",
+            "sampling parameters that a request leaves out are as %s recommends: %s; "
+            "--generation-config none turns that off.",
+            "the model" if config.generation_config == AUTO else config.generation_config,
             as_text(served.sampling_defaults),
         )
 
