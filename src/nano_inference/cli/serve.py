@@ -1,6 +1,7 @@
 """`nano-inference serve`: a model behind OpenAI's and Anthropic's HTTP interfaces."""
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -85,7 +86,8 @@ def serve(
     nano-inference serve smollm2-135m --rl --replicas 2
     """
     require_packages(_NEEDED, "the server", model, "server")
-    from nano_inference.serving.main import serve as run
+    from nano_inference.serving.listening import require_free
+    from nano_inference.serving.log_lines import set_up_logs
     from nano_inference.serving.parsing import chat_format
 
     # a name that is not known is refused before anything starts
@@ -97,11 +99,17 @@ def serve(
     server["chat_template"] = read_template(chat_template) if chat_template else None
     config = options.checked(ServerConfig, **server)
     engine_config = options.engine_config(model, engine)
+    if ray_address is not None and not on_ray:
+        raise typer.BadParameter(f"--ray-address {ray_address} needs --ray.")
+    if config.uds is None:
+        require_free(config.host, config.port)
+    set_up_logs(config.log_level, config.log_format)
+    logging.getLogger("nano_inference.serving").info("loading %s", model)
     if on_ray:
         _serve_on_ray(engine_config, config, ray_address)
         return
-    if ray_address is not None:
-        raise typer.BadParameter(f"--ray-address {ray_address} needs --ray.")
+    from nano_inference.serving.main import serve as run
+
     run(engine_config, config)
 
 
@@ -122,7 +130,7 @@ def _one_key(key: str | None, file: Path | None) -> str | None:
         return key
     keys = read_keys(file)
     if key is not None or len(keys) != 1:
-        raise ConfigError(
+        raise typer.BadParameter(
             "there is one admin key: give --admin-key, or --admin-key-file with one line."
         )
     return keys[0]
