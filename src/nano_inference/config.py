@@ -208,7 +208,15 @@ class EngineConfig:
     gpu_memory_utilization: float = option(
         0.9, ENGINE, "Share of a GPU's memory that may be taken."
     )
-    dtype: DType = option("auto", ENGINE, "Of weights and KV cache. auto: the checkpoint's.")
+    dtype: DType = option(
+        "auto",
+        ENGINE,
+        "Data type of weights and KV cache. auto: as in the checkpoint.",
+        aliases={
+            **{"fp16": "float16", "half": "float16", "bf16": "bfloat16"},
+            **{"fp32": "float32", "float": "float32"},
+        },
+    )
     quantization: Quantization | None = option(
         None, ENGINE, "Keep weights as codes of 8 or 4 bits. Default: as --dtype says."
     )
