@@ -214,6 +214,7 @@ def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:
         (["generate", "MODEL", "-p", "x", "--max-tokens", "0"], 2, "--max-tokens 0 must be"),
         (["generate", "MODEL", "-p", "x", "--tokenizer", "./nowhere"], 2, "no such folder"),
         (["generate", "MODEL", "--model", "MODEL", "-p", "x"], 2, "give one"),
+        (["generate", "MODEL", "-p", "x", "--quantization", "q4_0"], 2, "file keeps the formats"),
         (["serve", "-m", "./no.gguf"], 2, "./no.gguf: no such file."),
         (["serve", "--model", "MODEL", "--port", "99999"], 2, "the largest value is 65535."),
         (["chat", "--model", "./no.gguf"], 2, "./no.gguf: no such file."),

@@ -389,6 +389,12 @@ def _with_flags(told: str, config: Any) -> str:
     )
 
 
+_HINTS = {
+    "max_tokens": " If you mean the model, use --model.",  # -m is the model elsewhere
+    "quantization": " file keeps the formats that a .gguf file has, such as q4_0.",
+}
+
+
 def in_own_words(problem: typer.BadParameter) -> None:
     """Replace the words of the library that reads numbers and choices, if a message is its."""
     told = getattr(problem.__cause__, "errors", None)
@@ -409,8 +415,7 @@ def in_own_words(problem: typer.BadParameter) -> None:
     }
     problem.message = words.get(kind, problem.message.removeprefix("Value error, "))
     option: Any = getattr(problem, "param", None)
-    if option is not None and option.name == "max_tokens":  # -m is the model elsewhere
-        problem.message += " If you mean the model, use --model."
+    problem.message += _HINTS.get(getattr(option, "name", ""), "")
 
 
 _MODEL_ARGUMENT = typer.Argument(
@@ -430,15 +435,17 @@ ServedModel = Annotated[
     typer.Option(
         "--model",
         show_default=False,
-        help="The model's name there. Default: the first that it serves.",
+        help="Model to ask for. Default: the first that the server lists.",
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", help="The server's key. Others can see it with `ps`."),
+    typer.Option(
+        "--api-key", metavar="KEY", help="The server's key. `ps` shows it to other users."
+    ),
 ]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", help="The server's key is in this file.")
+    Path | None, typer.Option("--api-key-file", help="Read the server's key from this file.")
 ]
 GenerationDefaults = Annotated[
     str,
@@ -458,7 +465,7 @@ Verbose = Annotated[
         "-v",
         rich_help_panel="Messages",
         callback=_note_verbose,
-        help="Also show what the engine logs.",
+        help="Show the engine's log.",
     ),
 ]
 Debug = Annotated[
@@ -467,7 +474,7 @@ Debug = Annotated[
         "--debug",
         rich_help_panel="Messages",
         callback=_note_debug,
-        help="Show an error with its traceback.",
+        help="Show the traceback of an error.",
     ),
 ]
 

@@ -35,7 +35,7 @@ def serve(
         typer.Option(
             "--chat-template",
             rich_help_panel=SERVER,
-            help="Jinja file, instead of the model's own template.",
+            help="Use this Jinja file as the chat template.",
         ),
     ] = None,
     on_ray: Annotated[
@@ -52,7 +52,7 @@ def serve(
             "--ray-address",
             rich_help_panel=SERVER,
             metavar="HOST:PORT",
-            help="Of the cluster. Default: RAY_ADDRESS, or a new one.",
+            help="Address of the Ray cluster. Default: RAY_ADDRESS, or a new cluster.",
         ),
     ] = None,
     api_key_file: Annotated[
@@ -60,7 +60,7 @@ def serve(
         typer.Option(
             "--api-key-file",
             rich_help_panel=KEYS,
-            help="Ask for one of the keys in this file, one a line.",
+            help="Require one of the keys in this file, one per line.",
         ),
     ] = None,
     admin_key_file: Annotated[
@@ -68,7 +68,7 @@ def serve(
         typer.Option(
             "--admin-key-file",
             rich_help_panel=KEYS,
-            help="The admin key, from the line in this file.",
+            help="Read the admin key from this file.",
         ),
     ] = None,
     engine: _Engine,

@@ -28,7 +28,7 @@ def train_service(
         typer.Option(
             "--api-key-file",
             rich_help_panel=KEYS,
-            help="Ask for one of the keys in this file, one a line.",
+            help="Require one of the keys in this file, one per line.",
         ),
     ] = None,
     engine: Annotated[options.Values, FieldOptions(EngineConfig, _ENGINE)],

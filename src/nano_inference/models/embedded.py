@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nano_inference.cache_folder import cache_folder, unfinished
@@ -30,7 +30,7 @@ class EmbeddedModel:
     file_glob: str
     sha256: str
     hub_id: str
-    sampling: Mapping[str, float]
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def pip_command(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf, describe_gguf, gguf_in
+from nano_inference.models.names import plain_name
 from nano_inference.models.quantisation import quantisation_of
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.progress import Progress
@@ -38,8 +39,8 @@ def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[st
     if path.is_dir():
         inside = gguf_in(path)
         return path if inside is None else of_gguf(inside)
-    if model_path in EMBEDDED_MODELS:
-        return of_gguf(find_embedded(model_path))
+    if (name := plain_name(model_path)) in EMBEDDED_MODELS:
+        return of_gguf(find_embedded(name))
     if path.suffix == ".gguf":
         return of_gguf(path)
     if path.exists():
@@ -112,7 +113,7 @@ def config_folder(model_path: str) -> Path | None:
     not to be had here.
     """
     try:
-        if Path(model_path).expanduser().exists() or model_path in EMBEDDED_MODELS:
+        if Path(model_path).expanduser().exists() or plain_name(model_path) in EMBEDDED_MODELS:
             return describe_model(model_path)
         from huggingface_hub import hf_hub_download  # only here: it is slow to import
 

@@ -13,6 +13,7 @@ from typing import Any
 from nano_inference.errors import ConfigError
 from nano_inference.models.config_checks import is_finite
 from nano_inference.models.embedded import EMBEDDED_MODELS
+from nano_inference.models.names import plain_name
 from nano_inference.options import is_whole
 from nano_inference.regular_files import read_json
 
@@ -81,7 +82,7 @@ def generation_defaults(folder: Path, model_path: str = "") -> dict[str, float]:
             found[name] = max(value, 0)
         elif value is not None:
             logger.warning("%s has %s=%.60r, which is left out.", path, name, value)
-    embedded = EMBEDDED_MODELS.get(model_path)
+    embedded = EMBEDDED_MODELS.get(plain_name(model_path))
     return found if found or embedded is None else dict(embedded.sampling)
 
 

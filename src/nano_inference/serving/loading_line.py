@@ -27,8 +27,8 @@ def loading_line(
         stream: the terminal; None: standard error.
         clock: gives seconds.
     """
-    stream = sys.stderr if stream is None else stream
-    if not stream.isatty():
+    terminal: TextIO = sys.stderr if stream is None else stream
+    if not terminal.isatty():
         yield
         return
     doing, over, began = [f"loading {name}"], threading.Event(), clock()
@@ -38,8 +38,8 @@ def loading_line(
 
     def tick() -> None:
         for frame in itertools.cycle(_FRAMES):
-            stream.write(f"{_CLEAR}{frame} {doing[0]} ({clock() - began:.0f} s)")
-            stream.flush()
+            terminal.write(f"{_CLEAR}{frame} {doing[0]} ({clock() - began:.0f} s)")
+            terminal.flush()
             if over.wait(TICK):
                 return
 
@@ -51,5 +51,5 @@ def loading_line(
     finally:
         over.set()
         thread.join()
-        stream.write(_CLEAR)
-        stream.flush()
+        terminal.write(_CLEAR)
+        terminal.flush()
