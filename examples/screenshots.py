@@ -83,8 +83,8 @@ PICTURES = {
     ),
     "cli-chat": cli(
         ("chat", MODEL, "--max-tokens", "64", "--temperature", "0"),
-        (QUESTION, "And what is it known for?", "/reset", "/exit"),
-        "cli/chat.py:_Session,_figures",
+        (QUESTION, "And what is it known for?", "/clear", "/exit"),
+        "cli/conversation.py:Session,figures",
     ),
     "cli-info": cli(("info", MODEL), (), "cli/info.py"),
     "cli-serve": cli(
@@ -92,10 +92,10 @@ PICTURES = {
         (f"curl {ADDRESS} -d '{BODY}'",),
         "engine/backends.py:start_up_line",
         "engine/memory.py:MemoryBudget",
-        "serving/log_lines.py:TextLines",
+        "serving/log_lines.py:TextLines,ShortLines",
         "serving/protocols/openai_chat.py:response,_finished,_choice",
         "serving/runner.py:log_start",
-        "serving/server.py:log_ready",
+        "serving/server.py:log_ready,farewell,Server",
     ),
     "demo": Picture(
         "make demo",
@@ -172,7 +172,7 @@ def served() -> str:
     ) as process:
         os.close(theirs)
         seen = b""
-        while b"max_model_len=" not in seen or not seen.endswith(b"\n"):
+        while b"Ready: " not in seen or not seen.endswith(b"\n"):
             piece = read(ours)
             if not piece:
                 raise SystemExit(f"the server ended: {seen.decode(errors='replace')}")
@@ -183,8 +183,7 @@ def served() -> str:
         while read(ours):
             pass
     os.close(ours)
-    # without the day
-    lines = [line.partition(" ")[2] for line in plain(seen.decode()).splitlines()]
+    lines = plain(screen(seen.decode())).splitlines()  # without the line that shows the loading
     return "\r\n".join([*lines, "", f"$ {asked}", "", answer])
 
 

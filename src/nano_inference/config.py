@@ -2,6 +2,7 @@
 invents one.
 """
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -183,20 +184,25 @@ class EngineConfig:
 
     model_path: str
     tokenizer_path: str | None = option(
-        None, ENGINE, "Take tokenizer and chat template from this folder or hub id.", "--tokenizer"
+        None, ENGINE, "Read tokenizer and chat template from this folder or hub id.", "--tokenizer"
     )
     ref_model_path: str | None = option(
-        None, ENGINE, "A frozen model that scores every sample: ref_logprobs.", "--ref-model"
+        None, ENGINE, "Score every sample with this frozen model (ref_logprobs).", "--ref-model"
     )
-    cache_type: CacheType = option("paged", ENGINE, "How cached prefixes are indexed.")
-    block_size: int = option(16, ENGINE, "Tokens in a KV block.", least=1)
-    max_batch_size: int = option(256, ENGINE, "Sequences in a step.", least=1)
+    cache_type: CacheType = option("paged", ENGINE, "Index of cached prefixes: hash table or tree.")
+    block_size: int = option(16, ENGINE, "Tokens per KV block.", least=1)
+    max_batch_size: int = option(256, ENGINE, "Maximum sequences per step.", least=1)
     max_tokens_per_batch: int = option(
-        8192, ENGINE, "Tokens in a step: less keeps running streams smooth.", least=1
+        8192, ENGINE, "Maximum tokens per step. Fewer keep running streams smooth.", least=1
     )
-    max_chunk_tokens: int | None = option(None, ENGINE, "Tokens of one prompt in a step.", least=1)
+    max_chunk_tokens: int | None = option(
+        None, ENGINE, "Maximum tokens of one prompt per step.", least=1
+    )
     max_model_len: int | None = option(
-        None, ENGINE, "Tokens of prompt and completion together.", least=1
+        None,
+        ENGINE,
+        "Maximum tokens of prompt and completion. Lowered to what model and memory allow.",
+        least=1,
     )
     kv_cache_memory: int | None = option(
         None, ENGINE, "Memory of the KV cache, such as 512MiB or 2GiB.", least=1, size=True
@@ -204,93 +210,111 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDType = option(
         "auto", ENGINE, "int8: keep keys and values as codes of 8 bits. auto: as --dtype says."
     )
-    gpu_memory_utilization: float = option(
-        0.9, ENGINE, "Share of a GPU's memory that may be taken."
+    gpu_memory_utilization: float = option(0.9, ENGINE, "Share of a GPU's memory to use, 0 to 1.")
+    dtype: DType = option(
+        "auto",
+        ENGINE,
+        "Data type of weights and KV cache. auto: as in the checkpoint.",
+        aliases={
+            "fp16": "float16",
+            "half": "float16",
+            "bf16": "bfloat16",
+            "fp32": "float32",
+            "float": "float32",
+        },
     )
-    dtype: DType = option("auto", ENGINE, "Of weights and KV cache. auto: the checkpoint's.")
     quantization: Quantization | None = option(
         None, ENGINE, "Keep weights as codes of 8 or 4 bits. Default: as --dtype says."
     )
-    device: str = option("auto", ENGINE, "cpu, cuda, cuda:1 … auto: cuda if there is one.")
-    backend: Backend = option("auto", ENGINE, "Whose operations run.")
-    attention: Attention = option("auto", ENGINE, "Whose attention, where there is a choice.")
+    device: str = option("auto", ENGINE, "cpu, cuda or cuda:N. auto: a GPU if there is one.")
+    backend: Backend = option("auto", ENGINE, "Implementation of the operations.")
+    attention: Attention = option("auto", ENGINE, "Implementation of attention.")
     cpu_sums: CpuSums = option(
-        "auto", ENGINE, "Order of sums of bfloat16. pairs: the same bits on every processor."
+        "auto", ENGINE, "Summation order for bfloat16. pairs: identical bits on every CPU."
     )
     enable_prefix_caching: bool = option(
         True,
         ENGINE,
-        "Reuse what prompts have in common.",
+        "Reuse common prefixes of prompts.",
         "--prefix-caching/--no-prefix-caching",
     )
     enable_chunked_prefill: bool = option(
         True,
         ENGINE,
-        "Compute a prompt over several steps.",
+        "Split long prompts over several steps.",
         "--chunked-prefill/--no-chunked-prefill",
     )
     lookahead: int | None = option(
-        None, ENGINE, "Steps planned ahead, 0 or 1. Default: 1 on a GPU."
+        None, ENGINE, "Plan 0 or 1 steps ahead. Default: 1 on a GPU, else 0."
     )
-    batch_invariant: bool | None = option(None, ENGINE, "The same bits whatever else runs.")
-    cuda_graphs: bool = option(True, ENGINE, "Replay decode steps from captured graphs.")
+    batch_invariant: bool | None = option(None, ENGINE, "Give the same bits whatever else runs.")
+    cuda_graphs: bool = option(True, ENGINE, "Replay decode steps from CUDA graphs.")
     num_threads: int | None = option(
         None,
         ENGINE,
-        "Threads of the CPU operations. Default: the physical cores.",
+        "CPU threads. Default: the physical cores.",
         "--threads",
         least=1,
     )
     max_request_entries: int = option(
         DEFAULT_ENTRIES,
         "Limits",
-        "Numbers that a request may ask for in all. Default: 5 million, or 40 million with --rl.",
+        "Maximum numbers in an answer: logprobs, mask ids, biases. Default: 5 million; 40 million "
+        "with --rl.",
         least=1,
     )
-    grammar_backend: BackendName = option("llguidance", ENGINE, "What makes masks of grammars.")
+    grammar_backend: BackendName = option("llguidance", ENGINE, "Library that enforces grammars.")
     speculation: Speculation = option(
-        "none", DRAFTS, "What guesses the next tokens; they stay what they are."
+        "none", DRAFTS, "Speculative decoding method. Output is unchanged."
     )
     draft_model: str | None = option(
-        None, DRAFTS, "A smaller model that guesses too, or: self.", "--draft-model"
+        None,
+        DRAFTS,
+        "Draft with this model. self: with layers of the model itself.",
+        "--draft-model",
     )
     draft_layers: int | None = option(
-        None, DRAFTS, "With --draft-model self: layers of the model that guess.", least=1
+        None, DRAFTS, "With --draft-model self: number of layers that draft.", least=1
     )
     draft_quantization: Quantization | None = option(
-        None, DRAFTS, "With --draft-model self: guess with weights as codes of 8 or 4 bits."
+        None, DRAFTS, "With --draft-model self: draft with quantized weights."
     )
-    max_drafts: int = option(8, DRAFTS, "Guessed tokens of a sample in a step.", least=1)
+    max_drafts: int = option(8, DRAFTS, "Maximum drafted tokens per sample and step.", least=1)
     enable_return_routed_experts: bool = option(
-        False, ENGINE, "Let samples have the experts of their tokens."
+        False, ENGINE, "Record the experts of every token, for samples that ask for them."
     )
-    max_loras: int = option(0, ENGINE, "Adapters that may be loaded at once.", least=0)
-    max_lora_rank: int = option(64, ENGINE, "Of their matrices.", least=1)
+    max_loras: int = option(0, ENGINE, "Maximum LoRA adapters loaded at once.", least=0)
+    max_lora_rank: int = option(64, ENGINE, "Highest LoRA rank to accept.", least=1)
     loras: tuple[str, ...] = option(
-        (), ENGINE, "Load this adapter. May be repeated.", "--lora", each=str, metavar="NAME=FOLDER"
+        (),
+        ENGINE,
+        "Load this LoRA adapter. May be repeated.",
+        "--lora",
+        each=str,
+        metavar="NAME=FOLDER",
     )
     kept_cache_folder: str | None = option(
-        None, ENGINE, "Where kept blocks go that are evicted. Default: they are lost."
+        None, ENGINE, "Write kept KV blocks here when memory runs out. Default: drop them."
     )
     kept_cache_bytes: int | None = option(
-        None, ENGINE, "Of these files. Default: 4 GiB.", least=1, size=True
+        None, ENGINE, "Size limit of the cache folder. Default: 4 GiB.", least=1, size=True
     )
-    seed: int | None = option(None, ENGINE, "Where seeds of requests without one come from.")
+    seed: int | None = option(
+        None, ENGINE, "Derive the seeds of requests without one from this number."
+    )
     tensor_parallel: int = option(
-        1, RANKS, "Processes that share every layer of the model: 1, 2, 4, 8 …", least=1
+        1, RANKS, "Processes that share every layer: 1, 2, 4, 8 …", least=1
     )
     pipeline_parallel: int = option(
-        1, RANKS, "Stages, each a process with layers of its own.", least=1
+        1, RANKS, "Processes that hold consecutive layers each.", least=1
     )
     context_parallel: int = option(
-        1, RANKS, "Processes that share the KV cache of every sequence: 1, 2, 4 …", least=1
+        1, RANKS, "Processes that share the KV cache of a sequence: 1, 2, 4 …", least=1
     )
     expert_parallel: int = option(
-        1, RANKS, "Processes over which a mixture's experts are spread.", least=1
+        1, RANKS, "Processes that share the experts of a mixture.", least=1
     )
-    rank_timeout: float = option(
-        60.0, RANKS, "Seconds that one of them may take for what others wait for."
-    )
+    rank_timeout: float = option(60.0, RANKS, "Seconds to wait for another process.")
 
     def __post_init__(self) -> None:
         _check_text(self)
@@ -353,6 +377,10 @@ ATTENTION_OF: dict[Attention, Backend] = {
 def _check_text(config: EngineConfig) -> None:
     for name in ("model_path", "device"):
         _require_text(name, getattr(config, name))
+    if re.fullmatch(r"auto|cpu(:0)?|cuda(:\d+)?", config.device) is None:
+        raise ConfigError(
+            f"device={config.device!r} is not supported; use 'auto', 'cpu', 'cuda' or 'cuda:N'."
+        )
     for name in ("tokenizer_path", "ref_model_path", "draft_model", "kept_cache_folder"):
         if getattr(config, name) is not None:
             _require_text(name, getattr(config, name))

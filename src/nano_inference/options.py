@@ -31,7 +31,8 @@ def option(default: Any, panel: str, help: str, *flags: str, **settings: Any) ->
         help: one line.
         flags: names, such as `--top-p`. None: the field's own.
         settings: `least`: the smallest integer allowed (`check_least`). `size=True`: bytes, such as
-            `2GiB`. `each`: the type of a value that may be repeated. All others are typer's.
+            `2GiB`. `each`: the type of a value that may be repeated. `aliases`: other names of its
+            choices on the command line. All others are typer's.
     """
     return field(
         default=default, metadata={"panel": panel, "help": help, "flags": flags, **settings}

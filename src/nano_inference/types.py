@@ -118,17 +118,15 @@ class SamplingParams:
     temperature: float = option(
         1.0,
         SAMPLING,
-        "0 always takes the most likely token; 1 samples as trained.",
+        "0: always the most likely token; 1: as trained.",
         "--temperature",
         "-t",
     )
-    max_tokens: int = option(
-        256, SAMPLING, "End a completion after so many tokens.", "--max-tokens", "-m"
-    )
+    max_tokens: int = option(256, SAMPLING, "Maximum tokens to generate.", "--max-tokens", "-m")
     stop_token_ids: frozenset[int] = option(
         frozenset(),
         SAMPLING,
-        "End a completion with this token. May be repeated.",
+        "Stop after this token. May be repeated.",
         "--stop-token-id",
         each=int,
         metavar="ID",
@@ -136,29 +134,31 @@ class SamplingParams:
     stop: tuple[str, ...] = option(
         (),
         SAMPLING,
-        "End a completion before this text. May be repeated.",
+        "Stop before this text. May be repeated.",
         each=str,
         metavar="TEXT",
     )
-    top_p: float = option(1.0, SAMPLING, "Keep the likeliest tokens with this much mass; 1: all.")
-    top_k: int = option(0, SAMPLING, "Keep this many of the likeliest tokens; 0: all.")
+    top_p: float = option(
+        1.0, SAMPLING, "Sample among the likeliest tokens of this total probability; 1: all."
+    )
+    top_k: int = option(0, SAMPLING, "Sample among this many likeliest tokens; 0: all.")
     min_p: float = option(
-        0.0, SAMPLING, "Keep tokens at least this likely, relative to the likeliest; 0: all."
+        0.0, SAMPLING, "Drop tokens less likely than this share of the likeliest; 0: none."
     )
     presence_penalty: float = option(
-        0.0, SAMPLING, "Taken off the logits of tokens already in the completion."
+        0.0, SAMPLING, "Lower the logits of tokens that the completion contains."
     )
-    frequency_penalty: float = option(0.0, SAMPLING, "The same, times how often they are in it.")
+    frequency_penalty: float = option(
+        0.0, SAMPLING, "Lower them once for each time that they occur."
+    )
     repetition_penalty: float = option(
-        1.0, SAMPLING, "Above 1 disfavours tokens of prompt and completion."
+        1.0, SAMPLING, "Above 1: make repeating tokens of prompt and completion less likely."
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
     allowed_token_ids: frozenset[int] | None = None
-    min_tokens: int = option(0, SAMPLING, "Do not end a completion before so many tokens.")
-    ignore_eos: bool = option(False, SAMPLING, "Go on after the end-of-sequence token.")
-    seed: int | None = option(
-        None, SAMPLING, "The same seed gives the same samples. Default: a fresh one."
-    )
+    min_tokens: int = option(0, SAMPLING, "Minimum tokens to generate.")
+    ignore_eos: bool = option(False, SAMPLING, "Continue after the end-of-sequence token.")
+    seed: int | None = option(None, SAMPLING, "Same seed, same samples. Default: random.")
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     raw_logprobs: bool = False
@@ -168,7 +168,7 @@ class SamplingParams:
     prompt_top_logprobs: int = 0
     grammar: Grammar | None = None
     adapter: str | None = option(
-        None, SAMPLING, "Name of a loaded adapter that samples.", metavar="NAME"
+        None, SAMPLING, "Sample with the loaded LoRA adapter of this name.", metavar="NAME"
     )
     routed_experts: bool = False
     keep_cache_seconds: float = 0.0

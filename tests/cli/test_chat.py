@@ -1,21 +1,25 @@
 """`nano-inference chat`, its lines piped in."""
 
 import contextlib
+import json
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.cli import chat
+from nano_inference.cli import chat, conversation
 from tests.cli.running import COLOR, FAST, finish, run, spawn
+from tests.cli.test_url import Chat
 from tests.serving.adapters import adapter_folder
+from tests.serving.scripted_http import scripted_http
 
 
 def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
@@ -66,6 +70,76 @@ def test_chat_keeps_the_conversation(
     assert "/reset" in result.stderr
 
 
+def test_commands_change_and_show_the_conversation(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = conversations(monkeypatch)
+    saved = tmp_path / "saved conversation.json"
+    lines = [
+        "/set system Be kind.",
+        "/set parameter temperature 0.25",
+        "/set parameter seed none",
+        '"""one',
+        'and more"""',
+        "/show",
+        f"/save {saved}",
+        "/clear",
+        "two",
+        f"/load {saved}",
+        '"""three"""',
+        "/?",
+        "/bye",
+        "never",
+    ]
+    result = run("chat", folders["chat"], "--max-tokens", "4", *FAST, stdin="\n".join(lines))
+    assert result.exit_code == 0, result.stderr
+    assert [each[-1]["content"] for each in seen] == ["one\nand more", "two", "three"]
+    assert [len(each) for each in seen] == [2, 2, 4]
+    assert all(each[0] == {"role": "system", "content": "Be kind."} for each in seen)
+    assert re.search(r"temperature +0\.25\n", result.stderr)
+    assert re.search(r"messages +2\n", result.stderr)
+    assert "/set parameter NAME VALUE" in result.stderr
+    assert json.loads(saved.read_text(encoding="utf-8"))["messages"] == seen[2][1:3]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/set parameter warmth 1", "there is no parameter 'warmth'"),
+        ("/set parameter temperature hot", "temperature must be a number, not 'hot'"),
+        ("/set parameter max_tokens 1.5", "max_tokens must be a whole number"),
+        ("/set parameter top_p 7", "top_p=7.0 must be"),
+        ("/set temperature", "write /set parameter NAME VALUE"),
+        ("/save", "name a file"),
+        ("/load", "name a file"),
+        ("/load /no/such", "/no/such: no such file."),
+        ("/load pyproject.toml", "is not a saved conversation"),
+        ('"""never ends', "has no end"),
+    ],
+)
+def test_commands_say_what_is_wrong(folders: dict[str, str], line: str, words: str) -> None:
+    result = run("chat", folders["chat"], *FAST, stdin=line + "\n")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert words in result.stderr
+
+
+def test_tab_completes_commands_and_parameters() -> None:
+    assert conversation.completions("/sy") == ["/system"]
+    assert conversation.completions("/b") == ["/bye"]
+    assert conversation.completions("/set parameter te") == ["/set parameter temperature "]
+    assert conversation.completions("hello") == []
+
+
+def test_a_parameter_that_is_set_is_sent_to_a_server() -> None:
+    lines = "one\n/set parameter top_k 9\ntwo\n"
+    with scripted_http(Chat()) as seen:
+        result = run("chat", "--url", seen.url, "--temperature", "0.5", stdin=lines)
+    assert result.exit_code == 0, result.stderr
+    first, second = seen.bodies("/v1/chat/completions")
+    assert (first["temperature"], "top_k" in first) == (0.5, False)
+    assert (second["temperature"], second["top_k"]) == (0.5, 9)
+
+
 def test_chat_with_an_adapter(folders: dict[str, str], tmp_path: Path) -> None:
     folder = adapter_folder(Path(folders["chat"]), tmp_path / "own", 1)
     asked = ("--max-tokens", "8", "--seed", "2", "--lora", f"own={folder}", *FAST)
@@ -90,7 +164,7 @@ def test_chat_ends_with_its_input(folders: dict[str, str]) -> None:
         ("base", "hi\n", "nano-inference generate"),
         ("bare", "hi\n", "tokenizer"),
         ("chat", "/dance\n", "there is no command /dance"),
-        ("chat", "x" * 600 + "\n", "/reset forgets it"),
+        ("chat", "x" * 600 + "\n", "/clear forgets it"),
     ],
 )
 def test_chat_says_what_is_wrong(
@@ -182,8 +256,9 @@ def test_with_drafts_the_figures_tell_tokens_a_step(folders: dict[str, str]) -> 
         with InferenceEngine(config) as engine:
             if engine.drafter is not None:
                 engine.drafter.costs = None  # as many drafts as may be
-            usage = [piece.usage for piece in chat._ask_engine(engine, said, params)][-1]
-        figures.append(chat._figures(usage, 1.0, is_cut=False, stopped=False))
+            session = conversation.Session(partial(chat._ask_engine, engine), params, set())
+            usage = [piece.usage for piece in session.answer(said, session)][-1]
+        figures.append(conversation.figures(usage, 1.0, is_cut=False, stopped=False))
     assert "a step" not in figures[0]
     told = re.search(r"tok/s, ([0-9.]+) tokens a step; ", figures[1])
     assert told is not None

@@ -13,6 +13,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.cli import generate as command
 from nano_inference.cli import terminal
 from nano_inference.cli.generate import read_prompts
 from nano_inference.cli.terminal import Interruptible
@@ -58,9 +59,57 @@ def test_json_holds_the_samples_of_the_engine(folders: dict[str, str]) -> None:
     )
 
 
+def test_a_single_sample_is_written_as_it_grows_to_a_pipe(folders: dict[str, str]) -> None:
+    process = spawn("generate", folders["base"], "-p", "x", "-m", "50000", "--threads", "1")
+    assert process.stdout is not None
+    assert process.stdout.read(1)  # long before the last token
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130, err
+    assert "Interrupted" in err
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        ((0, 1, 12, 0.3), "12 tokens, 40 tok/s"),
+        ((2, 8, 3400, 2), "2 of 8 samples, 3,400 tokens, 1,700 tok/s"),
+    ],
+)
+def test_progress_is_for_people(state: tuple[int, int, int, float], line: str) -> None:
+    assert command._progress(*state) == line
+
+
+def test_a_schema_may_be_given_as_json(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "model", seed=0)  # it knows an end
+    write_tokenizer(model, None)
+    schema = '{"enum": [12, 345]}'
+    asked = ("generate", str(model), "-p", "ab", "-m", "90", "--seed", "1", *FAST)
+    result = run(*asked, "--json-schema", schema)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.strip() in ("12", "345")
+    wrong = run(*asked, "--json-schema", '{"type": ')
+    assert (wrong.exit_code, "--json-schema: " in wrong.stderr) == (1, True)
+    missing = run(*asked, "--json-schema", "no.json")
+    assert (missing.exit_code, "no.json: no such file" in missing.stderr) == (2, True)
+
+
 def test_an_adapter_is_loaded_and_asked_for(folders: dict[str, str], tmp_path: Path) -> None:
     folder = adapter_folder(Path(folders["base"]), tmp_path / "own", 1)
-    asked = ("generate", folders["base"], "-p", "ab", "--json", "--seed", "5", "-m", "6", *FAST)
+    asked = (
+        "generate",
+        folders["base"],
+        "-p",
+        "ab",
+        "--json",
+        "-t",
+        "1",
+        "--seed",
+        "5",
+        "-m",
+        "6",
+        *FAST,
+    )
     result = run(*asked, "--lora", f"own={folder}", "--adapter", "own")
     assert result.exit_code == 0, result.stderr
     config = EngineConfig(folders["base"], num_threads=1, kv_cache_memory=2**23, max_loras=1)
@@ -207,7 +256,7 @@ def test_files_without_prompts_or_text(tmp_path: Path) -> None:
 def test_a_single_sample_is_its_text_alone_and_several_have_headings(
     folders: dict[str, str],
 ) -> None:
-    few = ("--max-tokens", "8", "--seed", "3", *FAST)
+    few = ("--max-tokens", "8", "--seed", "3", "-t", "1", *FAST)
     with InferenceEngine(
         EngineConfig(model_path=folders["base"], num_threads=1, kv_cache_memory=2**23)
     ) as engine:
@@ -242,6 +291,8 @@ def test_reference_logprobs(folders: dict[str, str]) -> None:
         "ab",
         "-m",
         "3",
+        "-t",
+        "1",
         *FAST,
     ]
     sample = samples(run(*words, "--json").stdout)[0]
@@ -437,7 +488,7 @@ def test_grammars_that_are_none(folders: dict[str, str], tmp_path: Path) -> None
     for options, said in {
         ("--regex", "a", "--choice", "b"): "--regex and --choice exclude each other",
         ("--json-schema", str(schema)): "uniqueItems",
-        ("--json-schema", str(tmp_path / "none")): "does not exist",
+        ("--json-schema", str(tmp_path / "none")): "no such file.",
         ("--json-schema", str(broken)): "broken.json: the text of a json grammar is no JSON",
         ("--regex", "("): "the regex grammar cannot be enforced: unclosed group.",
     }.items():

@@ -11,8 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from nano_inference.cli import generate as command
+from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError
-from nano_inference.models.generation_defaults import generation_defaults
+from nano_inference.models.generation_defaults import (
+    UNRECOMMENDED,
+    defaults_for_people,
+    generation_defaults,
+)
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
 from nano_inference.serving.dialects.vllm_generate import PROTOCOL as VLLM
@@ -24,7 +29,7 @@ from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMP
 from nano_inference.serving.protocols.requests import ApiProtocol
 from nano_inference.serving.server import log_ready
 from nano_inference.types import SamplingParams
-from tests.cli.running import run
+from tests.cli.running import FAST, run
 from tests.serving.scripted import ScriptedClient
 
 RECOMMENDED = {
@@ -95,13 +100,11 @@ def test_a_server_shows_what_it_takes(
         log_ready(to.config, to)
         return caplog.text
 
-    assert "as generation_config.json recommends: temperature=0.6, top_p=0.95, top_k=20" in told()
+    assert "as the model recommends: temperature=0.6, top_p=0.95, top_k=20" in told()
     assert "recommends" not in told(generation_config="none")
     (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
     folder = str(tmp_path)
-    assert f"generation_config.json of {folder} recommends: top_k=7;" in told(
-        generation_config=folder
-    )
+    assert f"as {folder} recommends: top_k=7;" in told(generation_config=folder)
 
 
 @pytest.mark.parametrize("use", ["", "automatic", "/nowhere", 5])
@@ -163,6 +166,41 @@ def test_a_value_that_is_not_taken_is_left_out_with_a_warning(
     )
     assert generation_defaults(tmp_path) == ({"top_k": 3} if "top_k" not in told else {})
     assert f"has {next(iter(told))}=" in caplog.text
+
+
+def test_an_embedded_model_recommends_what_its_card_says(tmp_path: Path) -> None:
+    assert generation_defaults(tmp_path, "smollm2-135m") == {"temperature": 0.2, "top_p": 0.9}
+    assert generation_defaults(tmp_path, "./smollm2-135m.gguf") == {}
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    assert generation_defaults(tmp_path, "smollm2-135m") == {"top_k": 7}
+
+
+def test_people_get_one_default_if_a_model_recommends_nothing() -> None:
+    assert defaults_for_people("auto", {}) == UNRECOMMENDED
+    assert defaults_for_people("auto", {"top_k": 7}) == {"top_k": 7}
+    assert defaults_for_people("none", {"top_k": 7}) == {}
+    assert served().defaults_for_people == RECOMMENDED
+    assert served(generation_config="none").defaults_for_people == {}
+    assert served(rl=True).defaults_for_people == {}
+
+
+@pytest.mark.parametrize("command_name", ["generate", "chat"])
+def test_commands_use_the_shared_default(
+    command_name: str, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[SamplingParams] = []
+    sample = InferenceEngine.generate
+
+    def noted(self: Any, prompts: Any, params: SamplingParams, *more: Any, **named: Any) -> Any:
+        seen.append(params)
+        return sample(self, prompts, params, *more, **named)
+
+    monkeypatch.setattr(InferenceEngine, "generate", noted)
+    words = ("-p", "x") if command_name == "generate" else ()
+    for given in ((), ("--generation-config", "none"), ("-t", "0.3")):
+        result = run(command_name, folders["chat"], *words, "-m", "2", *FAST, *given, stdin="x\n")
+        assert result.exit_code == 0, result.stderr
+    assert [params.temperature for params in seen] == [UNRECOMMENDED["temperature"], 1.0, 0.3]
 
 
 def test_the_command_line_takes_it_where_nothing_is_given(

@@ -27,6 +27,8 @@ from tests.models.tiny import family_weights, write_model
 
 SAMPLING = (
     *(
+        "--temperature",
+        "1",
         "--top-p",
         "0.9",
         "--top-logprobs",

@@ -19,6 +19,7 @@ from nano_inference.models import embedded, folders, loading
 from nano_inference.models.embedded import install_command
 from nano_inference.models.folders import load_spec, resolve_model
 from nano_inference.models.loading import load_params
+from nano_inference.models.names import plain_name, why_missing
 from nano_inference.progress import Progress, told
 from tests.models.quantisers import write_quantised
 from tests.models.tiny import llama_config, llama_weights, write_model
@@ -43,11 +44,11 @@ def hub_error(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (hub.HFValidationError, "cannot be a hub id, which is owner/name"),
-        (hub.RepositoryNotFoundError, "no public model of that name"),
-        (hub.GatedRepoError, "consent on the hub"),
-        (hub.LocalEntryNotFoundError, "cannot be reached from here"),
-        (hub.OfflineModeIsEnabled, "cannot be reached from here"),
+        (hub.HFValidationError, "no such path, and a hub id is owner/name"),
+        (hub.RepositoryNotFoundError, "no public model on the hub"),
+        (hub.GatedRepoError, "accept its licence on the hub"),
+        (hub.LocalEntryNotFoundError, "the hub is unreachable"),
+        (hub.OfflineModeIsEnabled, "the hub is unreachable"),
         (hub.HfHubHTTPError, "answered with status 503"),
         (PermissionError, r"could not be read \(PermissionError: long\)"),
     ],
@@ -67,7 +68,7 @@ def test_an_error_of_the_hub_is_one_sentence(
         assert kind.__name__ not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["smollm2-135", "SmolLM2-135M", "smollm-135m", "gemma3-270"])
+@pytest.mark.parametrize("name", ["smollm2-135", "SmolLM-135M", "smollm-135m", "gemma3-270"])
 def test_a_near_name_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def failing(*_: Any, **__: Any) -> str:
         raise hub.LocalEntryNotFoundError("nothing here")
@@ -76,6 +77,40 @@ def test_a_near_name_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     near = "gemma3-270m" if name.startswith("gemma") else "smollm2-135m"
     with pytest.raises(ModelLoadError, match=rf"did you mean '{near}'\?"):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "SMOLLM2-135m"])
+def test_an_embedded_name_has_no_case(name: str) -> None:
+    assert plain_name(name) == "smollm2-135m"
+    assert resolve_model(name) == resolve_model("smollm2-135m")
+
+
+def test_a_folder_with_an_embedded_name_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2-135M").mkdir()
+    assert plain_name("SmolLM2-135M") == "SmolLM2-135M"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("./model-q9.gguf", "./model-q9.gguf: no such file; did you mean model-q8.gguf?"),
+        ("nowhere.gguf", "nowhere.gguf: no such file"),
+        ("./nowhere", "./nowhere: no such folder"),
+        ("a/b/c", "a/b/c: no such folder"),
+        ("owner/name", None),
+        ("name", None),
+        ("./model-q8.gguf", None),
+    ],
+)
+def test_a_missing_file_is_known_without_the_hub(
+    name: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model-q8.gguf").touch()
+    assert why_missing(name) == why
 
 
 def test_a_folder_of_an_adapter_is_told_as_one(tmp_path: Path) -> None:

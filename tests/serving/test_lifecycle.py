@@ -136,7 +136,7 @@ def test_it_drains(number: signal.Signals) -> None:
         ready(server)
         thread = stream_of(server, 250, found)
         server.signal(number)
-        server.said("draining")
+        server.said(r"Shutting down: waiting up to [0-9]+ s for 1 request\.")
         # New connections: whoever asks is told, and not sent away without a word.
         refused = httpx.post(server.url + "/v1/completions", json={"prompt": "Hi"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -186,7 +186,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         ready(server)
         thread = stream_of(server, 100_000, found)
         server.signal()
-        server.said("draining")
+        server.said(r"Shutting down: waiting up to [0-9]+ s for 1 request\.")
         server.signal()
         assert server.ended() == 1
         thread.join()

@@ -1,17 +1,34 @@
 """What is logged, and how."""
 
+import io
+import itertools
 import json
 import logging
+import re
+import threading
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nano_inference.progress import Progress
 from nano_inference.serving import log_lines
 from nano_inference.serving.config import ServerConfig, is_loopback
 from nano_inference.serving.edge.replies import RequestRecord, log_access
-from nano_inference.serving.log_lines import JsonLines, Rarely, TextLines, escaped
+from nano_inference.serving.loading_line import loading_line
+from nano_inference.serving.log_lines import (
+    JsonLines,
+    Rarely,
+    ShortLines,
+    TextLines,
+    escaped,
+    send_to_stderr,
+)
+from nano_inference.serving.main import running_server
 from nano_inference.serving.runner import log_start
+from nano_inference.serving.server import farewell
+from tests.serving.scripted import ScriptedClient
 
 
 @pytest.mark.parametrize(
@@ -31,7 +48,7 @@ def test_a_warning_where_anybody_may_come(
         log_start(
             ServerConfig(host=host, api_keys=keys, admin_key="secret-too"), f"http://{host}:1"
         )
-    assert ("all who reach it" in caplog.text) == warns
+    assert ("anybody who reaches it" in caplog.text) == warns
     assert "secret" not in caplog.text
     assert f"http://{host}:1" in caplog.text
 
@@ -81,7 +98,9 @@ def test_what_others_could_say_without_end_is_counted(monkeypatch: pytest.Monkey
     [
         ("/health", 200, "DEBUG"),
         ("/metrics", 200, "DEBUG"),
-        ("/health", 503, "INFO"),
+        ("/health", 503, "DEBUG"),
+        ("/page/main.js", 200, "DEBUG"),
+        ("/page/main.js", 404, "INFO"),
         ("/metrics", 401, "INFO"),
         ("/stats", 200, "DEBUG"),
         ("/v1/models", 200, "INFO"),
@@ -93,6 +112,83 @@ def test_what_machines_ask_all_the_time_is_for_debug(
     with caplog.at_level("DEBUG", "nano_inference.access"):
         log_access(RequestRecord("id", "GET", path, status=status))
     assert [record.levelname for record in caplog.records] == [level]
+
+
+@pytest.mark.parametrize(
+    ("count", "seconds", "line"),
+    [
+        (0, 30.0, "Shutting down."),
+        (1, 30.0, "Shutting down: waiting up to 30 s for 1 request."),
+        (3, 2.5, "Shutting down: waiting up to 2.5 s for 3 requests."),
+        (3, 0.0, "Shutting down."),
+    ],
+)
+def test_farewell_counts_what_it_waits_for(count: int, seconds: float, line: str) -> None:
+    assert farewell(count, seconds) == line
+
+
+def test_short_lines_are_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ShortLines().format(entry("ready"))
+    assert re.fullmatch(r"\r\x1b\[K\d\d:\d\d:\d\d ready", line)
+    wild = ShortLines().format(entry("a\x1b[31m\nb"))
+    assert wild.removeprefix("\r\x1b[K").isprintable()
+    logger = logging.getLogger("nano_inference.test_short_lines")
+    for is_terminal, kind in ((True, ShortLines), (False, TextLines)):
+        monkeypatch.setattr("sys.stderr", Terminal(is_terminal))
+        send_to_stderr(logger, "text")
+        assert type(logger.handlers[0].formatter) is kind
+        send_to_stderr(logger, "json")
+        assert type(logger.handlers[0].formatter) is JsonLines
+
+
+class Terminal(io.StringIO):
+    """A stream that says whether it is a terminal, and notes that something was written."""
+
+    def __init__(self, is_terminal: bool = True) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+        self.wrote = threading.Event()
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str, /) -> int:
+        count = super().write(text)
+        if self.awaited in text:
+            self.wrote.set()
+        return count
+
+    awaited = ""
+
+
+def test_the_loading_line_names_the_model_and_then_its_parts() -> None:
+    stream = Terminal()
+    with loading_line("smollm2-135m", stream):
+        assert stream.wrote.wait(30)
+        assert "loading smollm2-135m (0 s)" in stream.getvalue()
+        stream.awaited = "weights"
+        stream.wrote.clear()
+        with Progress("weights", 0, clock=itertools.count(step=10).__next__) as progress:
+            progress.add(1)
+            assert stream.wrote.wait(30)
+    assert stream.getvalue().endswith("\r\x1b[K")
+    nobody = Terminal(False)
+    with loading_line("smollm2-135m", nobody):
+        pass
+    assert nobody.getvalue() == ""
+
+
+def test_the_address_is_the_last_line_of_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("INFO", "nano_inference.serving"),
+        running_server(ScriptedClient(), ServerConfig(port=0)) as url,
+    ):
+        deadline = time.monotonic() + 30
+        while "Ready" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told = [record.getMessage() for record in caplog.records]
+    assert told[-1] == f"Ready: {url} (page, /docs, OpenAI at /v1)"
+    assert sum("Ready" in line for line in told) == 1
 
 
 @given(text=st.text())

@@ -83,7 +83,7 @@ def bench(
         typer.Option(
             metavar="TIME",
             rich_help_panel=_PACE,
-            help="After this time, such as 30s or 5m, no request sets out.",
+            help="Stop sending new requests after this long (30s, 5m).",
         ),
     ] = None,
     concurrency: Annotated[
@@ -142,7 +142,12 @@ def bench(
         ),
     ] = "64",
     output_tokens: Annotated[
-        str, typer.Option(metavar="LENGTH", rich_help_panel=_SENT, help="The same of answers.")
+        str,
+        typer.Option(
+            metavar="LENGTH",
+            rich_help_panel=_SENT,
+            help="Output length, in the syntax of --prompt-tokens.",
+        ),
     ] = "128",
     shared_prefix: Annotated[
         int,

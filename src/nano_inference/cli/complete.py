@@ -16,6 +16,7 @@ from nano_inference.types import SamplingParams
 
 @options.from_fields
 def complete(
+    ctx: typer.Context,
     *,
     url: Annotated[
         str,
@@ -45,13 +46,15 @@ def complete(
 
     Examples:
 
-    nano-inference complete -p "Once upon a time" --max-tokens 32
+    nano-inference complete --url http://127.0.0.1:8000 -p "Once upon a time" --max-tokens 32
     echo "Once upon a time" | nano-inference complete --url http://127.0.0.1:8000
     """
     text = _prompt(prompt, file)
-    params = SamplingParams(**sampling)
+    params = options.checked(SamplingParams, **sampling)
+    given = {name for name in options.PARAMS if options.is_given(ctx, name)}
     client = HttpClient(url, options.key_of(api_key, api_key_file))
-    body = {"model": model or client.default_model(), "prompt": text} | options.request_body(params)
+    asked = {"model": model or client.default_model(), "prompt": text}
+    body = asked | options.request_body(given, params)
     usage: Usage | None = None
     began = time.perf_counter()
     with Interruptible(client.complete(body)) as pieces:
@@ -69,6 +72,8 @@ def complete(
 def _prompt(given: str | None, file: Path | None) -> str:
     if given is not None and file is not None:
         raise typer.BadParameter("--prompt and --file are two prompts; give one.")
+    if file is not None and str(file) != "-" and not file.is_file():
+        raise typer.BadParameter(f"{file}: no such file.", param_hint="--file")
     if given is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter(
             "there is no prompt; give one with -p TEXT, -f FILE, or on standard input."

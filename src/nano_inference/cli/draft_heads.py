@@ -34,6 +34,8 @@ def draft_heads(
         typer.Argument(
             metavar="PROMPTS",
             show_default=False,
+            exists=True,
+            dir_okay=False,
             help='Prompts, one a line; a .jsonl file has {"prompt": ...} (text or token ids) or '
             '{"messages": [...]} in each.',
         ),

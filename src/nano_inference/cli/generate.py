@@ -5,7 +5,8 @@ lines.
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ import typer
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import (
     Interruptible,
@@ -38,7 +40,9 @@ Prompt = str | list[int] | list[dict[str, Any]]
 _Sampling = Annotated[
     options.Values,
     FieldOptions(
-        SamplingParams, (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
+        SamplingParams,
+        (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos", "adapter"),
+        shown=options.AS_RECOMMENDED,
     ),
 ]
 _Engine = Annotated[
@@ -53,19 +57,18 @@ _Engine = Annotated[
 def generate(
     ctx: typer.Context,
     *,
-    model: options.Model,
+    model: options.OneModel,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt. May be repeated."),
+        typer.Option("--prompt", "-p", metavar="TEXT", help="Text to answer. May be repeated."),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
             "--file",
             "-f",
-            help='Prompts, one a line; a .jsonl file has {"prompt": ...} or {"messages": [...]} '
-            "in each. "
-            "- reads text from standard input.",
+            help='Read prompts from a file, one a line; in a .jsonl file, {"prompt": ...} or '
+            '{"messages": [...]} a line. -: read text from standard input.',
         ),
     ] = None,
     num_samples: Annotated[
@@ -74,7 +77,7 @@ def generate(
             "--num-samples",
             "-n",
             min=1,
-            help="Samples of each prompt; it is computed once for all.",
+            help="Completions per prompt.",
         ),
     ] = 1,
     chat: Annotated[
@@ -82,50 +85,47 @@ def generate(
         typer.Option(
             "--chat/--no-chat",
             show_default=False,
-            help="Put text into the chat template, as the user's message, or let the model "
-            "continue it as it is. "
-            "Default: the template, if the model has one.",
+            help="Put text into the chat template as the user's message, or continue it as it "
+            "is. Default: the template, if the model has one.",
         ),
     ] = None,
     sampling: _Sampling,
     json_schema: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--json-schema",
-            exists=True,
-            dir_okay=False,
-            help="A file with a JSON schema that completions have to follow.",
+            metavar="FILE|JSON",
+            help="JSON schema that completions follow: a file, or the schema itself.",
         ),
     ] = None,
     regex: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="What the whole of a completion has to match."),
+        typer.Option(metavar="PATTERN", help="Regular expression that whole completions match."),
     ] = None,
     choice: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="A completion is one of these. May be repeated."),
+        typer.Option(metavar="TEXT", help="Choose a completion among these. May be repeated."),
     ] = None,
     generation_config: options.GenerationDefaults = "auto",
     logprobs: Annotated[
         bool,
         typer.Option(
             "--logprobs",
-            help="Colour each token by its probability (numbers where there are no colours).",
+            help="Colour each token by its probability. Without colours: print its logprob.",
         ),
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json", help="Write one JSON object a sample to standard output: a TrainingSample."
-        ),
+        typer.Option("--json", help="Write one TrainingSample a line, as JSON."),
     ] = False,
     top_logprobs: Annotated[
         int,
-        typer.Option(min=0, help="With --json: also the most probable tokens at every position."),
+        typer.Option(min=0, help="With --json: add the N most probable tokens at every position."),
     ] = 0,
     engine: _Engine,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Sample completions of prompts.
 
@@ -144,17 +144,19 @@ def generate(
         )
     if top_logprobs and not as_json:
         raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
-    params = SamplingParams(
-        **sampling, top_logprobs=top_logprobs, grammar=_grammar(json_schema, regex, choice)
+    params = options.checked(
+        SamplingParams,
+        **sampling,
+        top_logprobs=top_logprobs,
+        grammar=_grammar(json_schema, regex, choice),
     )
-    with load_engine(EngineConfig(model, **engine)) as built:
-        params = options.with_recommended(ctx, params, built.model_folder, generation_config)
+    with load_engine(options.engine_config(model, engine)) as built:
+        params = options.with_recommended(ctx, params, built.model_folder, model, generation_config)
         if chat if chat is not None else has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]
-        # A single text grows before the eyes; of several only whole ones can be read.
-        live = (
-            len(prompts) * num_samples == 1 and output.is_terminal and not as_json and not logprobs
-        )
+        # A single text is written as it grows; several are readable only one after the other.
+        is_plain = not as_json and not logprobs and has_tokenizer(built)
+        live = len(prompts) * num_samples == 1 and is_plain
         run = _sample(built, prompts, params, num_samples, live=live)
         if as_json:
             from nano_inference.data import json_line  # imports torch
@@ -179,29 +181,41 @@ def generate(
             raise typer.Exit(130)
 
 
-def _grammar(schema: Path | None, pattern: str | None, choices: list[str] | None) -> Grammar | None:
+def _grammar(schema: str | None, pattern: str | None, choices: list[str] | None) -> Grammar | None:
     """What completions have to follow. Raises `InvalidRequest`."""
     asked = {"--json-schema": schema, "--regex": pattern, "--choice": choices or None}
     given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other; give one.")
     if schema is not None:
-        try:
-            text = schema.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise InvalidRequest(f"{schema} cannot be read as UTF-8 text: {problem}") from problem
-        try:
-            return Grammar.json_schema(text)
-        except InvalidRequest as problem:
-            raise InvalidRequest(f"{schema}: {problem}") from problem
+        return _json_schema(schema)
     if pattern is not None:
         return Grammar.regex(pattern)
     return Grammar.choice(choices) if choices else None
 
 
+def _json_schema(given: str) -> Grammar:
+    """The grammar of a schema, which is given as JSON or as the file that holds it. Raises
+    `InvalidRequest`.
+    """
+    where, text = "--json-schema", given
+    if not given.lstrip().startswith(("{", "true", "false")):
+        where, file = given, Path(given)
+        if not file.is_file():
+            raise typer.BadParameter(f"{given}: no such file.", param_hint="--json-schema")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise InvalidRequest(f"{given} cannot be read as UTF-8 text: {problem}") from problem
+    try:
+        return Grammar.json_schema(text)
+    except InvalidRequest as problem:
+        raise InvalidRequest(f"{where}: {problem}") from problem
+
+
 def _prompts(given: list[str], file: Path | None) -> list[Prompt]:
     if file is not None and str(file) != "-" and not file.is_file():
-        raise typer.BadParameter(f"there is no file {file}.", param_hint="--file")
+        raise typer.BadParameter(f"{file}: no such file.", param_hint="--file")
     prompts = [*given, *(read_prompts(file) if file else [])]
     if not prompts:
         raise typer.BadParameter(
@@ -227,10 +241,13 @@ def _sample(
 ) -> _Run:
     samples: list[TrainingSample] = []
     start = time.perf_counter()
-    stream = engine.generate(
-        prompts, params, num_samples, stream=True, progress=False if live else None
-    )
-    with Interruptible(stream) as deltas:
+    is_seen = live and output.is_terminal  # then the text itself shows how far it is
+    with (
+        _progress_line(is_seen) as report,
+        Interruptible(
+            engine.generate(prompts, params, num_samples, stream=True, progress=report)
+        ) as deltas,
+    ):
         for delta in deltas:
             if live and delta.text:
                 write(delta.text)
@@ -242,11 +259,39 @@ def _sample(
     return _Run(samples, time.perf_counter() - start, deltas.stopped)
 
 
-def has_chat_template(engine: "InferenceEngine") -> bool:
+@contextmanager
+def _progress_line(is_seen: bool) -> Iterator[Callable[[int, int, int], None] | bool]:
+    """What `InferenceEngine.generate` reports its progress to: a line of the terminal, if there is
+    one and the text is not seen.
+    """
+    if is_seen or not errors.is_terminal:
+        yield False
+        return
+    start = time.perf_counter()
+    with errors.status("sampling") as status:
+
+        def report(finished: int, total: int, tokens: int) -> None:
+            status.update(Text(_progress(finished, total, tokens, time.perf_counter() - start)))
+
+        yield report
+
+
+def _progress(finished: int, total: int, tokens: int, seconds: float) -> str:
+    samples = "" if total == 1 else f"{finished} of {total} samples, "
+    return f"{samples}{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tok/s"
+
+
+def has_tokenizer(engine: "InferenceEngine") -> bool:
+    """Whether the engine can turn text into token ids and back."""
     try:
-        return engine.tokenizer.chat_template is not None
+        return engine.tokenizer is not None
     except ModelLoadError:
-        return False  # a prompt of text will be refused for it, token ids need none
+        return False
+
+
+def has_chat_template(engine: "InferenceEngine") -> bool:
+    """Whether the model can chat. A prompt of token ids needs neither template nor tokenizer."""
+    return has_tokenizer(engine) and engine.tokenizer.chat_template is not None
 
 
 def _show(

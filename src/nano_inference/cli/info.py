@@ -43,7 +43,7 @@ _Engine = Annotated[
 
 @options.from_fields
 def info(
-    model: options.Model,
+    model: options.OneModel,
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of tables.")

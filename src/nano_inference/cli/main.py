@@ -1,32 +1,117 @@
 """The app: its commands, and what holds for all of them: the version, errors in one line, exit
-codes.
+codes. Only the command that runs is imported.
 """
 
+import sys
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 import nano_inference
-from nano_inference.cli.bench import bench
-from nano_inference.cli.chat import chat
-from nano_inference.cli.complete import complete
-from nano_inference.cli.draft_heads import draft_heads
-from nano_inference.cli.generate import generate
-from nano_inference.cli.info import info
-from nano_inference.cli.models import models
-from nano_inference.cli.options import DEBUG, Verbose
-from nano_inference.cli.replay import replay
-from nano_inference.cli.report import report
-from nano_inference.cli.run_batch import run_batch
-from nano_inference.cli.serve import serve
-from nano_inference.cli.terminal import errors, set_up_logging, set_up_streams
-from nano_inference.cli.train_service import train_service
+from nano_inference.cli.help_texts import Command
+from nano_inference.cli.options import DEBUG, Verbose, in_own_words
+from nano_inference.cli.terminal import (
+    BROKEN_PIPE,
+    drop_output,
+    errors,
+    is_full,
+    set_up_logging,
+    set_up_streams,
+)
 from nano_inference.errors import NanoInferenceError
 
-# Exit codes for an error of the package: 1, but 2 (as for wrong usage) where 1 is an answer.
-_ERROR_CODES = {"replay": 2, "bench": 2, "run-batch": 2}
+
+@dataclass(frozen=True)
+class Row:
+    """A command that is imported when it runs.
+
+    Attributes:
+        module: in this package; its function has the same name.
+        summary: its line in the list of commands.
+        error_code: exit code for an error of the package. 2, as for wrong usage, if 1 is an answer.
+        common: the options that `--help` shows; empty: all. `--help-all` shows the others too.
+    """
+
+    module: str
+    summary: str
+    error_code: int = 1
+    common: tuple[str, ...] = ()
+
+
+_ENGINE = ("dtype", "quantization", "device", "max_model_len", "kv_cache_memory", "num_threads")
+COMMANDS = {
+    "generate": Row(
+        "generate",
+        "Sample completions of prompts.",
+        common=(
+            *("model", "model_option", "prompt", "file", "num_samples", "chat"),
+            *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop"),
+            *("json_schema", "logprobs", "as_json", *_ENGINE, "verbose"),
+        ),
+    ),
+    "chat": Row(
+        "chat",
+        "Talk to a model, here or on a server.",
+        common=(
+            *("model", "model_option", "url", "api_key_file", "system"),
+            *("temperature", "top_p", "top_k", "max_tokens", "seed", *_ENGINE, "verbose"),
+        ),
+    ),
+    "serve": Row(
+        "serve",
+        "Serve a model over HTTP.",
+        common=(
+            *("model", "model_option", "host", "port", "served_model_name", "api_key_file"),
+            *("cors_origins", "replicas", "max_queued_samples", "request_timeout"),
+            *("tool_format", "reasoning_format", "generation_config", "rl", "log_level"),
+            *("max_batch_size", "loras", "speculation", *_ENGINE),
+        ),
+    ),
+    "complete": Row("complete", "Let a server's model continue a text."),
+    "info": Row("info", "Show a model: architecture, memory, numerics, tokenizer."),
+    "models": Row("models", "List the models on this machine, or remove some."),
+    "replay": Row(
+        "replay", "Compare every sample of a file with a new one, bit by bit.", error_code=2
+    ),
+    "bench": Row(
+        "bench",
+        "Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.",
+        error_code=2,
+    ),
+    "run-batch": Row(
+        "run_batch", "Answer a file of requests in OpenAI's batch form.", error_code=2
+    ),
+    "report": Row("report", "Make a page of samples: groups side by side, tokens coloured."),
+    "draft-heads": Row("draft_heads", "Train heads that draft on samples of the model itself."),
+    "train-service": Row("train_service", "Train LoRA adapters of a model over HTTP."),
+}
+# words that users of other programs try first
+_OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "models"} | {
+    "ls": "models",
+    "ps": "models",
+    "rm": "models --remove",
+    "show": "info",
+}
+
+
+def load_command(name: str) -> TyperCommand:
+    """The command of this name, with its options."""
+    row = COMMANDS[name]
+    alone = typer.Typer(
+        add_completion=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    function = getattr(import_module(f"nano_inference.cli.{row.module}"), row.module)
+    alone.command(name, cls=Command)(function)
+    command: Any = get_command(alone)
+    command.common = row.common
+    return command
 
 
 class _Commands(TyperGroup):
@@ -34,14 +119,46 @@ class _Commands(TyperGroup):
     usage.
     """
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # what the list of commands needs; a command that runs is imported in `resolve_command`
+        self.commands = {
+            name: TyperCommand(name, help=row.summary) for name, row in COMMANDS.items()
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first argument names, imported."""
+        if args and args[0] in _OTHER_WORDS:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {_OTHER_WORDS[args[0]]!r}?")
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else load_command(name), rest
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as problem:
+            if ctx.meta.get(DEBUG) and isinstance(problem.__cause__, NanoInferenceError):
+                raise problem.__cause__ from None
+            in_own_words(problem)
+            raise
+        except BrokenPipeError:
+            drop_output()
+            raise typer.Exit(BROKEN_PIPE) from None
         except NanoInferenceError as problem:
             if ctx.meta.get(DEBUG):
                 raise
             errors.print(Text(f"error: {problem}", style="red"), soft_wrap=True)
-            raise typer.Exit(_ERROR_CODES.get(ctx.invoked_subcommand, 1)) from None
+            raise typer.Exit(COMMANDS[ctx.invoked_subcommand].error_code) from None
+
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        try:
+            return super().main(*arguments, **settings)
+        except OSError as problem:
+            if not is_full(problem):
+                raise
+            drop_output()
+            errors.print(f"error: cannot write the output: {problem.strerror}", style="red")
+            sys.exit(1)
 
 
 app = typer.Typer(
@@ -53,18 +170,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command()(complete)
-app.command()(info)
-app.command()(models)
-app.command()(replay)
-app.command()(bench)
-app.command("run-batch")(run_batch)
-app.command()(report)
-app.command("draft-heads")(draft_heads)
-app.command("train-service")(train_service)
 
 
 def _print_version(wanted: bool) -> None:

@@ -55,7 +55,7 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """List the models that are on this machine, and converted files and kernels; or remove some.
+    """List the models on this machine, or remove some.
 
     Models come from packages, from the cache of huggingface_hub, and from `.gguf` files that were
     converted. What packages carry is removed with pip. All else is made or loaded again when it is

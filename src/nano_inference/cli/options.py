@@ -1,30 +1,37 @@
 """Options of commands: made from the fields of configurations, or shared as annotated types."""
 
+import importlib.metadata
 import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from functools import wraps
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from nano_inference.cli.terminal import errors, set_up_logging
-from nano_inference.errors import ConfigError
-from nano_inference.models.embedded import install_command
+from nano_inference.config import EngineConfig
+from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
+from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded, install_command
 from nano_inference.models.generation_defaults import (
     AUTO,
     NONE,
+    UNRECOMMENDED,
     as_text,
     check_generation_config,
+    defaults_for_people,
     generation_defaults,
 )
-from nano_inference.options import is_optional
+from nano_inference.models.names import plain_name, why_missing
+from nano_inference.options import choices, is_optional
 from nano_inference.types import SAMPLING, SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
+
+Made = TypeVar("Made")
 
 _UNITS = {
     "": 1,
@@ -58,6 +65,8 @@ def read_template(file: Path) -> str:
 
 
 def _read(file: Path, what: str) -> str:
+    if not file.exists():
+        raise typer.BadParameter(f"{what} {file} cannot be read: no such file.")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -89,11 +98,13 @@ class FieldOptions:
         config: a dataclass with fields made by `nano_inference.options.option`.
         names: of the fields, in the order of `--help`; empty: all that are options.
         defaults: where the command's default is not the field's.
+        shown: what `--help` shows as the default of a field in place of its value.
     """
 
     config: type
     names: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    shown: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def parameters(self) -> list[inspect.Parameter]:
         """One for each option, as typer reads them."""
@@ -102,7 +113,9 @@ class FieldOptions:
                 each.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None if "each" in each.metadata else self._default(each),
-                annotation=Annotated[_type(each, self._default(each)), _option(each)],
+                annotation=Annotated[
+                    _type(each, self._default(each)), _option(each, self.shown.get(each.name))
+                ],
             )
             for each in self._fields()
         ]
@@ -130,40 +143,120 @@ def _type(each: "Field[Any]", default: Any) -> Any:
     return kind | None if default is None and not is_optional(each) else kind
 
 
-def _option(each: "Field[Any]") -> Any:
+def _option(each: "Field[Any]", shown: str | None) -> Any:
     settings = dict(each.metadata)
-    panel, flags = settings.pop("panel"), settings.pop("flags")
+    if shown is not None:
+        settings["show_default"] = shown
+    panel, _ = settings.pop("panel"), settings.pop("flags")
     for name in ("least", "unset", "each"):
         settings.pop(name, None)
     if settings.pop("size", False):
         settings |= {"parser": parse_size, "metavar": "SIZE"}
+    if aliases := settings.pop("aliases", None):
+        names = [str(choice) for choice in choices(each) if choice is not None]
+        settings |= {
+            "parser": partial(_choice, names, aliases),
+            "metavar": "|".join(names),
+            "autocompletion": lambda: [*names, *aliases],
+        }
     name = each.name.replace("_", "-")
     has_opposite = each.default is True or each.type == bool | None
-    usual = f"--{name}/--no-{name}" if has_opposite else f"--{name}"
-    return typer.Option(*(flags or (usual,)), rich_help_panel=panel, **settings)
+    usual = (f"--{name}/--no-{name}",) if has_opposite else _flags(each)
+    return typer.Option(*(each.metadata["flags"] or usual), rich_help_panel=panel, **settings)
+
+
+def _flags(each: "Field[Any]") -> tuple[str, ...]:
+    """How the command line names a field; of a switch the flag that turns it on."""
+    given: tuple[str, ...] = each.metadata["flags"]
+    return tuple(flag.partition("/")[0] for flag in given) or (f"--{each.name.replace('_', '-')}",)
+
+
+def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:
+    """The value that a text names, by its own name or by another one."""
+    name = aliases.get(text.lower(), text)
+    if name not in names:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, names))}.")
+    return name
 
 
 def from_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with one option for each field where `command` takes `FieldOptions`."""
+    """A command with one option for each field where `command` takes `FieldOptions`, and with an
+    option `--model` next to an argument `Model`.
+    """
     marked: dict[str, FieldOptions] = {}
+    named: dict[str, AlsoOption] = {}  # the parameter that is an argument and an option
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         for mark in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(mark, FieldOptions):
                 marked[parameter.name] = mark
                 parameters += mark.parameters()
-        if parameter.name not in marked:
+            elif isinstance(mark, AlsoOption):
+                named[parameter.name] = mark
+                parameters += mark.parameters(parameter)
+        if parameter.name not in marked and parameter.name not in named:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def run(**given: Any) -> None:
         taken = {name: mark.take(given) for name, mark in marked.items()}
+        for name, also in named.items():
+            given[name] = _one_model(given.pop(name), given.pop(MODEL_OPTION), also.required)
         command(**given, **taken)
 
     # what typer reads
     run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+MODEL_OPTION = "model_option"
+
+
+@dataclass(frozen=True)
+class AlsoOption:
+    """Marks the argument MODEL, which `--model` may name too.
+
+    Attributes:
+        flags: of the option.
+        required: MODEL is a model of this machine, and has to be given. False: it may be the name
+            that a server knows.
+    """
+
+    flags: tuple[str, ...] = ("--model",)
+    required: bool = True
+
+    def parameters(self, argument: inspect.Parameter) -> list[inspect.Parameter]:
+        """The argument and the option, as typer reads them."""
+        (given,) = (
+            each for each in argument.annotation.__metadata__ if not isinstance(each, AlsoOption)
+        )
+        option = typer.Option(
+            *self.flags,
+            metavar="MODEL",
+            show_default=False,
+            callback=_checked_argument if self.required else None,
+            autocompletion=_embedded_names,
+            help="Another way to give MODEL.",
+        )
+        return [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[str | None, info],
+            )
+            for name, info in ((argument.name, given), (MODEL_OPTION, option))
+        ]
+
+
+def _one_model(argument: str | None, option: str | None, required: bool) -> str | None:
+    if argument is not None and option is not None:
+        raise typer.BadParameter(f"{argument} and --model {option} are two models; give one.")
+    model = argument if option is None else option
+    if model is None and required:
+        raise typer.BadParameter("MODEL is missing; smollm2-135m is one that a package carries.")
+    return model
 
 
 ONE_ENGINE = (
@@ -186,7 +279,13 @@ PARAMS = (
 )
 
 
-Sampling = Annotated[Values, FieldOptions(SamplingParams, PARAMS)]
+# defaults of sampling with a model, and with a server, which knows its model
+AS_RECOMMENDED = {
+    "temperature": f"as the model recommends, else {UNRECOMMENDED['temperature']}",
+    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "as the model recommends"),
+}
+AS_THE_SERVER = dict.fromkeys(AS_RECOMMENDED, "the server's")
+Sampling = Annotated[Values, FieldOptions(SamplingParams, PARAMS, shown=AS_THE_SERVER)]
 
 
 # -- options that are no fields --------------------------------------------------------------------
@@ -212,35 +311,141 @@ def _checked_defaults(use: str) -> str:
 
 
 def _embedded_names() -> list[str]:
-    from nano_inference.models.embedded import EMBEDDED_MODELS
-
     return sorted(EMBEDDED_MODELS)
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        autocompletion=_embedded_names,
-        help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
-        "smollm2-135m.",
-    ),
-]
+def checked_model(model: str) -> str:
+    """A model's name; one of a file that does not exist is wrong usage."""
+    if (why := why_missing(name := plain_name(model))) is not None:
+        raise typer.BadParameter(f"{why}.")
+    return name
+
+
+def _checked_argument(ctx: typer.Context, model: str | None) -> str | None:
+    return model if model is None or ctx.resilient_parsing else checked_model(model)
+
+
+def require_model(model: str) -> None:
+    """Raise `typer.BadParameter` for a name that neither a package nor the hub knows, and
+    `ModelLoadError` for a model whose package is missing; before torch is imported.
+    """
+    if model in EMBEDDED_MODELS:
+        find_embedded(model)
+    elif not Path(model).expanduser().exists():
+        from nano_inference.models.folders import describe_model
+
+        try:
+            describe_model(model)
+        except ModelLoadError as problem:
+            raise typer.BadParameter(str(problem)) from problem
+
+
+def require_device(device: str) -> None:
+    """Raise `typer.BadParameter` for CUDA if the installed torch was built without it."""
+    if not device.startswith("cuda"):
+        return
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if version.endswith("+cpu"):
+        raise typer.BadParameter(
+            f"--device {device} needs a build of torch with CUDA; torch {version} is for CPUs."
+        )
+
+
+def engine_config(model: str, values: Values, **more: Any) -> EngineConfig:
+    """The configuration of an engine for this model. Whatever can be found wrong without torch is
+    wrong usage, or a `ModelLoadError` if the model's package is missing.
+    """
+    config = checked(EngineConfig, model, **values, **more)
+    require_device(config.device)
+    for name in ("tokenizer_path", "ref_model_path", "draft_model"):
+        path = getattr(config, name)
+        if path is not None and (why := why_missing(path)) is not None:
+            raise typer.BadParameter(f"{why}.")
+    require_model(model)
+    return config
+
+
+def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
+    """A configuration that is made of options. A value that it rejects is wrong usage."""
+    try:
+        return make(*arguments, **values)
+    except NanoInferenceError as problem:
+        told = _with_flags(str(problem), make) if is_dataclass(make) else str(problem)
+        raise typer.BadParameter(told) from problem
+
+
+def _with_flags(told: str, config: Any) -> str:
+    """A sentence with options in place of fields: `--top-p 3.0` for `top_p=3.0`."""
+    flags = {each.name: _flags(each)[0] for each in fields(config) if "help" in each.metadata}
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    told = re.sub(rf"\b({names})=True\b", lambda found: flags[found[1]], told)
+    return re.sub(
+        rf"\b({names})=(?!False|None)'?([^\s,;']+?)'?(?=[\s,;:.]*(?:\s|$))",
+        lambda found: f"{flags[found[1]]} {found[2]}",
+        told,
+    )
+
+
+_HINTS = {
+    "max_tokens": " If you mean the model, use --model.",  # -m is the model elsewhere
+    "quantization": " file keeps the formats that a .gguf file has, such as q4_0.",
+}
+
+
+def in_own_words(problem: typer.BadParameter) -> None:
+    """Replace the words of the library that reads numbers and choices, if a message is its."""
+    told = getattr(problem.__cause__, "errors", None)
+    if not callable(told):
+        return
+    first: Any = told()
+    if not first:
+        return
+    given, limits = first[0].get("input"), first[0].get("ctx") or {}
+    kind = str(first[0].get("type"))
+    words = {
+        "float_parsing": f"{given!r} is not a number.",
+        "int_parsing": f"{given!r} is not a whole number.",
+        "int_from_float": f"{given!r} is not a whole number.",
+        "bool_parsing": f"{given!r} is neither true nor false.",
+        "greater_than_equal": f"{given} is too small; the smallest value is {limits.get('ge')}.",
+        "less_than_equal": f"{given} is too large; the largest value is {limits.get('le')}.",
+    }
+    problem.message = words.get(kind, problem.message.removeprefix("Value error, "))
+    option: Any = getattr(problem, "param", None)
+    problem.message += _HINTS.get(getattr(option, "name", ""), "")
+
+
+_MODEL_ARGUMENT = typer.Argument(
+    metavar="MODEL",
+    show_default=False,
+    autocompletion=_embedded_names,
+    callback=_checked_argument,
+    help="A Hugging Face folder, a hub id, a .gguf file, or a model that a package carries: "
+    "smollm2-135m.",
+)
+Model = Annotated[str, _MODEL_ARGUMENT]
+# of commands that take one model, as users of other engines name it
+OneModel = Annotated[str, _MODEL_ARGUMENT, AlsoOption()]
+ModelToServe = Annotated[str, _MODEL_ARGUMENT, AlsoOption(("--model", "-m"))]
 ServedModel = Annotated[
     str | None,
     typer.Option(
         "--model",
         show_default=False,
-        help="The model's name there. Default: the first that it serves.",
+        help="Model to ask for. Default: the first that the server lists.",
     ),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", metavar="KEY", help="The server's key. Others can see it with `ps`."),
+    typer.Option(
+        "--api-key", metavar="KEY", help="The server's key. `ps` shows it to other users."
+    ),
 ]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", help="The server's key is in this file.")
+    Path | None, typer.Option("--api-key-file", help="Read the server's key from this file.")
 ]
 GenerationDefaults = Annotated[
     str,
@@ -249,8 +454,8 @@ GenerationDefaults = Annotated[
         metavar="auto|none|FOLDER",
         rich_help_panel=SAMPLING,
         callback=_checked_defaults,
-        help="auto: what is not given here is as the model's generation_config.json recommends; "
-        "none: it is neutral; FOLDER: as that of this folder does.",
+        help="Where options of sampling that you do not give come from. auto: the model's "
+        "generation_config.json; none: temperature 1, no filters; FOLDER: read it from there.",
     ),
 ]
 Verbose = Annotated[
@@ -260,7 +465,7 @@ Verbose = Annotated[
         "-v",
         rich_help_panel="Messages",
         callback=_note_verbose,
-        help="Also show what the engine logs.",
+        help="Show the engine's log.",
     ),
 ]
 Debug = Annotated[
@@ -269,22 +474,32 @@ Debug = Annotated[
         "--debug",
         rich_help_panel="Messages",
         callback=_note_debug,
-        help="Show an error with its traceback.",
+        help="Show the traceback of an error.",
     ),
 ]
 
 
 def with_recommended(
-    ctx: typer.Context, params: SamplingParams, folder: Path, use: str
+    ctx: typer.Context, params: SamplingParams, folder: Path, model: str, use: str
 ) -> SamplingParams:
-    """Parameters, of which those that the command line left out are as the model recommends, or
+    """Parameters, of which those that the command line leaves out are as the model recommends, or
     the folder that `use` names.
+
+    Args:
+        folder: the model's.
+        model: its name.
     """
-    found = {} if use == NONE else generation_defaults(folder if use == AUTO else Path(use))
+    recommended = (
+        generation_defaults(folder, model)
+        if use in (AUTO, NONE)
+        else generation_defaults(Path(use))
+    )
+    found = defaults_for_people(use, recommended)
     left_out = {name: value for name, value in found.items() if not is_given(ctx, name)}
     if left_out:
         source = "the model" if use == AUTO else use
-        errors.print(f"sampling as {source} recommends: {as_text(left_out)}", style="dim")
+        how = f"as {source} recommends" if recommended else f"({source} recommends nothing)"
+        errors.print(f"sampling {how}: {as_text(left_out)}", style="dim")
     return replace(params, **left_out)
 
 
@@ -309,13 +524,8 @@ def key_of(key: str | None, file: Path | None) -> str | None:
     return read_keys(file)[0] if file is not None and key is None else key
 
 
-def request_body(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as fields of a request: of what the commands offer, only what differs from the
-    defaults, since other servers do not know them all.
+def request_body(given: Container[str], params: SamplingParams) -> dict[str, Any]:
+    """Parameters as fields of a request: the limit, and those that the person gives. The server
+    decides the others, and other servers do not know them all.
     """
-    default = SamplingParams()
-    return {
-        name: getattr(params, name)
-        for name in PARAMS
-        if name in ("temperature", "max_tokens") or getattr(params, name) != getattr(default, name)
-    }
+    return {name: getattr(params, name) for name in PARAMS if name == "max_tokens" or name in given}

@@ -61,7 +61,7 @@ def replay(
     verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> None:
-    """Make every sample of a file again, and compare it with what the file says, bit by bit.
+    """Compare every sample of a file with a new one, bit by bit.
 
     Tokens, logprobs and all else that follows from prompt, seed and weights are compared. Backend,
     dtype and device are those that the file names. Exit code 0: all samples are equal; 1: some

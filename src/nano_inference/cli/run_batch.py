@@ -44,18 +44,18 @@ def run_batch(
         typer.Option(
             "--output",
             "-o",
-            help="Their rows. One that is there is gone on with, behind its last whole row.",
+            help="Output file. If it exists, the run resumes after its last complete row.",
         ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="Answer with an engine in this process; no port."
-        ),
+        typer.Option("--model", metavar="MODEL", help="Answer with an engine in this process."),
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option("--server", metavar="URL", help="Or ask a server, ours or another."),
+        typer.Option(
+            "--server", metavar="URL", help="Send the requests to a server with OpenAI's routes."
+        ),
     ] = None,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,

@@ -1,6 +1,7 @@
 """`nano-inference serve`: a model behind OpenAI's and Anthropic's HTTP interfaces."""
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 
 from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
+from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions, read_keys, read_template, require_packages
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
@@ -25,7 +27,7 @@ _Engine = Annotated[
 
 @options.from_fields
 def serve(
-    model: options.Model,
+    model: options.ModelToServe,
     *,
     server: _Server,
     chat_template: Annotated[
@@ -33,7 +35,7 @@ def serve(
         typer.Option(
             "--chat-template",
             rich_help_panel=SERVER,
-            help="Jinja file, instead of the model's own template.",
+            help="Use this Jinja file as the chat template.",
         ),
     ] = None,
     on_ray: Annotated[
@@ -50,7 +52,7 @@ def serve(
             "--ray-address",
             rich_help_panel=SERVER,
             metavar="HOST:PORT",
-            help="Of the cluster. Default: RAY_ADDRESS, or a new one.",
+            help="Address of the Ray cluster. Default: RAY_ADDRESS, or a new cluster.",
         ),
     ] = None,
     api_key_file: Annotated[
@@ -58,7 +60,7 @@ def serve(
         typer.Option(
             "--api-key-file",
             rich_help_panel=KEYS,
-            help="Ask for one of the keys in this file, one a line.",
+            help="Require one of the keys in this file, one per line.",
         ),
     ] = None,
     admin_key_file: Annotated[
@@ -66,11 +68,12 @@ def serve(
         typer.Option(
             "--admin-key-file",
             rich_help_panel=KEYS,
-            help="The admin key, from the line in this file.",
+            help="Read the admin key from this file.",
         ),
     ] = None,
     engine: _Engine,
     debug: options.Debug = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Serve a model over HTTP.
 
@@ -83,22 +86,30 @@ def serve(
     nano-inference serve smollm2-135m --rl --replicas 2
     """
     require_packages(_NEEDED, "the server", model, "server")
-    from nano_inference.serving.main import serve as run
+    from nano_inference.serving.listening import require_free
+    from nano_inference.serving.log_lines import set_up_logs
     from nano_inference.serving.parsing import chat_format
 
     # a name that is not known is refused before anything starts
-    chat_format(None, server["tool_format"], server["reasoning_format"])
+    options.checked(chat_format, None, server["tool_format"], server["reasoning_format"])
     if engine["max_request_entries"] is None:
         engine["max_request_entries"] = RL_ENTRIES if server["rl"] else DEFAULT_ENTRIES
     server["api_keys"] += tuple(read_keys(api_key_file)) if api_key_file else ()
     server["admin_key"] = _one_key(server["admin_key"], admin_key_file)
     server["chat_template"] = read_template(chat_template) if chat_template else None
-    engine_config, config = EngineConfig(model, **engine), ServerConfig(**server)
+    config = options.checked(ServerConfig, **server)
+    engine_config = options.engine_config(model, engine)
+    if ray_address is not None and not on_ray:
+        raise typer.BadParameter(f"--ray-address {ray_address} needs --ray.")
+    if config.uds is None:
+        require_free(config.host, config.port)
+    set_up_logs(config.log_level, config.log_format)
+    logging.getLogger("nano_inference.serving").info("loading %s", model)
     if on_ray:
         _serve_on_ray(engine_config, config, ray_address)
         return
-    if ray_address is not None:
-        raise ConfigError(f"--ray-address={ray_address} means nothing without --ray.")
+    from nano_inference.serving.main import serve as run
+
     run(engine_config, config)
 
 
@@ -119,7 +130,7 @@ def _one_key(key: str | None, file: Path | None) -> str | None:
         return key
     keys = read_keys(file)
     if key is not None or len(keys) != 1:
-        raise ConfigError(
+        raise typer.BadParameter(
             "there is one admin key: give --admin-key, or --admin-key-file with one line."
         )
     return keys[0]

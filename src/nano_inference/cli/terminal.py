@@ -1,5 +1,7 @@
 """The two streams, log lines, Ctrl-C, and tokens coloured by their logprobs."""
 
+import codecs
+import errno
 import logging
 import math
 import os
@@ -28,8 +30,17 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-output = Console(highlight=False)  # what was asked for
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the command end as it does for all other output."""
+        raise BrokenPipeError
+
+
+output = _Console(highlight=False)  # what was asked for
 errors = Console(stderr=True, highlight=False)  # all that is said about it
+BROKEN_PIPE = 128 + signal.SIGPIPE  # exit code of a program whose reader has gone
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 # Control characters but tab and newline. A model may write any, and a terminal would obey them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -60,12 +71,53 @@ def write_file(file: Path, text: str) -> None:
         raise ConfigError(f"{file} cannot be written: {problem}") from None
 
 
+def is_full(problem: OSError) -> bool:
+    """Whether a file could not be written because its disk has no room, or no longer works."""
+    return problem.errno in _FULL
+
+
+def drop_output() -> None:
+    """Forget what standard output still holds, because nobody can read it. Without this Python
+    tries to write it once more when it ends, and prints an error of its own.
+    """
+    with suppress(OSError, ValueError):  # a stream of a test has no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+
+
 def set_up_streams() -> None:
-    """A character that the terminal's encoding lacks becomes a question mark instead of a crash."""
+    """Make any text printable. Where no language is set (ASCII), text is written as UTF-8. In any
+    other encoding a character that it lacks becomes a question mark, and a line says so.
+    """
+    codecs.register_error(_REPLACED, _Replacement())
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
+        if reconfigure is None:
+            continue
+        is_ascii = codecs.lookup(stream.encoding).name == "ascii"
+        reconfigure(encoding="utf-8" if is_ascii else None, errors=_REPLACED)
+
+
+_REPLACED = "nano_inference.replaced"
+
+
+class _Replacement:
+    """Replaces characters by question marks, and says so once."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def __call__(self, problem: UnicodeError) -> tuple[str, int]:
+        if not isinstance(problem, UnicodeEncodeError):
+            raise problem
+        if not self._told:
+            self._told = True
+            errors.print(
+                f"Characters that {problem.encoding} lacks are printed as question marks; "
+                "PYTHONIOENCODING=utf-8 prints them.",
+                style="dim",
+            )
+        return "?" * (problem.end - problem.start), problem.end
 
 
 def set_up_logging(*, verbose: bool) -> None:

@@ -20,7 +20,7 @@ _ENGINE = (
 
 @options.from_fields
 def train_service(
-    model: options.Model,
+    model: options.OneModel,
     *,
     service: Annotated[options.Values, FieldOptions(TrainServiceConfig)],
     api_key_file: Annotated[
@@ -28,7 +28,7 @@ def train_service(
         typer.Option(
             "--api-key-file",
             rich_help_panel=KEYS,
-            help="Ask for one of the keys in this file, one a line.",
+            help="Require one of the keys in this file, one per line.",
         ),
     ] = None,
     engine: Annotated[options.Values, FieldOptions(EngineConfig, _ENGINE)],

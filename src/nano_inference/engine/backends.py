@@ -43,14 +43,7 @@ def choose_device(name: str) -> torch.device:
         if availability.has_nvidia_device():
             _warn_once(f"The CPU is used although there is a GPU: {availability.why_no_cuda()}")
         return torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(
-            f"device={name!r} is not a device; use 'cpu', 'cuda' or 'cuda:N'."
-        ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r} is not supported; use 'cpu', 'cuda' or 'cuda:N'.")
+    device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(f"device={name!r} is not available: {availability.why_no_cuda()}")

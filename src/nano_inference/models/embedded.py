@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nano_inference.cache_folder import cache_folder, unfinished
@@ -23,12 +23,14 @@ class EmbeddedModel:
         sha256: of the whole file. Checked when parts are joined; the file of a single package is
             used where it lies.
         hub_id: the same model on the Hugging Face hub.
+        sampling: what its model card recommends, as fields of `SamplingParams`.
     """
 
     packages: Mapping[str, str]
     file_glob: str
     sha256: str
     hub_id: str
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def pip_command(self) -> str:
@@ -42,6 +44,7 @@ EMBEDDED_MODELS: Mapping[str, EmbeddedModel] = {
         file_glob="*.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
     # The base model: it has no chat template.
     "gemma3-270m": EmbeddedModel(
@@ -52,6 +55,7 @@ EMBEDDED_MODELS: Mapping[str, EmbeddedModel] = {
         file_glob="data/*.gguf.part*",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         hub_id="google/gemma-3-270m",
+        sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
     ),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
 from nano_inference.models.gguf import convert_gguf, describe_gguf, gguf_in
+from nano_inference.models.names import plain_name
 from nano_inference.models.quantisation import quantisation_of
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.progress import Progress
@@ -38,8 +39,8 @@ def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[st
     if path.is_dir():
         inside = gguf_in(path)
         return path if inside is None else of_gguf(inside)
-    if model_path in EMBEDDED_MODELS:
-        return of_gguf(find_embedded(model_path))
+    if (name := plain_name(model_path)) in EMBEDDED_MODELS:
+        return of_gguf(find_embedded(name))
     if path.suffix == ".gguf":
         return of_gguf(path)
     if path.exists():
@@ -112,7 +113,7 @@ def config_folder(model_path: str) -> Path | None:
     not to be had here.
     """
     try:
-        if Path(model_path).expanduser().exists() or model_path in EMBEDDED_MODELS:
+        if Path(model_path).expanduser().exists() or plain_name(model_path) in EMBEDDED_MODELS:
             return describe_model(model_path)
         from huggingface_hub import hf_hub_download  # only here: it is slow to import
 
@@ -137,7 +138,7 @@ def _download(model_path: str, patterns: list[str]) -> Path:
             else f"embedded models are {', '.join(map(repr, EMBEDDED_MODELS))}."
         )
         raise ModelLoadError(
-            f"{model_path!r} is not a folder or file here, and {_hub_problem(problem)}; {hint}"
+            f"model {model_path!r} is not available: {_hub_problem(problem)}; {hint}"
         ) from problem
 
 
@@ -168,13 +169,13 @@ def _hub_problem(problem: Exception) -> str:
 
     status = getattr(getattr(problem, "response", None), "status_code", None)
     if isinstance(problem, errors.HFValidationError):
-        return "it cannot be a hub id, which is owner/name"
+        return "there is no such path, and a hub id is owner/name"
     if isinstance(problem, errors.GatedRepoError):
-        return "its owner asks for consent on the hub: give it there, then set HF_TOKEN"
+        return "accept its licence on the hub, then set HF_TOKEN"
     if isinstance(problem, errors.RepositoryNotFoundError):
-        return "the hub has no public model of that name (for a private one, set HF_TOKEN)"
+        return "no such path, and no public model on the hub (for a private one, set HF_TOKEN)"
     if isinstance(problem, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        return "the hub cannot be reached from here, nor is it in the hub's cache"
+        return "no such path, not in the Hugging Face cache, and the hub is unreachable"
     if status is not None:
         return f"the hub answered with status {status}"
     return f"the hub could not be read ({one_line(problem)})"

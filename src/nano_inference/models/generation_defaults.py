@@ -1,8 +1,8 @@
-"""The sampling parameters that a model's generation_config.json recommends. Nothing here imports
-torch.
+"""The sampling parameters that a model recommends: in its generation_config.json or, for an
+embedded model, on its card. Nothing here imports torch.
 
-The server's protocols and the command line take them where a request does not say. The library and
-the routes by which trainers sample take only what a request says.
+The server's protocols and the command line use them for parameters that a request leaves out. The
+library and the routes by which trainers sample use only what a request says.
 """
 
 import logging
@@ -12,6 +12,8 @@ from typing import Any
 
 from nano_inference.errors import ConfigError
 from nano_inference.models.config_checks import is_finite
+from nano_inference.models.embedded import EMBEDDED_MODELS
+from nano_inference.models.names import plain_name
 from nano_inference.options import is_whole
 from nano_inference.regular_files import read_json
 
@@ -44,12 +46,32 @@ def check_generation_config(use: Any) -> None:
         )
 
 
-def generation_defaults(folder: Path) -> dict[str, float]:
-    """What generation_config.json of a model's folder recommends, as fields of `SamplingParams`;
-    empty: nothing.
+# What `generate`, `chat` and the page use for a model that recommends nothing: at temperature 1
+# most answers of small models are nonsense.
+UNRECOMMENDED: Mapping[str, float] = {"temperature": 0.7}
+
+
+def defaults_for_people(use: str, recommended: Mapping[str, float]) -> dict[str, float]:
+    """What `generate`, `chat` and the page use for parameters that a person leaves out, as fields
+    of `SamplingParams`.
+
+    Args:
+        use: `--generation-config`.
+        recommended: by the model, or by the folder that `use` names.
+    """
+    return {} if use == NONE else dict(recommended or UNRECOMMENDED)
+
+
+def generation_defaults(folder: Path, model_path: str = "") -> dict[str, float]:
+    """What a model recommends, as fields of `SamplingParams`: its generation_config.json or, if
+    that recommends nothing, the card of an embedded model; empty: nothing.
 
     A value that the engine does not take is left out, with a warning. Raises `ModelLoadError` for a
     file that cannot be read.
+
+    Args:
+        folder: the model's.
+        model_path: the model's name; `""`: only the folder counts.
     """
     path = folder / FILE
     told = read_json(path) if path.exists() else {}
@@ -60,7 +82,8 @@ def generation_defaults(folder: Path) -> dict[str, float]:
             found[name] = max(value, 0)
         elif value is not None:
             logger.warning("%s has %s=%.60r, which is left out.", path, name, value)
-    return found
+    embedded = EMBEDDED_MODELS.get(plain_name(model_path))
+    return found if found or embedded is None else dict(embedded.sampling)
 
 
 def as_text(defaults: Mapping[str, float]) -> str:

@@ -116,171 +116,178 @@ class ServerConfig:
     """
 
     host: str = option(
-        "127.0.0.1", SERVER, "Listen on this address. 0.0.0.0: other machines can reach it."
+        "127.0.0.1", SERVER, "Address to listen on. 0.0.0.0: reachable from other machines."
     )
-    port: int = option(8000, SERVER, "0 takes a free one.", min=0, max=65535)
+    port: int = option(8000, SERVER, "Port to listen on. 0: any free one.", min=0, max=65535)
     uds: str | None = option(
-        None, SERVER, "Listen on this socket file, not on host and port.", metavar="FILE"
+        None, SERVER, "Listen on this Unix socket instead of host and port.", metavar="FILE"
     )
     root_path: str = option(
-        "", SERVER, "What a proxy leaves before the paths, such as /llm.", metavar="PATH"
+        "", SERVER, "Path prefix that a proxy adds, such as /llm.", metavar="PATH"
     )
     served_model_name: str | tuple[str, ...] | None = option(
-        None, SERVER, "A name that clients use; may be repeated. Default: MODEL.", each=str
+        None, SERVER, "Name that clients use. May be repeated. Default: MODEL.", each=str
     )
     chat_template: str | None = None
     api_keys: tuple[str, ...] = option(
         (),
         KEYS,
-        "Ask for this key; may be repeated. Others can see it with `ps`.",
+        "Require this key. May be repeated. `ps` shows it to other users.",
         "--api-key",
         each=str,
         metavar="KEY",
     )
     admin_key: str | None = option(
-        None, KEYS, "Opens the routes that change the engine.", metavar="KEY"
+        None, KEYS, "Enable the routes that change the engine, with this key.", metavar="KEY"
     )
-    in_process: bool = option(
-        False, SERVER, "Run the engine in the server's process, not in its own."
-    )
-    restart_engine: bool = option(False, SERVER, "Start a new engine when the old one has died.")
+    in_process: bool = option(False, SERVER, "Run the engine in the server's process.")
+    restart_engine: bool = option(False, SERVER, "Start a new engine if the old one dies.")
     replicas: int = option(
-        1, SERVER, "Engines; when one dies, another goes on with its requests.", least=1
+        1, SERVER, "Number of engines. If one dies, another continues its requests.", least=1
     )
     prefill_replicas: int = option(
-        0, SERVER, "So many of them compute prompts, the others go on from there.", least=0
+        0, SERVER, "Replicas that only compute prompts; the others continue from there.", least=0
     )
     share_prefixes: bool = option(
-        False, SERVER, "Fetch cached prefixes from other replicas where it is faster."
+        False, SERVER, "Fetch cached prefixes from other replicas if that is faster."
     )
     stall_timeout: float = option(
-        60.0, SERVER, "Seconds until one of them that gets nowhere is killed."
+        60.0, SERVER, "Kill a replica that makes no progress for this many seconds."
     )
     max_queued_samples: int = option(
         None,
         LIMITS,
-        "Samples that may wait; others are refused with 429. Default: 1024, or 65536 with --rl.",
+        "Maximum waiting samples; more get 429. Default: 1024; 65536 with --rl.",
         unset=(1024, 65536),
         least=0,
     )
     max_samples: int = option(
         None,
         LIMITS,
-        "Of one request: n times its prompts. Default: 128, or 4096 with --rl.",
+        "Maximum samples per request (n x prompts). Default: 128; 4096 with --rl.",
         unset=(128, 4096),
         least=1,
     )
     max_logprobs: int = option(
         None,
         LIMITS,
-        "top_logprobs of one request; -1: all. Default: 20, or -1 with --rl.",
+        "Maximum top_logprobs per request; -1: all. Default: 20; -1 with --rl.",
         unset=(20, -1),
         least=-1,
     )
-    max_stop: int = option(16, LIMITS, "Stop strings of one request.", least=1)
-    max_stop_length: int = option(256, LIMITS, "Characters of each.", least=1)
-    max_logit_bias: int = option(1024, LIMITS, "Entries of logit_bias.", least=1)
-    max_messages: int = option(4096, LIMITS, "Messages of one chat.", least=1)
-    max_tools: int = option(128, LIMITS, "Tools of one chat.", least=1)
-    max_body_bytes: int = option(32 * MIB, LIMITS, "Of a request's body.", size=True, least=1)
+    max_stop: int = option(16, LIMITS, "Maximum stop strings per request.", least=1)
+    max_stop_length: int = option(256, LIMITS, "Maximum characters per stop string.", least=1)
+    max_logit_bias: int = option(1024, LIMITS, "Maximum entries of logit_bias.", least=1)
+    max_messages: int = option(4096, LIMITS, "Maximum messages per chat.", least=1)
+    max_tools: int = option(128, LIMITS, "Maximum tools per chat.", least=1)
+    max_body_bytes: int = option(
+        32 * MIB, LIMITS, "Maximum size of a request's body.", size=True, least=1
+    )
     max_pending_bytes: int = option(
         None,
         LIMITS,
-        "Of all bodies that are being read. Default: eight of the largest.",
+        "Maximum size of all bodies being read. Default: 8 x --max-body-bytes.",
         size=True,
         least=1,
     )
     max_stored_responses: int = option(
         64 * MIB,
         LIMITS,
-        "Of responses that later ones may go on from. 0: none is kept.",
+        "Memory for stored responses (/v1/responses). 0: store none.",
         size=True,
         least=0,
     )
-    body_timeout: float = option(30.0, LIMITS, "Seconds that a client may be silent within a body.")
+    body_timeout: float = option(30.0, LIMITS, "Seconds to wait for the next part of a body.")
     max_connections: int = option(
         None,
         LIMITS,
-        "At a time. Default: 4096, or 131072 with --rl.",
+        "Maximum open connections. Default: 4096; 131072 with --rl.",
         unset=(4096, 1 << 17),
         least=1,
     )
-    max_header_bytes: int = option(64 << 10, LIMITS, "Of all its headers.", size=True, least=1)
-    max_depth: int = option(64, LIMITS, "How deep its JSON may nest.", least=1)
+    max_header_bytes: int = option(
+        64 << 10, LIMITS, "Maximum size of a request's headers.", size=True, least=1
+    )
+    max_depth: int = option(64, LIMITS, "Maximum nesting depth of JSON.", least=1)
     max_values: int = option(
         None,
         LIMITS,
-        "Numbers, texts and the like in it. Default: 2^20, or 2^24 with --rl.",
+        "Maximum values in a JSON body. Default: 2^20; 2^24 with --rl.",
         unset=(1 << 20, 1 << 24),  # 128 prompts of 8,192 token ids; 4,096 of 4,096
         least=1,
     )
     request_timeout: float = option(
         None,
         LIMITS,
-        "Seconds until a request is aborted. Default: 600, or six hours with --rl.",
+        "Abort a request after this many seconds. Default: 600; 21600 with --rl.",
         unset=(600.0, 6 * 3600.0),
     )
-    drain_timeout: float = option(
-        30.0, LIMITS, "Seconds that running requests get when the server ends."
-    )
+    drain_timeout: float = option(30.0, LIMITS, "Seconds to wait for running requests at shutdown.")
     max_backlog: int = option(
-        4096, LIMITS, "Tokens of a choice kept for a client that does not read.", least=1
+        4096, LIMITS, "Maximum unread tokens per choice; a slower client is cut off.", least=1
     )
     cors_origins: tuple[str, ...] = option(
         (),
         KEYS,
-        "Pages from here may call; may be repeated. *: all.",
+        "Allow pages of this origin. May be repeated. *: all.",
         "--cors-origin",
         each=str,
         metavar="URL",
     )
-    tls_cert: str | None = option(None, KEYS, "PEM file of the certificate chain: speak HTTPS.")
-    tls_key: str | None = option(None, KEYS, "PEM file of its key.")
-    hide_cached_tokens: bool = option(False, KEYS, "Do not tell how much of a prompt was cached.")
+    tls_cert: str | None = option(None, KEYS, "Serve HTTPS with this PEM certificate chain.")
+    tls_key: str | None = option(None, KEYS, "PEM file of the certificate's key.")
+    hide_cached_tokens: bool = option(
+        False, KEYS, "Hide from clients how much of a prompt was cached."
+    )
     return_tokens_as_token_ids: bool = option(
-        False, TRAINING, "Logprobs name tokens token_id:123 unless asked not to."
+        False, TRAINING, "Name tokens in logprobs token_id:123 by default."
     )
     tool_format: str | None = option(
-        None, SERVER, "How the model writes tool calls. Default: by its template."
+        None, SERVER, "Format of tool calls. Default: detected from the chat template."
     )
     reasoning_format: str | None = option(
-        None, SERVER, "How it writes reasoning. Default: by its template."
+        None, SERVER, "Format of reasoning. Default: detected from the chat template."
     )
     generation_config: str | None = option(
         None,
         LIMITS,
-        "auto: what requests leave out is as the model's generation_config.json recommends; none: "
-        "it is neutral; FOLDER: as that of this folder does. Default: auto; none with --rl.",
+        "Sampling defaults for requests. auto: the model's generation_config.json; none: "
+        "temperature 1, no filters; FOLDER: read it from there. Default: auto; none with --rl.",
         metavar="auto|none|FOLDER",
         unset=("auto", "none"),  # a trainer's logprobs are of what it asked for
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", LOGS, "What is logged."
+        "info", LOGS, "Lowest level to log."
     )
-    log_format: LogFormat = option("text", LOGS, "json: one object a line.")
-    log_prompts: bool = option(False, LOGS, "Also log prompts and completions, which are private.")
+    log_format: LogFormat = option("text", LOGS, "text, or json: one object per line.")
+    log_prompts: bool = option(False, LOGS, "Also log prompts and completions (private data).")
     otlp_traces_endpoint: str | None = option(
-        None, LOGS, "Send a span of each generation to this OpenTelemetry collector.", metavar="URL"
+        None,
+        LOGS,
+        "Send a trace span per generation to this OpenTelemetry collector.",
+        metavar="URL",
     )
     rl: bool = option(
-        False, TRAINING, "Serve the routes by which trainers pause it and change its weights."
+        False, TRAINING, "Enable the routes that trainers use to pause and update the engine."
     )
     rl_open: bool = option(
-        False, TRAINING, "Without an admin key, although other machines can reach it."
+        False, TRAINING, "Allow --rl without an admin key on a reachable address."
     )
     rl_timeout: float = option(
-        300.0, TRAINING, "Seconds for a weight group to form, and for an update."
+        300.0, TRAINING, "Seconds for a weight group to form, and for an update to arrive."
     )
     rl_max_body_bytes: int = option(
-        4096 * MIB, TRAINING, "Of a body that holds weights.", size=True, least=1
+        4096 * MIB, TRAINING, "Maximum size of a body with weights.", size=True, least=1
     )
     weight_update_group_init_method: str | None = option(
-        None, TRAINING, "tcp://host:port of PipelineRL's group.", metavar="URL"
+        None, TRAINING, "Join PipelineRL's weight group at tcp://host:port.", metavar="URL"
     )
     weight_update_group_world_size: int | None = option(
-        None, TRAINING, "Its trainer and all engines."
+        None, TRAINING, "Size of that group: the trainer and all engines."
     )
-    actor_llm_idx: int | None = option(None, TRAINING, "Which of them this is, from 0.")
+    actor_llm_idx: int | None = option(
+        None, TRAINING, "Number of this engine in that group, from 0."
+    )
     disable_weight_updates: bool = option(False, TRAINING, "Do not join that group.")
 
     def __post_init__(self) -> None:

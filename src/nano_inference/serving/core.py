@@ -106,7 +106,7 @@ class EngineCore:
             pid=os.getpid(),
             block_size=engine.config.block_size,
             max_request_entries=engine.config.max_request_entries,
-            sampling_defaults=generation_defaults(engine.model_folder),
+            sampling_defaults=generation_defaults(engine.model_folder, engine.config.model_path),
             grammar_backend=engine.config.grammar_backend,
             adapters=tuple(engine.adapters()),
             experts_per_token=engine.intake.checks.experts_per_token,

@@ -10,6 +10,7 @@ import os
 import queue
 import shutil
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ import zmq
 from nano_inference.child_process import be_child
 from nano_inference.config import EngineConfig
 from nano_inference.serving.engine_host import BEAT, EngineHost, encoded
+from nano_inference.serving.loading_line import loading_line
 from nano_inference.serving.log_lines import send_to_stderr
 from nano_inference.serving.messages import Begin, FromEngine
 
@@ -35,10 +37,16 @@ def main() -> None:
     _set_up_logs(begin)
     outbox = Outbox(begin)
     threading.Thread(target=_take_in, args=(begin.inbox, outbox.host), daemon=True).start()
-    ended_well = outbox.host.run(lambda: _build(begin))
+    ended_well = outbox.host.run(lambda: _build_seen(begin))
     outbox.close()
     logging.shutdown()
     os._exit(int(not ended_well))  # at once: threads may wait for a step, or in a call
+
+
+def _build_seen(begin: Begin) -> "InferenceEngine":
+    """The engine; a person at a terminal sees that it is being built. One of several says so."""
+    with nullcontext() if begin.number else loading_line(begin.config.model_path):
+        return _build(begin)
 
 
 def _build(begin: Begin) -> "InferenceEngine":

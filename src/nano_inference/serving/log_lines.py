@@ -2,8 +2,9 @@
 
 import json
 import logging
+import sys
 import time
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 LogFormat = Literal["text", "json"]
 
@@ -12,10 +13,35 @@ def send_to_stderr(logger: logging.Logger, log_format: LogFormat, process: str =
     """Let a logger write to stderr and nowhere else. `process` is named in each line where it is
     not empty.
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(process) if log_format == "json" else TextLines(process))
+    handler = _ToStderr()
+    if log_format == "json":
+        handler.setFormatter(JsonLines(process))
+    else:
+        handler.setFormatter(ShortLines() if sys.stderr.isatty() else TextLines(process))
     logger.handlers[:] = [handler]
     logger.propagate = False
+
+
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at the time."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Standard error."""
+        return sys.stderr
+
+
+def set_up_logs(log_level: str, log_format: LogFormat) -> None:
+    """Send what this package and uvicorn log to stderr. For the command; a library leaves logging
+    as it is.
+    """
+    for name in ("nano_inference", "uvicorn"):
+        send_to_stderr(logging.getLogger(name), log_format)
+    logging.getLogger("nano_inference").setLevel(log_level.upper())
+    logging.getLogger("uvicorn").setLevel("WARNING")
 
 
 def escaped(text: str) -> str:
@@ -47,6 +73,19 @@ class TextLines(logging.Formatter):
         return "\n".join(
             "    " + escaped(line) for line in super().formatException(ei).splitlines()
         )
+
+
+class ShortLines(TextLines):
+    """`time message` for a person at a terminal, with the level from WARNING on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.datefmt = "%H:%M:%S"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The line without the traceback. It replaces a progress line that stands there."""
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return f"\r\x1b[K{record.asctime} {level}{escaped(record.message)}"
 
 
 class JsonLines(logging.Formatter):

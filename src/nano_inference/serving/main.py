@@ -4,7 +4,6 @@
 
 import atexit
 import itertools
-import logging
 import math
 import shutil
 import tempfile
@@ -34,7 +33,7 @@ from nano_inference.serving.dialects import (
 )
 from nano_inference.serving.fleet.fleet_client import FleetClient
 from nano_inference.serving.in_process import InProcessClient
-from nano_inference.serving.log_lines import send_to_stderr
+from nano_inference.serving.log_lines import set_up_logs
 from nano_inference.serving.page.routes import page_routes
 from nano_inference.serving.process_client import ProcessClient
 from nano_inference.serving.protocols import (
@@ -92,20 +91,10 @@ def serve(engine: EngineConfig | EngineClient, config: ServerConfig) -> None:
     Raises:
         NanoInferenceError: the engine could not be built, or it has died (`EngineDead`).
     """
-    set_up_logs(config)
+    set_up_logs(config.log_level, config.log_format)
     server = Server(config, _client(engine, config))
     _runner(server).run()
     raise_if_lost(server)
-
-
-def set_up_logs(config: ServerConfig) -> None:
-    """Send what this package and uvicorn log to stderr. For the command; a library leaves logging
-    as it is.
-    """
-    for name in ("nano_inference", "uvicorn"):
-        send_to_stderr(logging.getLogger(name), config.log_format)
-    logging.getLogger("nano_inference").setLevel(config.log_level.upper())
-    logging.getLogger("uvicorn").setLevel("WARNING")
 
 
 def raise_if_lost(server: Server) -> None:

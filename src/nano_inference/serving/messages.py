@@ -69,8 +69,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
         pid: its process.
         block_size: tokens of a block of its KV cache.
         max_request_entries: as in its configuration.
-        sampling_defaults: what the model's generation_config.json recommends, as fields of
-            `SamplingParams`.
+        sampling_defaults: what the model recommends, as fields of `SamplingParams`.
         grammar_backend: as in its configuration.
         adapters: with which it started.
         experts_per_token: ids of routed experts that a sample may have for each token; 0: none.

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from nano_inference.errors import ConfigError
 from nano_inference.serving.config import ServerConfig, is_loopback
 from nano_inference.serving.edge.connection import connection_class
+from nano_inference.serving.listening import held_back, why_not
 from nano_inference.serving.server import Server
 
 log = logging.getLogger("nano_inference.serving")
@@ -137,21 +138,24 @@ class Runner(uvicorn.Server):
         """Listen. The engine is still being built then."""
         config = self._server.config
         raise_file_limit(config.max_connections)
-        try:
-            with socket_for_its_user(config.uds):
-                await super().startup(sockets)
-        except (SystemExit, OSError, UnicodeError) as problem:  # uvicorn has logged the first
-            where = (
-                f"host={config.host!r}, port={config.port}"
-                if config.uds is None
-                else f"uds={config.uds!r}"
-            )
-            why = "" if isinstance(problem, SystemExit) else f": {problem}"
-            self._server.lost = ConfigError(f"{where}: cannot listen there{why}.")
-            self.should_exit = True
+        with held_back() as kept:
+            try:
+                with socket_for_its_user(config.uds):
+                    await super().startup(sockets)
+            except (SystemExit, OSError, UnicodeError) as problem:
+                self._server.lost = ConfigError(self._why_not(kept.problem or problem))
+                self.should_exit = True
         if self.started:
             self.url = self._url()
             log_start(config, self.url)
+            self._server.listens_at(self.url)
+
+    def _why_not(self, problem: BaseException) -> str:
+        config = self._server.config
+        if config.uds is None:
+            return why_not(config.host, config.port, problem)
+        why = "" if isinstance(problem, SystemExit) else f": {problem}"
+        return f"uds={config.uds!r}: cannot listen there{why}."
 
     def _url(self) -> str:
         config = self._server.config
@@ -208,14 +212,15 @@ class Runner(uvicorn.Server):
 
 def log_start(config: ServerConfig, url: str) -> None:
     """The server listens."""
-    keys = f"{len(config.api_keys)} API key(s)" if config.api_keys else "no API key"
+    count = len(config.api_keys)
+    keys = "no API key" if not count else "1 API key" if count == 1 else f"{count} API keys"
     without = "no admin key" if config.rl else "no admin key (its routes are off)"
     admin = "an admin key" if config.admin_key is not None else without
-    log.info("listening on %s, with %s and %s; the engine is being built.", url, keys, admin)
+    log.info("listening on %s, %s, %s; the model is being loaded.", url, keys, admin)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
-            "host=%s can be reached from other machines, and no API key is set: all who "
-            "reach it may use it.",
+            "host=%s can be reached from other machines, and no API key is set: anybody who "
+            "reaches it can use it.",
             config.host,
         )
     if config.rl:

@@ -75,6 +75,7 @@ class Server:
         beside: started when the engine is ready, and cancelled at the end.
         linger: seconds between the engine's end and that call.
         lost: why the engine is lost.
+        url: where it listens; empty: it does not listen yet.
     """
 
     config: ServerConfig
@@ -90,6 +91,7 @@ class Server:
     )
     linger: float = field(default_factory=lambda: LINGER)
     lost: Exception | str | None = None
+    url: str = ""
 
     def __post_init__(self) -> None:
         self.lifecycle = Lifecycle(self.client, self.config.restart_engine)
@@ -125,11 +127,7 @@ class Server:
         if self.lifecycle.is_draining:
             return
         self.lifecycle.is_draining = True
-        log.info(
-            "draining: %d request(s) get %g seconds to end.",
-            len(self.exchanges),
-            self.config.drain_timeout,
-        )
+        log.info("%s", farewell(len(self.exchanges), self.config.drain_timeout))
         asyncio.get_running_loop().call_later(self.config.drain_timeout, self.end_all)
 
     def end_all(self) -> None:
@@ -154,6 +152,16 @@ class Server:
                 f"the request's grammar could not be checked within {GRAMMAR_SECONDS:g} seconds.",
                 headers=NO_RETRY,
             ) from None
+
+    def listens_at(self, url: str) -> None:
+        """Note the address, from which on requests can arrive."""
+        self.url = url
+        self._announce()
+
+    def _announce(self) -> None:
+        """Log the address when the server can answer there: the last line of its start."""
+        if self.url and self.lifecycle.is_ready:
+            log.info("Ready: %s (page, /docs, OpenAI at /v1)", self.url)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -187,6 +195,7 @@ class Server:
         self.metrics.serve(self.served.name)
         self.lifecycle.is_ready = True
         log_ready(self.config, self.served)
+        self._announce()
         tasks = [asyncio.create_task(start()) for start in self.beside]
         try:
             while not self.lifecycle.is_lost:
@@ -228,6 +237,14 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
     )
 
 
+def farewell(count: int, seconds: float) -> str:
+    """The line about the end, with requests that still run."""
+    if not count or not seconds:
+        return "Shutting down."
+    requests = "1 request" if count == 1 else f"{count} requests"
+    return f"Shutting down: waiting up to {seconds:g} s for {requests}."
+
+
 def log_ready(config: ServerConfig, served: Served) -> None:
     """The engine is ready."""
     info = served.engine
@@ -236,7 +253,7 @@ def log_ready(config: ServerConfig, served: Served) -> None:
         "request_timeout=%g s.",
         served.name,
         info.numerics,
-        ", which has no tokenizer: token ids alone, by /v1/completions"
+        ", which has no tokenizer: only token ids, by /v1/completions"
         if served.tokenizer is None
         else "",
         info.max_model_len,
@@ -246,10 +263,9 @@ def log_ready(config: ServerConfig, served: Served) -> None:
     )
     if served.sampling_defaults:
         log.info(
-            "what requests leave out is as generation_config.json%s recommends: %s; "
-            "--generation-config none turns that "
-            "off.",
-            "" if config.generation_config == AUTO else f" of {config.generation_config}",
+            "sampling parameters that a request leaves out are as %s recommends: %s; "
+            "--generation-config none turns that off.",
+            "the model" if config.generation_config == AUTO else config.generation_config,
             as_text(served.sampling_defaults),
         )
 

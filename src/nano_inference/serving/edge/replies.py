@@ -71,10 +71,10 @@ class RequestRecord:
 
 
 def log_access(record: RequestRecord) -> None:
-    """A request has been answered. What watches the server all the time is only told to those who
-    want to know all.
-    """
-    level = logging.DEBUG if record.path in _WATCHED and record.status == 200 else logging.INFO
+    """Log a request that has been answered. Polls and files of the page are logged at DEBUG."""
+    is_poll = record.path in _WATCHED and record.status in (200, 503)
+    is_file = record.path.startswith("/page/") and record.status in (200, 304)
+    level = logging.DEBUG if is_poll or is_file else logging.INFO
     if not access.isEnabledFor(level):
         return
     fields: dict[str, Any] = {

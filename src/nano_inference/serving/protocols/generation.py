@@ -13,7 +13,12 @@ from typing import Any, ClassVar
 
 from nano_inference.budget import IDS_OF_AN_ENTRY, Demand, Names, demand_of, require_affordable
 from nano_inference.errors import RequestTooLarge, VersionGone
-from nano_inference.models.generation_defaults import AUTO, NONE, generation_defaults
+from nano_inference.models.generation_defaults import (
+    AUTO,
+    NONE,
+    defaults_for_people,
+    generation_defaults,
+)
 from nano_inference.serving.choices import PLAIN, Choice, ChoiceDelta, TextStyle, new_choice
 from nano_inference.serving.client import EngineClient, RequestStream
 from nano_inference.serving.config import ServerConfig
@@ -133,6 +138,11 @@ class Served:
         if use == AUTO:
             return self.engine.sampling_defaults
         return {} if use == NONE else generation_defaults(Path(use))
+
+    @property
+    def defaults_for_people(self) -> Mapping[str, float]:
+        """What the page samples with, unless a person says otherwise."""
+        return defaults_for_people(self.config.generation_config or AUTO, self.sampling_defaults)
 
     @cached_property
     def longest_token(self) -> int | None:

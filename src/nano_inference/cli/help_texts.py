@@ -1,0 +1,65 @@
+"""`--help` with the options that most people need, and `--help-all` with every option."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+_ALL = "nano_inference.help_all"  # a context's note that every option is wanted
+
+
+class Command(TyperCommand):
+    """A command whose `--help` hides the options that few people need.
+
+    Attributes:
+        common: the parameters that `--help` shows; empty: all of them.
+    """
+
+    common: tuple[str, ...] = ()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help; the last line counts the options that it leaves out."""
+        with self._without_rare(ctx):
+            super().format_help(ctx, formatter)
+
+    @contextmanager
+    def _without_rare(self, ctx: Any) -> Iterator[None]:
+        shown = {*self.common, "help_all"}
+        rare: list[Any] = [
+            each
+            for each in self.params
+            if self.common and not ctx.meta.get(_ALL) and each.name not in shown
+        ]
+        rare = [each for each in rare if not each.hidden]
+        for each in rare:
+            each.hidden = True
+        if rare:
+            self.epilog = f"{len(rare)} more options: {ctx.command_path} --help-all"
+        try:
+            yield
+        finally:
+            self.epilog = None
+            for each in rare:
+                each.hidden = False
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        is_eager=True,
+        callback=_show_all,
+        show_default=False,
+        rich_help_panel="Messages",
+        help="Show every option and exit.",
+    ),
+]
