@@ -3,6 +3,7 @@ browser makes of it: `tests/serving/page`.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from nano_inference.serving.page.api_docs import (
 from nano_inference.serving.page.routes import FILES
 from nano_inference.serving.paths import PAGE, PAGE_FILES
 from nano_inference.serving.server import Server
+from nano_inference.types import SamplingParams
 from tests.serving.engines import stats_with
 from tests.serving.fleet.fleets import Made
 from tests.serving.scripted import Script, ScriptedClient
@@ -124,8 +126,27 @@ def test_no_text_is_read_as_html() -> None:
     for name in PAGE_FILES:
         text = (FILES / name).read_text(encoding="utf-8")
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", text
-        )
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser|"
+            r"createContextualFragment|setHTML|parseHTML|srcdoc|createPolicy|"
+            r"setTimeout\([\"'`]|setInterval\([\"'`]",
+            text,
+        ), name
+
+
+def test_links_of_answers_are_made_in_one_place() -> None:
+    """An address that a model writes becomes a link in `anchor` alone, which takes http and https."""
+    made = {
+        name: count
+        for name in PAGE_FILES
+        if (count := (FILES / name).read_text(encoding="utf-8").count("href:"))
+    }
+    assert made == {"markdown.js": 1}
+    text = (FILES / "markdown.js").read_text(encoding="utf-8")
+    body = text.split("function anchor(")[1].split("\n}\n")[0]
+    guard, _, link = body.partition("return null;")
+    assert "/^https?:\\/\\//i.test(target)" in guard
+    assert 'html("a", { href: target' in link
+    assert "noopener" in link
 
 
 def test_the_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
@@ -136,6 +157,30 @@ def test_the_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
         given = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(url + path, headers=given).status_code == 200
     assert httpx.get(url + "/page/none.js").status_code == 401
+
+
+def test_page_settings_need_the_key_and_say_what_is_served(url: str) -> None:
+    assert httpx.get(url + "/page/settings").status_code == 401
+    given = {"authorization": f"Bearer {KEY}"}
+    said = httpx.get(url + "/page/settings", headers=given).json()
+    assert said["model"] == "secret-model"
+    assert said["max_model_len"] == 2048
+    assert said["eos_token_ids"]
+    assert said["sampling"]["temperature"] == SamplingParams().temperature
+
+
+def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
+    told = {"temperature": 0.3, "top_p": 0.9, "top_k": 12}
+    (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    client = ScriptedClient()
+    config = ServerConfig(port=0, generation_config=str(tmp_path))
+    with running_server(client, config) as url:
+        said = httpx.get(url + "/page/settings").json()["sampling"]
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert httpx.post(url + "/v1/chat/completions", json=body).status_code == 200
+    params = client.requests[0].params
+    assert said == {name: getattr(params, name) for name in said}
+    assert said.items() >= told.items()
 
 
 def test_a_proxys_prefix_is_before_every_link() -> None:
