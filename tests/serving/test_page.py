@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.layers import LEVELS, RL_LEVELS, Level
 from nano_inference.serving.main import (
     PROTOCOLS,
     RL_PROTOCOLS,
@@ -21,17 +23,19 @@ from nano_inference.serving.main import (
     ROUTES,
     running_server,
 )
+from nano_inference.serving.page import api_docs
 from nano_inference.serving.page.api_docs import (
     FAMILIES,
     Example,
     Family,
+    can_be_tried,
     curl,
     docs_page,
     python,
     routes_of,
 )
 from nano_inference.serving.page.routes import FILES
-from nano_inference.serving.paths import PAGE, PAGE_FILES
+from nano_inference.serving.paths import CHANGING, PAGE, PAGE_FILES
 from nano_inference.serving.server import Server
 from nano_inference.types import SamplingParams
 from tests.serving.engines import stats_with
@@ -257,3 +261,37 @@ def test_examples_can_be_run(url: str, family: Family, example: Example) -> None
         given = {"authorization": f"Bearer {KEY}"}
         reply = httpx.post(url + example.path, json=body | model, headers=given)
         assert reply.status_code == 200, reply.text
+
+
+def test_docs_have_an_index_of_what_is_there() -> None:
+    text = docs_page(all_routes(), "http://host")
+    linked = re.findall(r"<a href='#([^']+)'>([^<]+)</a>", text)
+    sections = re.findall(r"<section class='card' id='([^']+)'><h2>([^<]+)</h2>", text)
+    assert linked == sections
+    assert len({each for each, _ in sections}) == len(FAMILIES)
+    few = docs_page({"/health": {"GET": ""}}, "http://host")
+    assert re.findall(r"<a href='#([^']+)'>", few) == ["metrics-and-health"]
+
+
+def test_docs_try_examples_that_change_nothing() -> None:
+    tried = {each.path for _, each in EXAMPLES if can_be_tried(each)}
+    assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/metrics"} <= tried
+    assert not tried & CHANGING
+    for path in tried:
+        assert (LEVELS | RL_LEVELS).get(path, Level.KEY) is not Level.ADMIN
+    text = docs_page(all_routes(), "http://host")
+    assert set(re.findall(r"data-path='([^']+)'", text)) == tried
+    bodies = [json.loads(unescape(each)) for each in re.findall(r"data-body='([^']+)'", text)]
+    assert bodies == [each.body for _, each in EXAMPLES if each.body and each.path in tried]
+
+
+def test_docs_escape_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"model": "MODEL", "prompt": "</pre><script>alert(1)</script>' onclick='x"}
+    hostile = Family("T", "a", {"/tokenize": ""}, (Example("/tokenize", "<b>", body),))
+    monkeypatch.setattr(api_docs, "FAMILIES", (hostile,))
+    text = docs_page({"/tokenize": {"POST": ""}}, "http://host")
+    assert "&lt;b&gt;" in text
+    text = text.replace('<script type="module" src="/page/docs.js">', "")
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert "' onclick" not in text

@@ -82,6 +82,7 @@ PAGE_FILES = (
     "chat.js",
     "conversations.js",
     "dashboard.js",
+    "docs.js",
     "dom.js",
     "icon.svg",
     "links.js",
