@@ -156,9 +156,11 @@ async function answer(messages, begun = null) {
     }
     if (!isStopped && chat === conversation) problem(failure.message);
   } finally {
-    if (abort === own) running(false);
     keepConversation(chat);
-    if (chat === conversation && abort === own) finished();
+    if (abort === own) {
+      running(false);
+      if (chat === conversation) finished();
+    }
   }
 }
 

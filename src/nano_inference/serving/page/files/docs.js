@@ -1,6 +1,6 @@
 // `/docs`: fills in the name of the model, copies examples, and sends them to the server.
 
-import { ask, keys, useKey } from "./api.js";
+import { ask, useKey } from "./api.js";
 import { button, copyButton, html, shownSeconds } from "./dom.js";
 
 const LONGEST = 20_000; // characters of an answer that are shown
@@ -34,8 +34,9 @@ function replace(element, property, name) {
 function keyField(send) {
   const field = html("input", { type: "password", autocomplete: "off", placeholder: "API key" });
   field.setAttribute("aria-label", "API key");
-  const use = () => {
+  const use = async () => {
     useKey(field.value.trim());
+    await fillIn();
     send();
   };
   field.addEventListener("keydown", (event) => {
@@ -106,5 +107,4 @@ for (const figure of document.querySelectorAll("figure.code")) {
   figure.querySelector("figcaption").append(copyButton(() => code.textContent));
 }
 for (const example of examples) if (example.dataset.path) startTrying(example);
-keys.addEventListener("changed", fillIn);
 fillIn();
