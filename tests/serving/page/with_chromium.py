@@ -356,6 +356,7 @@ def chat(page: Page) -> dict[str, Any]:
     page.select_option("#chats", label="One\ntwo")
     back = conversation(page)
     page.click("#chat-delete")
+    page.click("#chat-delete")
     return {
         "first": first,
         "hint": hint,

@@ -57,7 +57,7 @@ async function problemOf(reply) {
   }
 }
 
-const CUT = "Lost the connection to the server. The answers below are incomplete.";
+const CUT = "Lost the connection to the server. The text shown is incomplete.";
 
 /** The data of each server-sent event of a reply, parsed, up to `[DONE]`. */
 export async function* events(reply) {

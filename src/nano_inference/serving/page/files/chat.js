@@ -1,6 +1,6 @@
 // A conversation: one answer at a time, in the words that it is made of. The browser keeps it.
 
-import { byId, button, html, report } from "./dom.js";
+import { byId, button, html, onSecondPress, report } from "./dom.js";
 import {
   asSent,
   conversationOf,
@@ -49,9 +49,9 @@ function show() {
 }
 
 function listChats() {
-  const all = conversations();
   const own = { id: conversation.id, title: titleOf(conversation) };
-  if (!all.some(({ id }) => id === own.id)) all.unshift(own);
+  const all = conversations().map((each) => (each.id === own.id ? own : each));
+  if (!all.includes(own)) all.unshift(own);
   byId("chats").replaceChildren(...all.map(({ id, title }) => html("option", { value: id }, title)));
   byId("chats").value = conversation.id;
   byId("chat-delete").disabled = !conversation.messages.length;
@@ -293,7 +293,7 @@ function startBar() {
     open(newConversation());
     byId("message").focus();
   });
-  byId("chat-delete").addEventListener("click", () => {
+  onSecondPress(byId("chat-delete"), () => {
     abort?.abort();
     removeConversation(conversation.id);
     conversation = newConversation();

@@ -29,6 +29,25 @@ export function button(text, press, attributes = {}) {
   return made;
 }
 
+/** Makes a button do what cannot be undone only when it is pressed twice. */
+export function onSecondPress(made, act) {
+  const text = made.textContent;
+  let timer;
+  const calm = () => {
+    clearTimeout(timer);
+    made.textContent = text;
+    delete made.dataset.asked;
+  };
+  made.addEventListener("click", () => {
+    const isMeant = "asked" in made.dataset;
+    calm();
+    if (isMeant) return act();
+    made.dataset.asked = "";
+    made.textContent = `${text}? Press again`;
+    timer = setTimeout(calm, 4000);
+  });
+}
+
 /** A button that copies what `textOf` returns, and says that it did. */
 export function copyButton(textOf, text = "Copy", attributes = {}) {
   const made = button(

@@ -202,8 +202,8 @@ function controlOf(field, id) {
  * The settings of a view.
  *
  * `view`: its name. Fields have the ids `VIEW-FIELD`; they go into the elements `VIEW-fields` and,
- * those that are not in `shown`, `VIEW-more`. `hints`: values of the page's own for empty fields.
- * `without`: names of fields that the view does not have.
+ * those that are not in `shown`, `VIEW-more`; `VIEW-told` names those that are set. `hints`: values
+ * of the page's own for empty fields. `without`: names of fields that the view does not have.
  */
 export class Settings {
   #controls = new Map(); // name -> its element
@@ -232,8 +232,13 @@ export class Settings {
     this.#controls.set(field.name, control);
   }
 
-  /** A text is asked for where the chosen grammar needs one. */
+  /** A text is asked for where the chosen grammar needs one; folded settings are named. */
   #fit() {
+    const texts = this.texts();
+    const named = FIELDS.filter(({ name }) => texts[name]).map(({ label, name, kind }) =>
+      kind === "number" ? `${label} ${texts[name]}` : label,
+    );
+    byId(`${this.#view}-told`).textContent = named.map((each) => ` · ${each}`).join("");
     const [, example] = GRAMMARS[this.text("grammar")] ?? GRAMMARS.none;
     const area = this.#controls.get("grammar_text");
     area.placeholder = example;
