@@ -45,7 +45,8 @@ function heading(lines, at) {
   const found = HEADING.exec(lines[at]);
   if (!found) return null;
   const level = Math.min(found[1].length + 2, 6); // the page's own title is h1
-  return { count: 1, make: () => html(`h${level}`, {}, ...inline(found[2].trim())) };
+  const text = found[2].trim().replace(/ #+$/, "");
+  return { count: 1, make: () => html(`h${level}`, {}, ...inline(text)) };
 }
 
 function rule(lines, at) {
