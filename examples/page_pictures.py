@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def look(url: str, folder: str) -> None:
-    """Play in the playground, then watch a load with weight updates."""
+    """Chat, draw samples, then watch a load with weight updates."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -54,13 +54,14 @@ def look(url: str, folder: str) -> None:
         desk = {"viewport": {"width": 1180, "height": 700}, "color_scheme": "light"}
         page = browser.new_page(**desk)
         page.goto(url)
-        played(page)
-        save(page, "playground")
+        chatted(page)
+        save(page, "chat")
+        sampled(page)
+        save(page, "samples")
         hand = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
         small = browser.new_page(**hand)
         small.goto(url)
-        small.fill("#n", "2")
-        played(small)
+        sampled(small, samples=2)
         small.locator(".sample .token").nth(9).scroll_into_view_if_needed()
         small.locator(".sample .token").nth(9).click()
         save(small, "phone")
@@ -72,11 +73,29 @@ def look(url: str, folder: str) -> None:
         browser.close()
 
 
-def played(page) -> None:
-    page.locator("#pick option").first.wait_for(state="attached")
+def chatted(page) -> None:
+    page.locator("#status[data-state=ok]").wait_for()
+    page.click("#chat-settings > summary")
+    page.fill("#chat-temperature", "0")
+    page.fill("#chat-max_tokens", "160")
+    page.click("#chat-settings > summary")
+    page.fill("#message", "Write a Python function that reverses a string.")
+    page.press("#message", "Enter")
+    page.locator(".message .tools", has_text="Regenerate").wait_for(timeout=120_000)
+    page.locator("#send").wait_for()
+    page.evaluate("scrollTo(0, 0)")
+
+
+def sampled(page, samples: int = 3) -> None:
+    page.locator("#status[data-state=ok]").wait_for()
+    page.click("nav a[href='#/samples']")
+    page.click("#samples-settings > summary")
+    page.fill("#samples-n", str(samples))
+    page.fill("#samples-temperature", "0.8")
+    page.fill("#samples-seed", "7")
+    page.fill("#samples-max_tokens", "72")
+    page.click("#samples-settings > summary")
     page.fill("#prompt", "Why is the sky blue?")
-    page.fill("#seed", "7")
-    page.fill("#max-tokens", "72")
     page.press("#prompt", "Control+Enter")
     page.locator("#replay:enabled").wait_for(timeout=120_000)
     page.click("#replay")

@@ -3,8 +3,10 @@ browser makes of it: `tests/serving/page`.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.layers import LEVELS, RL_LEVELS, Level
 from nano_inference.serving.main import (
     PROTOCOLS,
     RL_PROTOCOLS,
@@ -20,18 +23,21 @@ from nano_inference.serving.main import (
     ROUTES,
     running_server,
 )
+from nano_inference.serving.page import api_docs
 from nano_inference.serving.page.api_docs import (
     FAMILIES,
     Example,
     Family,
+    can_be_tried,
     curl,
     docs_page,
     python,
     routes_of,
 )
 from nano_inference.serving.page.routes import FILES
-from nano_inference.serving.paths import PAGE, PAGE_FILES
+from nano_inference.serving.paths import CHANGING, PAGE, PAGE_FILES
 from nano_inference.serving.server import Server
+from nano_inference.types import SamplingParams
 from tests.serving.engines import stats_with
 from tests.serving.fleet.fleets import Made
 from tests.serving.scripted import Script, ScriptedClient
@@ -124,8 +130,27 @@ def test_no_text_is_read_as_html() -> None:
     for name in PAGE_FILES:
         text = (FILES / name).read_text(encoding="utf-8")
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", text
-        )
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|DOMParser|"
+            r"createContextualFragment|setHTML|parseHTML|srcdoc|createPolicy|"
+            r"setTimeout\([\"'`]|setInterval\([\"'`]",
+            text,
+        ), name
+
+
+def test_links_of_answers_are_made_in_one_place() -> None:
+    """An address that a model writes becomes a link in `anchor` alone, which takes http and https."""
+    made = {
+        name: count
+        for name in PAGE_FILES
+        if (count := (FILES / name).read_text(encoding="utf-8").count("href:"))
+    }
+    assert made == {"markdown.js": 1}
+    text = (FILES / "markdown.js").read_text(encoding="utf-8")
+    body = text.split("function anchor(")[1].split("\n}\n")[0]
+    guard, _, link = body.partition("return null;")
+    assert "/^https?:\\/\\//i.test(target)" in guard
+    assert 'html("a", { href: target' in link
+    assert "noopener" in link
 
 
 def test_the_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
@@ -136,6 +161,30 @@ def test_the_page_loads_before_the_engine_and_without_a_key(url: str) -> None:
         given = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(url + path, headers=given).status_code == 200
     assert httpx.get(url + "/page/none.js").status_code == 401
+
+
+def test_page_settings_need_the_key_and_say_what_is_served(url: str) -> None:
+    assert httpx.get(url + "/page/settings").status_code == 401
+    given = {"authorization": f"Bearer {KEY}"}
+    said = httpx.get(url + "/page/settings", headers=given).json()
+    assert said["model"] == "secret-model"
+    assert said["max_model_len"] == 2048
+    assert said["eos_token_ids"]
+    assert said["sampling"]["temperature"] == SamplingParams().temperature
+
+
+def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
+    told = {"temperature": 0.3, "top_p": 0.9, "top_k": 12}
+    (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    client = ScriptedClient()
+    config = ServerConfig(port=0, generation_config=str(tmp_path))
+    with running_server(client, config) as url:
+        said = httpx.get(url + "/page/settings").json()["sampling"]
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert httpx.post(url + "/v1/chat/completions", json=body).status_code == 200
+    params = client.requests[0].params
+    assert said == {name: getattr(params, name) for name in said}
+    assert said.items() >= told.items()
 
 
 def test_a_proxys_prefix_is_before_every_link() -> None:
@@ -212,3 +261,37 @@ def test_examples_can_be_run(url: str, family: Family, example: Example) -> None
         given = {"authorization": f"Bearer {KEY}"}
         reply = httpx.post(url + example.path, json=body | model, headers=given)
         assert reply.status_code == 200, reply.text
+
+
+def test_docs_have_an_index_of_what_is_there() -> None:
+    text = docs_page(all_routes(), "http://host")
+    linked = re.findall(r"<a href='#([^']+)'>([^<]+)</a>", text)
+    sections = re.findall(r"<section class='card' id='([^']+)'><h2>([^<]+)</h2>", text)
+    assert linked == sections
+    assert len({each for each, _ in sections}) == len(FAMILIES)
+    few = docs_page({"/health": {"GET": ""}}, "http://host")
+    assert re.findall(r"<a href='#([^']+)'>", few) == ["metrics-and-health"]
+
+
+def test_docs_try_examples_that_change_nothing() -> None:
+    tried = {each.path for _, each in EXAMPLES if can_be_tried(each)}
+    assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/metrics"} <= tried
+    assert not tried & CHANGING
+    for path in tried:
+        assert (LEVELS | RL_LEVELS).get(path, Level.KEY) is not Level.ADMIN
+    text = docs_page(all_routes(), "http://host")
+    assert set(re.findall(r"data-path='([^']+)'", text)) == tried
+    bodies = [json.loads(unescape(each)) for each in re.findall(r"data-body='([^']+)'", text)]
+    assert bodies == [each.body for _, each in EXAMPLES if each.body and each.path in tried]
+
+
+def test_docs_escape_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"model": "MODEL", "prompt": "</pre><script>alert(1)</script>' onclick='x"}
+    hostile = Family("T", "a", {"/tokenize": ""}, (Example("/tokenize", "<b>", body),))
+    monkeypatch.setattr(api_docs, "FAMILIES", (hostile,))
+    text = docs_page({"/tokenize": {"POST": ""}}, "http://host")
+    assert "&lt;b&gt;" in text
+    text = text.replace('<script type="module" src="/page/docs.js">', "")
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert "' onclick" not in text

@@ -111,6 +111,8 @@ class EngineCore:
             adapters=tuple(engine.adapters()),
             experts_per_token=engine.intake.checks.experts_per_token,
             enable_prefix_caching=engine.config.enable_prefix_caching,
+            dtype=engine.numerics.dtype,
+            quantization=engine.numerics.quantization,
         )
 
     def prepare(self) -> None:

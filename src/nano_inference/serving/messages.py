@@ -74,6 +74,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
         adapters: with which it started.
         experts_per_token: ids of routed experts that a sample may have for each token; 0: none.
         enable_prefix_caching: as in its configuration.
+        dtype: of weights and activations, such as `"bfloat16"`; empty: not known.
+        quantization: of the weights; None: there is none.
     """
 
     model_path: str
@@ -92,6 +94,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: tuple[AdapterInfo, ...] = ()
     experts_per_token: int = 0
     enable_prefix_caching: bool = True
+    dtype: str = ""
+    quantization: str | None = None
 
 
 # -- to the engine ---------------------------------------------------------------------------------

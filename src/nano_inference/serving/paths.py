@@ -78,12 +78,23 @@ CONTROL = CHANGING | READING | OPEN
 PAGE_FILES = (
     "api.js",
     "charts.js",
+    "chat.css",
+    "chat.js",
+    "conversations.js",
     "dashboard.js",
+    "docs.js",
     "dom.js",
     "icon.svg",
+    "links.js",
     "main.js",
-    "playground.js",
+    "markdown.js",
+    "messages.js",
+    "samples.js",
+    "server.js",
+    "settings.js",
+    "store.js",
     "style.css",
+    "tips.js",
 )
 PAGE: frozenset[str] = frozenset(("/", "/docs", *(f"/page/{name}" for name in PAGE_FILES)))
 # They generate; for users.

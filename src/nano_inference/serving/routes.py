@@ -281,7 +281,7 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
     @router.post(
         "/v1/embeddings",
         openapi_extra=operation(
-            EmbeddingsRequest, EMBEDDINGS, summary="The hidden state behind the last token"
+            EmbeddingsRequest, EMBEDDINGS, summary="Embed a text"
         ),
     )
     async def embeddings(request: Request) -> Response:

@@ -736,7 +736,7 @@ PROTOCOL = ApiProtocol(
     operation(
         SglangRequest,
         _ANSWER,
-        summary="How token ids or a text go on, as SGLang has it",
+        summary="Continue a text or token ids, as SGLang does",
         streams=True,
     ),
 )

@@ -1,10 +1,12 @@
 """`/docs`: every route of a server, with examples for curl and Python, from one table.
 
 The routes, their methods and what they do come from the application itself, so that the page names
-no route that is not there; a test compares the table with the application.
+no route that is not there; a test compares the table with the application. Everybody gets the same
+text; `docs.js` fills in the name of the model, and sends examples.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,6 +14,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+
+from nano_inference.serving import paths
+from nano_inference.serving.edge.layers import LEVELS, Level
 
 # path -> method -> what it does
 Routes = Mapping[str, Mapping[str, str]]
@@ -61,7 +66,7 @@ FAMILIES = (
     Family(
         "OpenAI: chats, completions and responses",
         "The same seed, prompt and weights give the same tokens, whatever else the server does. "
-        "MODEL is a name of /v1/models, an adapter's too; left out, it is the model itself.",
+        "model is a name from /v1/models, an adapter's too; you may leave it out.",
         {
             "/v1/chat/completions": "",
             "/v1/completions": "",
@@ -75,7 +80,7 @@ FAMILIES = (
         (
             Example(
                 "/v1/chat/completions",
-                "A chat, each token with its logprob and two alternatives",
+                "Answer a chat, each token with its logprob and two alternatives",
                 {
                     "model": "MODEL",
                     "messages": _QUESTION,
@@ -88,7 +93,7 @@ FAMILIES = (
             ),
             Example(
                 "/v1/completions",
-                "Two samples of how a text goes on",
+                "Continue a text, twice",
                 {
                     "model": "MODEL",
                     "prompt": "The sky is blue because",
@@ -101,23 +106,23 @@ FAMILIES = (
             ),
             Example(
                 "/v1/responses",
-                "A response",
+                "Create a response",
                 {"model": "MODEL", "input": "Name three rivers.", "max_output_tokens": 16},
                 "client.responses.create",
             ),
             Example(
                 "/v1/embeddings",
-                "The hidden state behind a text",
+                "Embed a text",
                 {"model": "MODEL", "input": "The sky is blue"},
                 "client.embeddings.create",
             ),
-            Example("/v1/models", "The model and its adapters"),
+            Example("/v1/models", "List the model and its adapters"),
         ),
         'from openai import OpenAI\n\nclient = OpenAI(base_url="URL/v1", api_key="KEY")',
     ),
     Family(
         "Anthropic: messages",
-        "What Anthropic's clients speak.",
+        "For Anthropic's clients.",
         {
             "/v1/messages": "",
             "/v1/messages/count_tokens": "",
@@ -125,13 +130,13 @@ FAMILIES = (
         (
             Example(
                 "/v1/messages",
-                "A message",
+                "Answer a message",
                 {"model": "MODEL", "max_tokens": 16, "messages": _QUESTION},
                 "client.messages.create",
             ),
             Example(
                 "/v1/messages/count_tokens",
-                "How long its prompt is; nothing is computed",
+                "Count the tokens of a prompt",
                 {"model": "MODEL", "messages": _QUESTION},
                 "client.messages.count_tokens",
             ),
@@ -140,7 +145,8 @@ FAMILIES = (
     ),
     Family(
         "SGLang and vLLM: token ids for trainers",
-        "Text or token ids in; token ids, logprobs and weight versions out. With --rl.",
+        "Text or token ids in; token ids, logprobs and weight versions out. These routes need "
+        "--rl.",
         {
             "/generate": "",
             "/inference/v1/generate": "",
@@ -148,7 +154,7 @@ FAMILIES = (
         (
             Example(
                 "/generate",
-                "SGLang's",
+                "Continue a text, as SGLang does",
                 {
                     "text": "The sky is blue because",
                     "sampling_params": _SAMPLING,
@@ -157,7 +163,7 @@ FAMILIES = (
             ),
             Example(
                 "/inference/v1/generate",
-                "vLLM's",
+                "Continue token ids, as vLLM does",
                 {
                     "token_ids": [504, 3575, 282, 4649, 314],
                     "sampling_params": {"temperature": 0.8, "max_tokens": 16, "seed": 1},
@@ -167,16 +173,17 @@ FAMILIES = (
     ),
     Family(
         "Weights",
-        "Pause, change the weights, go on; running requests keep their tokens. With --rl; routes "
-        "that change the engine need the admin key, where there is one, and refuse web pages.",
+        "Pause, change the weights, resume; running requests keep their tokens. These routes need "
+        "--rl. If the server has an admin key, those that change the engine need it; they reject "
+        "web pages.",
         {
-            "/get_weight_version": "Which version serves",
+            "/get_weight_version": "The weight version that serves",
             "/weight_info": "The same, and how many tensors there are",
             "/update_weight_version": "Name the version that serves",
             "/pause_generation": "Stop between two steps: abort, retract or in_place",
-            "/continue_generation": "Go on",
+            "/continue_generation": "Resume",
             "/pause": "vLLM's: keep, wait or abort",
-            "/resume": "Go on",
+            "/resume": "Resume",
             "/is_paused": "Whether it is paused",
             "/begin_weight_update": "What comes up to the end takes effect as one",
             "/end_weight_update": "Now it takes effect",
@@ -200,42 +207,42 @@ FAMILIES = (
             "/update_weights_from_ipc": "501: says what to do instead",
         },
         (
-            Example("/get_weight_version", "Which version serves"),
+            Example("/get_weight_version", "Get the weight version"),
             Example(
                 "/update_weights_from_disk",
                 "Serve the safetensors of a folder, as version 42",
                 {"model_path": "/models/step-42", "weight_version": "42"},
             ),
             Example("/pause_generation", "Stop between two steps", {"mode": "in_place"}),
-            Example("/continue_generation", "Go on", {}),
+            Example("/continue_generation", "Resume", {}),
         ),
     ),
     Family(
         "Adapters",
-        "Adapters of low rank beside the model; a request names one as `model`. With --rl.",
+        "LoRA adapters of the model; a request names one as model. These routes need --rl.",
         {
             "/v1/load_lora_adapter": "",
             "/v1/unload_lora_adapter": "",
             "/load_lora_adapter": "Serve an adapter, or a new version of it",
             "/load_lora_adapter_from_tensors": "",
-            "/unload_lora_adapter": "End that",
+            "/unload_lora_adapter": "Unload an adapter",
         },
         (
             Example(
                 "/v1/load_lora_adapter",
-                "Serve one",
+                "Serve an adapter",
                 {"lora_name": "poet", "lora_path": "/adapters/poet"},
             ),
-            Example("/v1/unload_lora_adapter", "End that", {"lora_name": "poet"}),
+            Example("/v1/unload_lora_adapter", "Unload it", {"lora_name": "poet"}),
         ),
     ),
     Family(
         "Requests, memory and state, for trainers",
-        "With --rl.",
+        "These routes need --rl.",
         {
             "/abort_request": "End one request, or all",
             "/abort_requests": "End requests, which are answered with what they have",
-            "/inference/v1/abort_requests": "Those that it names alone",
+            "/inference/v1/abort_requests": "End the requests that it names",
             "/sleep": "Give memory back, by level",
             "/wake_up": "Take it again, by tags",
             "/is_sleeping": "Whether it sleeps",
@@ -252,25 +259,25 @@ FAMILIES = (
             "/v1/loads": "What runs and waits",
         },
         (
-            Example("/server_info", "Device, dtype, version and the like"),
+            Example("/server_info", "Get device, dtype and version"),
             Example("/abort_request", "End all requests", {"abort_all": True}),
         ),
     ),
     Family(
         "Tokens",
-        "Between texts and token ids.",
+        "Turn texts into token ids, and back.",
         {
             "/tokenize": "",
             "/detokenize": "",
         },
         (
-            Example("/tokenize", "Token ids of a text, or of a chat", {"prompt": "Hello world"}),
-            Example("/detokenize", "And back", {"tokens": [19556, 905]}),
+            Example("/tokenize", "Tokenize a text", {"prompt": "Hello world"}),
+            Example("/detokenize", "Turn token ids into text", {"tokens": [19556, 905]}),
         ),
     ),
     Family(
         "Metrics and health",
-        "/health tells whether it serves, /stats and /metrics what it does.",
+        "/health says whether the server is ready; /stats and /metrics say what it does.",
         {
             "/health": "",
             "/ping": "",
@@ -282,14 +289,14 @@ FAMILIES = (
             "/docs": "",
         },
         (
-            Example("/health", "Whether it serves; needs no key"),
-            Example("/metrics", "Numbers for Prometheus"),
-            Example("/stats", "The engine's counters and the queue, as JSON"),
+            Example("/health", "Ask whether the server is ready; needs no key"),
+            Example("/metrics", "Get the numbers for Prometheus"),
+            Example("/stats", "Get the engine's counters and the queue"),
         ),
     ),
     Family(
         "Administration",
-        "With the admin key. The fleet's routes are there with --replicas.",
+        "These routes need the admin key; the fleet's are there with --replicas.",
         {
             "/flush_cache": "Forget cached prefixes",
             "/fleet": "",
@@ -299,8 +306,12 @@ FAMILIES = (
         },
         (
             Example("/flush_cache", "Forget cached prefixes", {}),
-            Example("/fleet", "The replicas"),
-            Example("/fleet/drain", "Give a replica nothing new", {"replica": "0", "move": True}),
+            Example("/fleet", "List the replicas"),
+            Example(
+                "/fleet/drain",
+                "Send no new requests to a replica",
+                {"replica": "0", "move": True},
+            ),
         ),
     ),
 )
@@ -327,8 +338,20 @@ def docs_page(routes: Routes, address: str) -> str:
         routes: that there are; others of the table are left out.
         address: of the server, as examples call it.
     """
-    families = "".join(_family(each, routes, address) for each in FAMILIES)
-    return _PAGE.format(families=families)
+    there = [family for family in FAMILIES if any(path in routes for path in family.paths)]
+    index = "".join(f"<a href='#{_slug(each)}'>{escape(each.title)}</a>" for each in there)
+    families = "".join(_family(each, routes, address) for each in there)
+    return _PAGE.format(index=index, families=families)
+
+
+def can_be_tried(example: Example) -> bool:
+    """Whether the page may send it: its route generates or reads, and changes nothing."""
+    level = LEVELS.get(example.path, Level.KEY)
+    return level is not Level.ADMIN and example.path not in paths.CHANGING
+
+
+def _slug(family: Family) -> str:
+    return re.sub(r"[^a-z]+", "-", family.title.lower())
 
 
 def curl(example: Example, address: str) -> str:
@@ -354,25 +377,39 @@ def python(example: Example, family: Family, address: str) -> str:
 
 
 def _family(family: Family, routes: Routes, address: str) -> str:
-    there = [path for path in family.paths if path in routes]
-    if not there:
-        return ""
     rows = "".join(
         f"<tr><td><code>{method} {escape(path)}</code></td>"
         f"<td>{escape(summary or family.paths[path])}</td></tr>"
-        for path in there
+        for path in family.paths
+        if path in routes
         for method, summary in routes[path].items()
     )
     examples = "".join(
-        f"<h3>{escape(each.about)}</h3>"
-        f"<pre tabindex='0'>{escape(curl(each, address))}</pre>"
-        f"<pre tabindex='0'>{escape(python(each, family, address))}</pre>"
-        for each in family.examples
-        if each.path in routes
+        _example(each, family, address) for each in family.examples if each.path in routes
     )
     return (
-        f"<section class='card'><h2>{escape(family.title)}</h2>"
-        f"<p class='note'>{escape(family.about)}</p><table>{rows}</table>{examples}</section>"
+        f"<section class='card' id='{_slug(family)}'><h2>{escape(family.title)}</h2>"
+        f"<p class='note'>{escape(family.about)}</p>"
+        f"<div class='scrolls'><table>{rows}</table></div>{examples}</section>"
+    )
+
+
+def _example(example: Example, family: Family, address: str) -> str:
+    told = ""
+    if can_be_tried(example):
+        body = "" if example.body is None else json.dumps(example.body, indent=2)
+        told = f" data-path='{escape(example.path)}' data-body='{escape(body)}'"
+    return (
+        f"<article class='example-call'{told}><h3>{escape(example.about)}</h3>"
+        f"{_code('curl', curl(example, address))}"
+        f"{_code('Python', python(example, family, address))}</article>"
+    )
+
+
+def _code(language: str, text: str) -> str:
+    return (
+        f"<figure class='code'><figcaption><span>{language}</span></figcaption>"
+        f"<pre tabindex='0'>{escape(text)}</pre></figure>"
     )
 
 
@@ -385,20 +422,24 @@ _PAGE = """<!doctype html>
     <title>API · nano-inference</title>
     <link rel="icon" href="/page/icon.svg" type="image/svg+xml">
     <link rel="stylesheet" href="/page/style.css">
+    <link rel="stylesheet" href="/page/chat.css">
+    <script type="module" src="/page/docs.js"></script>
   </head>
   <body>
     <header>
       <h1>nano-inference</h1>
       <nav aria-label="Views">
-        <a href="/#/playground">Playground</a>
+        <a href="/#/chat">Chat</a>
+        <a href="/#/samples">Samples</a>
         <a href="/#/dashboard">Dashboard</a>
         <a href="/docs" aria-current="page">API</a>
       </nav>
     </header>
     <main id="docs">
-      <p>The routes of this server, and calls of them. Where it has keys, each call needs one:
-      <code>-H "Authorization: Bearer KEY"</code> for curl, <code>headers</code> for httpx. All
+      <p>API routes with examples. If the server has API keys, send one:
+      <code>-H "Authorization: Bearer KEY"</code> with curl, <code>headers</code> with httpx. All
       fields are in <a href="/openapi.json">/openapi.json</a>.</p>
+      <nav id="index" aria-label="Contents">{index}</nav>
       {families}
     </main>
   </body>

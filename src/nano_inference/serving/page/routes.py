@@ -1,19 +1,22 @@
-"""The routes of the page: `/`, `/docs` and the files that they name.
+"""The routes of the page: `/`, `/docs` and the files that they name, and `/page/settings`.
 
-They are the same for everybody and tell nothing of what is served, so they are open to all; the
+The first are the same for everybody and do not say what is served, so they are open to all; the
 page's own requests need a key where any client's do. It calls no route that changes the engine.
 """
 
 import re
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.serving import paths
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.page.api_docs import docs_page, routes_of
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.server import Server
+from nano_inference.types import SamplingParams
 
 FILES = Path(__file__).parent / "files"
 _TYPES = {
@@ -60,8 +63,37 @@ def page_routes(router: APIRouter, server: Server) -> None:
         text = docs_page(routes_of(request.app), _address(request, root))
         return Response(_below(root, text), headers=HEADERS, media_type=_TYPES[".html"])
 
+    @router.get("/page/settings", include_in_schema=False)
+    async def settings() -> Response:
+        return json_reply(200, page_settings(server.require_served()))
+
     for name in paths.PAGE_FILES:
         _add_file(router, name)
+
+
+# What the page shows for fields that are left empty.
+_SHOWN = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+def page_settings(served: Served) -> dict[str, Any]:
+    """What the page says of the model, and what holds where its settings are left empty: the
+    defaults of OpenAI's routes.
+    """
+    engine = served.engine
+    neutral = SamplingParams()
+    return {
+        "model": served.name,
+        "dtype": engine.dtype,
+        "quantization": engine.quantization,
+        "max_model_len": engine.max_model_len,
+        "max_samples": served.config.max_samples,
+        "eos_token_ids": engine.eos_token_ids,
+        "sampling": {name: getattr(neutral, name) for name in _SHOWN}
+        | {name: value for name, value in served.sampling_defaults.items() if name in _SHOWN},
+    }
 
 
 def _add_file(router: APIRouter, name: str) -> None:

@@ -312,5 +312,5 @@ class CompletionBuilder(OpenAIBuilder):
 PROTOCOL = ApiProtocol(
     CompletionRequest,
     CompletionBuilder,
-    operation(CompletionRequest, COMPLETION, summary="How a text goes on", streams=True),
+    operation(CompletionRequest, COMPLETION, summary="Continue a text", streams=True),
 )

@@ -3,7 +3,7 @@
 // The key, where the server asks for one, is kept in sessionStorage: for this tab, until it is
 // closed. Nothing is sent anywhere else; the page's Content-Security-Policy holds that.
 
-const ROOT = new URL("..", import.meta.url); // this file is at page/api.js
+export const ROOT = new URL("..", import.meta.url); // this file is at page/api.js
 const NAME = "nano-inference key";
 
 /** Tells of "needed" (the server answered 401) and of "changed". */
@@ -17,11 +17,12 @@ export function useKey(value) {
   keys.dispatchEvent(new Event("changed"));
 }
 
-/** An answer that is no 2xx. `message` is the server's. */
+/** An answer that is no 2xx. `message` and `code` are the server's. */
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, { message, code }) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -39,7 +40,7 @@ export async function ask(path, { body, signal } = {}) {
   if (body !== undefined) headers["content-type"] = "application/json";
   const options = { ...sent, headers, signal, cache: "no-store" };
   const reply = await fetch(new URL(path, ROOT), options).catch(
-    inWords("the server cannot be reached; ask again when it is back."),
+    inWords("The server cannot be reached. Try again when it is back."),
   );
   if (reply.ok) return reply;
   if (reply.status === 401 && used === key()) keys.dispatchEvent(new Event("needed"));
@@ -49,13 +50,14 @@ export async function ask(path, { body, signal } = {}) {
 async function problemOf(reply) {
   const text = await reply.text();
   try {
-    return JSON.parse(text).error.message;
+    const { message, code } = JSON.parse(text).error;
+    return { message, code };
   } catch {
-    return `${reply.status} ${reply.statusText}`;
+    return { message: `${reply.status} ${reply.statusText}` };
   }
 }
 
-const CUT = "the stream ended before its end: the server has gone.";
+const CUT = "Lost the connection to the server. The text shown is incomplete.";
 
 /** The data of each server-sent event of a reply, parsed, up to `[DONE]`. */
 export async function* events(reply) {
@@ -70,7 +72,7 @@ export async function* events(reply) {
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
-      if (event.error) throw new Refused(event.error.code, event.error.message);
+      if (event.error) throw new Refused(event.error.code, event.error);
       yield event;
     }
   }

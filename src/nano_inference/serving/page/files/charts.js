@@ -6,6 +6,7 @@ import { html, shown, svg } from "./dom.js";
 const LEFT = 44; // px for numbers of the vertical axis
 const BOTTOM = 18; // px for the horizontal one
 const TOP = 14; // px for marks
+const LETTER = 6.2; // px of a letter of 11 px, about
 
 /** The next number above that people count in, as its half is. */
 function round(value) {
@@ -26,9 +27,9 @@ function begin(chart, label) {
 const word = (x, y, text, anchor = "start") =>
   svg("text", { x, y, "text-anchor": anchor }, text);
 
-function axis(chart, width, height, most) {
+function axis(chart, width, height, most, bottom = BOTTOM) {
   for (const share of [0, 0.5, 1]) {
-    const y = TOP + (1 - share) * (height - TOP - BOTTOM);
+    const y = TOP + (1 - share) * (height - TOP - bottom);
     chart.append(
       svg("line", { class: "grid", x1: LEFT, x2: width, y1: y, y2: y }),
       word(LEFT - 6, y + 4, shown(most * share), "end"),
@@ -94,20 +95,25 @@ function parts(points, name) {
   return found.filter((part) => part.length);
 }
 
-/** Bars side by side: [[name, value]]. Not all names are written. */
+/** Bars side by side: [[name, value]]. Names that are too long to stand side by side are slanted. */
 export function bars(chart, label, entries, colour) {
   const { width, height } = begin(chart, label);
   const most = round(Math.max(1, ...entries.map(([, value]) => value)));
-  axis(chart, width, height, most);
   const step = (width - LEFT) / Math.max(entries.length, 1);
-  const every = Math.ceil(64 / step);
+  const longest = LETTER * Math.max(0, ...entries.map(([name]) => name.length));
+  const isSlanted = longest > step - 4;
+  const bottom = isSlanted ? BOTTOM + 0.6 * longest : BOTTOM;
+  axis(chart, width, height, most, bottom);
   entries.forEach(([name, value], place) => {
-    const tall = (value / most) * (height - TOP - BOTTOM);
+    const tall = (value / most) * (height - TOP - bottom);
     const x = LEFT + place * step;
-    const y = height - BOTTOM - tall;
+    const y = height - bottom - tall;
     const size = { x: x + 1, y, width: Math.max(step - 2, 1), height: tall };
     chart.append(svg("rect", { class: colour, ...size }, svg("title", {}, `${name}: ${value}`)));
-    if (place % every === 0 && x + 48 < width) chart.append(word(x + 1, height - 4, name));
+    const at = [x + step / 2, height - bottom + 14];
+    const said = word(...at, name, isSlanted ? "end" : "middle");
+    if (isSlanted) said.setAttribute("transform", `rotate(-40 ${at.join(" ")})`);
+    chart.append(said);
   });
 }
 

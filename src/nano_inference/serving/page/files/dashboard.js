@@ -116,6 +116,8 @@ export class Dashboard {
     const span = Math.min(Math.max(shownFor, LEAST), SPAN);
     const ago = (time) => `${Math.round(this.#now - time)} s ago`;
     const versions = this.#marks.map(({ time, text }) => `weights ${text}, ${ago(time)}`);
+    this.#fold("throughput", ["prompts", "generated"], !versions.length);
+    this.#fold("load", ["running", "waiting"], true);
     overTime(
       byId("throughput"),
       ["Tokens a second over the last minutes", ...versions].join("; "),
@@ -139,6 +141,14 @@ export class Dashboard {
     overTime(byId("load"), "Sequences over the last minutes", this.#points, lines, [], span);
   }
 
+  /** Where nothing has happened there is a sentence, and no chart of nothing. */
+  #fold(id, names, mayBeIdle) {
+    const isIdle = mayBeIdle && !this.#points.some((each) => names.some((name) => each[name]));
+    byId(id).toggleAttribute("hidden", isIdle);
+    byId(`${id}-legend`).hidden = isIdle;
+    byId(`${id}-idle`).hidden = !isIdle;
+  }
+
   #drawBlocks(engine) {
     const held = engine.num_blocks - engine.num_free_blocks;
     const kinds = [
@@ -157,6 +167,8 @@ export class Dashboard {
       .filter(([, microseconds]) => microseconds > 0)
       .map(([name, value], place) => [name, value, COLOURS[place % COLOURS.length]]);
     const said = phases.map(([name, value, colour]) => [name, shownSeconds(value / 1e6), colour]);
+    byId("phases").toggleAttribute("hidden", !phases.length);
+    byId("phases-idle").hidden = phases.length > 0;
     legend(byId("phases-legend"), said);
     stack(byId("phases"), said.map(([name, value]) => `${name} ${value}`).join(", "), phases);
   }
@@ -164,13 +176,14 @@ export class Dashboard {
   #drawLatency(id, name) {
     const { buckets, count, sum } = histogramOf(this.#metrics, name);
     const note = byId(`${id}-note`);
+    byId(id).toggleAttribute("hidden", !count);
     if (!count) {
       note.textContent = "none yet";
       return;
     }
     const at = (share) => shownSeconds(quantile(buckets, share * count));
     note.textContent =
-      `about ${at(0.5)} (half), ${at(0.95)} (95 %) · mean ${shownSeconds(sum / count)}` +
+      `median about ${at(0.5)} · 95 % within ${at(0.95)} · mean ${shownSeconds(sum / count)}` +
       ` · ${shown(count)} in all`;
     const first = buckets.findIndex((bucket) => bucket.own);
     const final = buckets.findLastIndex((bucket) => bucket.own);

@@ -22,6 +22,72 @@ export const html = (tag, attributes = {}, ...children) =>
 export const svg = (tag, attributes = {}, ...children) =>
   filled(document.createElementNS(SVG, tag), attributes, children);
 
+/** A small button. */
+export function button(text, press, attributes = {}) {
+  const made = html("button", { type: "button", class: "quiet small", ...attributes }, text);
+  made.addEventListener("click", press);
+  return made;
+}
+
+/** Makes a button do what cannot be undone only when it is pressed twice. */
+export function onSecondPress(made, act) {
+  const text = made.textContent;
+  let timer;
+  const calm = () => {
+    clearTimeout(timer);
+    made.textContent = text;
+    delete made.dataset.asked;
+  };
+  made.addEventListener("click", () => {
+    const isMeant = "asked" in made.dataset;
+    calm();
+    if (isMeant) return act();
+    made.dataset.asked = "";
+    made.textContent = `${text}? Press again`;
+    timer = setTimeout(calm, 4000);
+  });
+}
+
+/** A button that copies what `textOf` returns, and says that it did. */
+export function copyButton(textOf, text = "Copy", attributes = {}) {
+  const made = button(
+    text,
+    async () => {
+      made.textContent = (await copied(textOf())) ? "Copied" : "Cannot copy";
+      setTimeout(() => (made.textContent = text), 1500);
+    },
+    attributes,
+  );
+  return made;
+}
+
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copiedBySelection(text); // browsers have a clipboard for https and localhost only
+  }
+}
+
+function copiedBySelection(text) {
+  const area = html("textarea", { class: "visually-hidden", "aria-hidden": "true" });
+  const before = document.activeElement;
+  area.value = text;
+  (document.querySelector("dialog[open]") ?? document.body).append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  before?.focus({ preventScroll: true });
+  return done;
+}
+
+/** Shows a problem in its place, or, without a text, hides it. */
+export function report(place, text = "") {
+  place.textContent = text;
+  place.hidden = !text;
+}
+
 /** A number for people: 1,234 or 12.3. */
 export function shown(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -35,3 +101,6 @@ export function shownSeconds(value) {
   if (value < 1) return `${Number((value * 1000).toPrecision(3))} ms`;
   return `${Number(value.toPrecision(3))} s`;
 }
+
+/** Counts for people: "1 token", "12 tokens". */
+export const counted = (count, word) => `${shown(count)} ${word}${count === 1 ? "" : "s"}`;

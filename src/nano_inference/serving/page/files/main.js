@@ -1,17 +1,22 @@
-// What is common to both views: which one is shown, the server's state, its key.
+// What is common to all views: which one is shown, the server's state, its key.
 
 import { ask, key, keys, Refused, useKey } from "./api.js";
+import { startChat } from "./chat.js";
 import { Dashboard } from "./dashboard.js";
-import { byId, html } from "./dom.js";
-import { startPlayground } from "./playground.js";
+import { byId, html, shown } from "./dom.js";
+import { takeLink } from "./links.js";
+import { startSamples } from "./samples.js";
+import { about, learn } from "./server.js";
 
 const PERIOD = 1000; // ms between two looks at the server
 const PATIENCE = 5000; // ms that it may take to answer
 
 const dashboard = new Dashboard();
 
+const VIEWS = { "#/samples": "samples", "#/playground": "samples", "#/dashboard": "dashboard" };
+
 function showView() {
-  const wanted = location.hash === "#/dashboard" ? "dashboard" : "playground";
+  const wanted = VIEWS[location.hash] ?? "chat";
   for (const view of document.querySelectorAll("main")) view.hidden = view.id !== wanted;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.getAttribute("href") === `#/${wanted}`) link.setAttribute("aria-current", "page");
@@ -28,7 +33,15 @@ function say(state, text, detail = "") {
   status.title = detail;
 }
 
+/** The model, the type of its numbers and its context. */
+function identity() {
+  const { model, dtype, quantization, max_model_len: context } = about;
+  const type = [dtype, quantization && `weights ${quantization}`].filter(Boolean).join(", ");
+  return [model.split("/").pop(), type, `context ${shown(context)}`].filter(Boolean).join(" · ");
+}
+
 async function nameModels() {
+  await learn();
   const { data } = await (await ask("v1/models")).json();
   const pick = byId("pick");
   const picked = pick.value;
@@ -38,6 +51,7 @@ async function nameModels() {
     ),
   );
   if (data.some(({ id }) => id === picked)) pick.value = picked;
+  byId("pick-label").hidden = data.length < 2;
 }
 
 /** Look at the server for as long as the page is open. It may die and come again meanwhile. */
@@ -52,10 +66,10 @@ async function watch() {
       ]);
       if (!named) await nameModels();
       named = true;
-      byId("model").textContent = stats.model.split("/").pop();
       dashboard.take(stats, metrics);
       if (stats.restarting) say("wait", "the engine starts again…");
-      else say(stats.status === "ok" ? "ok" : "bad", stats.status);
+      else if (stats.status === "ok") say("ok", identity(), "The server is ready.");
+      else say("bad", stats.status);
     } catch (problem) {
       named = false;
       dashboard.miss();
@@ -64,7 +78,8 @@ async function watch() {
         await new Promise((done) => keys.addEventListener("changed", done, { once: true }));
         continue;
       }
-      say("wait", "reconnecting…", problem.message);
+      const isStarting = problem instanceof Refused && problem.code === "starting";
+      say("wait", isStarting ? "starting the engine…" : "reconnecting…", problem.message);
     }
     await new Promise((done) => setTimeout(done, PERIOD));
   }
@@ -95,8 +110,18 @@ function startKeys() {
   });
 }
 
+/** Fill in what a link says: when the page is opened with it, and when its address changes to it. */
+function follow(views) {
+  const fields = takeLink();
+  if (fields) views[fields.view === "samples" ? "samples" : "chat"](fields);
+}
+
 startKeys();
-startPlayground();
-addEventListener("hashchange", showView);
+const views = { chat: startChat(), samples: startSamples() };
+follow(views);
+addEventListener("hashchange", () => {
+  follow(views);
+  showView();
+});
 showView();
 watch();
