@@ -287,12 +287,10 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
         server.lifecycle.require_open()
         server.admission.require_room()
         asked = await read_request(request, server, read_embeddings)
-        held = 0, len(asked.prompts)
-        server.admission.require_room(len(asked.prompts))
-        server.admission.hold(*held)
+        server.lifecycle.require_open()  # it may have changed while the body came
         rows: list[bytes] = []
         seconds = server.config.request_timeout
-        try:
+        with server.admission.embedding(len(asked.prompts)):
             async with asyncio.timeout(seconds):  # all portions, and the wait for turns
                 for prompts in asked.portions():
                     async with turns:
@@ -301,8 +299,6 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
                         rows += await server.client.call(
                             "embed", prompts=prompts, adapter=asked.adapter, timeout=seconds
                         )
-        finally:
-            server.admission.let_go(*held)
         return json_reply(200, asked.answer(rows, server.require_served()))
 
 
