@@ -15,6 +15,7 @@ from nano_inference import InferenceEngine
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
 from nano_inference.serving.messages import Failed, Returned
+from nano_inference.serving.protocols.openai_embeddings import EmbeddingsAsked
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of
 from tests.serving.scripted import ScriptedClient
@@ -149,3 +150,25 @@ def test_the_deadline_is_that_of_the_whole_request() -> None:
         reply = httpx.post(f"{url}/v1/embeddings", json={"input": [[7]] * 40}, timeout=60)
     assert reply.status_code == 504
     assert len(client.calls) <= 3
+
+
+def test_a_large_answer_is_not_made_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+    told = EmbeddingsAsked._told  # pyright: ignore[reportPrivateUsage]
+
+    def watched(asked: EmbeddingsAsked, row: bytes) -> str | list[float]:
+        try:
+            asyncio.get_running_loop()
+            on_loop.append(True)
+        except RuntimeError:
+            on_loop.append(False)
+        return told(asked, row)
+
+    monkeypatch.setattr(EmbeddingsAsked, "_told", watched)
+    client = ScriptedClient()
+    client.returns["embed"] = [np.arange(50_000, dtype="<f4").tobytes()] * 8
+    with running_server(client, ServerConfig(port=0, in_process=True)) as url:
+        reply = httpx.post(f"{url}/v1/embeddings", json={"input": [[7]] * 8}, timeout=60)
+    rows = [each["embedding"] for each in reply.json()["data"]]
+    assert [row[-1] for row in rows] == [49_999.0] * 8
+    assert on_loop == [False] * 8

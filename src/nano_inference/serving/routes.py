@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 import nano_inference
 from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.edge.metrics import CONTENT_TYPE, leaked_blocks
-from nano_inference.serving.edge.replies import json_reply
+from nano_inference.serving.edge.replies import json_reply, reply_in_pieces
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.fleet.failover import BUCKETS
 from nano_inference.serving.fleet.fleet_client import FleetClient
@@ -299,7 +299,8 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
                         rows += await server.client.call(
                             "embed", prompts=prompts, adapter=asked.adapter, timeout=seconds
                         )
-        return json_reply(200, asked.answer(rows, server.require_served()))
+        body = asked.answer(rows, server.require_served())
+        return await reply_in_pieces(body, aside=True)
 
 
 def response_routes(router: APIRouter, server: Server) -> None:

@@ -271,6 +271,7 @@ def generation_route(
                 request,
                 server,
                 lambda body, served: protocol.prepare(body, served, record.request_id),
+                with_grammar=True,
             )
             builder.asks = affordable(builder.asks, server.require_served(), builder.names)
             num_samples = sum(ask.num_samples for ask in builder.asks)
@@ -299,10 +300,20 @@ def wanted_version(builder: Builder) -> int:
 
 
 async def read_request(
-    request: Request, server: Server, make: Callable[[bytes, Served], Made]
+    request: Request,
+    server: Server,
+    make: Callable[[bytes, Served], Made],
+    *,
+    with_grammar: bool = False,
 ) -> Made:
     """What is made of a body. Raises what `make` and `Bodies.read` do, `ApiError` 408 if the body
     takes too long to arrive, and what the server ends it by.
+
+    Args:
+        request: whose body is read.
+        server: whose limits hold.
+        make: called on the event loop with a small body, else in a thread.
+        with_grammar: the body may hold a grammar, whose check may take long.
     """
     config = server.config
     timeout = config.request_timeout
@@ -326,13 +337,14 @@ async def read_request(
         async with bodies.read(request, limit) as body:
             server.exchanges.discard(end)
             served = server.require_served()
-            if may_ask_for_grammar(body):
+            is_large = len(body) > LARGE
+            if with_grammar and (
+                await asyncio.to_thread(may_ask_for_grammar, body)
+                if is_large
+                else may_ask_for_grammar(body)
+            ):
                 return await server.with_grammar(partial(make, body, served))
-            return (
-                await asyncio.to_thread(make, body, served)
-                if len(body) > LARGE
-                else make(body, served)
-            )
+            return await asyncio.to_thread(make, body, served) if is_large else make(body, served)
     except TimeoutError:
         if not limit.expired():
             raise

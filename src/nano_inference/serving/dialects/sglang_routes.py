@@ -13,8 +13,6 @@ What is particular to this server:
 """
 
 import asyncio
-import base64
-import binascii
 import hashlib
 import json
 import time
@@ -27,12 +25,12 @@ from fastapi import APIRouter, Request, Response
 
 import nano_inference
 from nano_inference.serving.control import Control, OpenUpdate
+from nano_inference.serving.dialects.base64_bodies import decoded, read_with_file
 from nano_inference.serving.dialects.reading import (
     Answer,
     Fields,
     add_routes,
     checks_of,
-    fields_of,
     tensors_of,
 )
 from nano_inference.serving.dialects.shared import (
@@ -323,20 +321,25 @@ def _load_format(fields: Fields, known: Sequence[str]) -> str | None:
 
 async def _tensors_and_fields(
     request: Request, server: Server, *names: str
-) -> tuple[Fields, bytes]:
+) -> tuple[Fields, bytes | bytearray]:
     """What a request says, and the safetensors file that it brings: as the body, beside what the
     query says, or as base64 in the first of these fields that is there.
     """
+    server.lifecycle.require_open()
+    query = {name: request.query_params.getlist(name) for name in request.query_params}
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type == "application/octet-stream":
-        server.lifecycle.require_open()
         content = await read_request(request, server, lambda body, _: body)
-        query = {name: request.query_params.getlist(name) for name in request.query_params}
         fields = Fields({}, query)
         _load_format(fields, ("safetensors",))
         return fields, content
-    fields = await fields_of(request, server)
+    body, file = await read_request(
+        request, server, lambda body, _: read_with_file(body, server.config, names)
+    )
+    fields = Fields(body, query)
     _load_format(fields, ("safetensors",))
+    if file is not None:
+        return fields, file
     name = next((each for each in names if fields.value(each) is not None), names[0])
     given = fields.texts(name)
     if given is None or len(given) != 1:
@@ -345,10 +348,7 @@ async def _tensors_and_fields(
             "as the body, as application/octet-stream.",
             name,
         )
-    try:
-        return fields, base64.b64decode(given[0], validate=True)
-    except (binascii.Error, ValueError):
-        raise bad_request(f"{name} is not base64.", name) from None
+    return fields, decoded(given[0], name)  # of the query, which is short
 
 
 def routes(router: APIRouter, server: Server) -> None:

@@ -186,6 +186,7 @@ class Admission:
 
 # bytes of a body that are not counted: what others hold up keeps no ordinary request out
 SMALL = 64 * 1024
+LARGE = 1 << 22  # bytes of a body that is put together in a thread
 
 
 class Bodies:
@@ -223,7 +224,9 @@ class Bodies:
                         raise self._full()
                     self.pending += more
                     held += more
-            body = b"".join(pieces)
+            # joining megabytes lets other threads run, and takes long
+            join = b"".join
+            body = await asyncio.to_thread(join, pieces) if size > LARGE else join(pieces)
             pieces.clear()
             yield body
         finally:

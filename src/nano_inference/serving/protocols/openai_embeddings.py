@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from nano_inference.serving.protocols.answers import LazyArray
 from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_schema import Prompt
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, thing
@@ -74,10 +75,10 @@ class EmbeddingsAsked:
         count = sum(map(len, self.prompts))
         return {
             "object": "list",
-            "data": [
+            "data": LazyArray(
                 {"object": "embedding", "index": place, "embedding": self._told(row)}
                 for place, row in enumerate(rows)
-            ],
+            ),
             "model": self.adapter or served.name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
