@@ -16,6 +16,11 @@ def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, st
         match kind:
             case "sleep":
                 time.sleep(600)
+            case "rest":  # longer than the limit of time
+                time.sleep(1.0)
+            case "spin":
+                while True:
+                    pass
             case "eat":
                 held = [bytes(2**24) for _ in range(2**10)]
                 return held[0][:1]

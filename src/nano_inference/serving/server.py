@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +23,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.edge.admission import Admission, Bodies, Lifecycle
+from nano_inference.serving.edge.grammar_readers import GrammarReaders
 from nano_inference.serving.edge.metrics import Metrics
 from nano_inference.serving.edge.replies import (
     EventStream,
@@ -57,8 +57,7 @@ Made = TypeVar("Made")
 
 # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
 LINGER = 10.0
-GRAMMAR_SECONDS = 20.0  # that reading a request with a grammar may take
-GRAMMAR_THREADS = 2
+GRAMMAR_SECONDS = 20.0  # of CPU that reading a request with a grammar may take
 _GLANCE = 0.2  # seconds between two looks at the engine
 
 
@@ -102,7 +101,7 @@ class Server:
         endpoint = config.otlp_traces_endpoint
         self.tracer = None if endpoint is None else Tracer(endpoint)
         self.control = Control(self.client, self.config)
-        self._readers = ThreadPoolExecutor(GRAMMAR_THREADS, "read a grammar")
+        self.grammar_readers = GrammarReaders(GRAMMAR_SECONDS)
         self.admission = Admission(config, self.client, lambda: self.control.newest_version)
 
     def require_served(self) -> Served:
@@ -140,20 +139,6 @@ class Server:
         for end in list(self.exchanges):
             end(problem)
         self.client.end_calls(problem)
-
-    async def with_grammar(self, make: Callable[[], Made]) -> Made:
-        """What is made of a body that may hold a grammar, on threads of their own: compiling one
-        may take long. Raises what `make` does, and `ApiError` 400 where it takes too long.
-        """
-        try:
-            made = asyncio.get_running_loop().run_in_executor(self._readers, make)
-            return await asyncio.wait_for(made, GRAMMAR_SECONDS)
-        except TimeoutError:
-            raise ApiError(
-                400,
-                f"the request's grammar could not be checked within {GRAMMAR_SECONDS:g} seconds.",
-                headers=NO_RETRY,
-            ) from None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -343,7 +328,7 @@ async def read_request(
                 if is_large
                 else may_ask_for_grammar(body)
             ):
-                return await server.with_grammar(partial(make, body, served))
+                return await server.grammar_readers.read(partial(make, body, served), len(body))
             return await asyncio.to_thread(make, body, served) if is_large else make(body, served)
     except TimeoutError:
         if not limit.expired():

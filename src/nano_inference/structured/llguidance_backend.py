@@ -3,16 +3,19 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import (
+    COMPILER_STACK,
     Backend,
     GrammarError,
     Matcher,
@@ -20,27 +23,41 @@ from nano_inference.structured.backend import (
     fill_each,
     kept,
 )
+from nano_inference.structured.compile_process import CompileProcesses, Job
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.structural_tag import lark_of
 
 SILENT = 0  # log level
 # A lexer state takes 1 to 2 kB; what a grammar may take is bounded by their number.
 LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+SMALL = 4096  # characters of a grammar that is checked in place: that takes milliseconds
+STACK = COMPILER_STACK // 2  # bytes, of the thread that checks a large one
+_NO_VOCABULARY = Vocabulary("", 0, 0, (), lambda _: b"")  # checks need none
 FEW = 8  # matchers whose masks are made sooner by one thread
 MOST_THREADS = 16
 
 
 class LlguidanceBackend:
-    """Compiles with llguidance. Keeps the tokenizers that it has read."""
+    """Compiles with llguidance. Keeps the tokenizers that it has read.
+
+    Attributes:
+        processes: the children, which check large grammars.
+    """
 
     def __init__(self) -> None:
         self._tokenizer = kept(tokenizer_of)
+        self.processes = CompileProcesses(__name__, lambda _: [])
 
     def check(self, grammar: Grammar) -> None:
-        """See `Backend`."""
-        problem = LLMatcher.validate_grammar(_source(grammar), None, limits=LIMITS)
-        if problem and not problem.startswith("WARNING"):
-            raise InvalidRequest(_refusal(grammar, problem))
+        """See `Backend`. Large grammars are checked in a child process: some take many seconds, and
+        llguidance's recursion overflows the stack on others, which ends the process.
+        """
+        if len(grammar.text) <= SMALL:
+            _check(grammar)
+            return
+        job = Job("check", msgspec.json.encode(grammar).decode())
+        if refusal := self.processes.compile(grammar, _NO_VOCABULARY, job):
+            raise InvalidRequest(refusal.decode())
 
     def prepare(self, vocabulary: Vocabulary) -> None:
         """See `Backend`. Reading a tokenizer holds the interpreter's lock for a third of a
@@ -72,6 +89,36 @@ class LlguidanceBackend:
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
+
+
+def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
+    """In the child: what answers why a grammar is refused, or nothing. It has less stack than the
+    threads of an engine, which compile the grammar later.
+    """
+    threading.stack_size(STACK)
+
+    def check_one(_: str, source: str) -> bytes:
+        refusal = b""
+
+        def check() -> None:
+            nonlocal refusal
+            try:
+                _check(msgspec.json.decode(source, type=Grammar))
+            except InvalidRequest as problem:
+                refusal = str(problem).encode()
+
+        thread = threading.Thread(target=check, name="check a grammar")
+        thread.start()
+        thread.join()
+        return refusal
+
+    return check_one
+
+
+def _check(grammar: Grammar) -> None:
+    problem = LLMatcher.validate_grammar(_source(grammar), None, limits=LIMITS)
+    if problem and not problem.startswith("WARNING"):
+        raise InvalidRequest(_refusal(grammar, problem))
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
