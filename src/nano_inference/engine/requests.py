@@ -164,6 +164,8 @@ class RequestChecks:
 
     def _require_fit(self, prompt_len: int, max_tokens: int) -> None:
         longest = prompt_len + max_tokens
+        if prompt_len == self.max_model_len and max_tokens == 1:
+            return  # it is scored or embedded: the token that is drawn behind it needs no place
         if prompt_len >= self.max_model_len:
             raise RequestTooLarge(
                 f"the prompt of {prompt_len} tokens leaves no room in "

@@ -24,7 +24,6 @@ from nano_inference.serving.protocols.requests import (
     read_body,
     require_at_most,
     require_possible_length,
-    room,
 )
 
 AT_ONCE = 8  # inputs of one call of the engine: between two of them a request can end
@@ -103,6 +102,4 @@ def _token_ids(given: str | list[int], served: Served) -> list[int]:
     if isinstance(given, str):
         require_possible_length(given, served, "input")
         given = need_tokenizer(served).encode(given, add_special_tokens=True)
-    token_ids = checked_prompt(given, served, "input")
-    room(token_ids, 1, served, None, "input")
-    return token_ids
+    return checked_prompt(given, served, "input", least=0)
