@@ -45,7 +45,7 @@ def complete(
 
     Examples:
 
-    nano-inference complete -p "Once upon a time" --max-tokens 32
+    nano-inference complete --url http://127.0.0.1:8000 -p "Once upon a time" --max-tokens 32
     echo "Once upon a time" | nano-inference complete --url http://127.0.0.1:8000
     """
     text = _prompt(prompt, file)
