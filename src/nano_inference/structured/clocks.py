@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
@@ -48,10 +49,8 @@ def thread_clock() -> Clock | None:
 
     def read() -> float:
         nonlocal last
-        try:
+        with suppress(OSError):  # it has ended
             last = time.clock_gettime(clock_id)
-        except OSError:  # it has ended
-            pass
         return last
 
     return read
