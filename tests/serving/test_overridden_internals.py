@@ -35,6 +35,7 @@ PARAMETERS = {  # of uvicorn's methods, as `Connection` overrides or calls them
     "on_response_complete": ["self"],
     "pause_writing": ["self"],
     "resume_writing": ["self"],
+    "send_400_response": ["self", "msg"],
 }
 
 
