@@ -22,7 +22,7 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
-from nano_inference.serving.operations import operation_named, Received
+from nano_inference.serving.operations import Received, operation_named
 from nano_inference.types import Delta, TrainingSample
 from tests.serving.scripted import Script, ScriptedClient, _Sample
 
