@@ -446,11 +446,12 @@ def test_what_waits_for_weights_that_have_come_waits_like_all_others() -> None:
     client._receive(Ready(client._engine_info()))
     admission = Admission(ServerConfig(max_queued_samples=0), client, lambda: newest)
     admission.hold(3, 40)
-    client._open[0] = waiting = MagicMock(samples_left=40)
+    client._open.add(0, MagicMock(), 40, MagicMock())
     admission.require_room(30)
     newest = 3
     with pytest.raises(ApiError, match="40 samples run or wait"):
         admission.require_room(30)
     admission.let_go(3, 40)
-    waiting.samples_left = 2
+    for _ in range(38):
+        client._open.end_sample(0)
     admission.require_room(30)

@@ -15,6 +15,7 @@ from nano_inference import InferenceEngine
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
 from nano_inference.serving.messages import Failed, Returned
+from nano_inference.serving.protocols.openai_embeddings import EmbeddingsAsked
 from tests.models.tiny import tiny_llama
 from tests.serving.engines import config_of
 from tests.serving.scripted import ScriptedClient
@@ -88,6 +89,52 @@ def test_what_cannot_be_embedded_names_the_input(
     assert problem.value.param == "input"
 
 
+class StandingClient(ScriptedClient):
+    """Answers calls only once `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = False
+        self.returns["embed"] = [bytes(8)] * 8
+
+    def _later(self, message: Returned | Failed) -> None:
+        def answer() -> None:
+            self._receive(message) if self.go else self._later(message)
+
+        asyncio.get_running_loop().call_later(0.01, answer)
+
+
+def test_queued_inputs_count_against_max_queued_samples() -> None:
+    client = StandingClient()  # runs 32 samples at once
+    config = ServerConfig(port=0, in_process=True, max_queued_samples=8)
+
+    async def ask(url: str) -> list[int]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+            def embed(num_inputs: int) -> asyncio.Task[httpx.Response]:
+                body = {"input": [[7]] * num_inputs}
+                return asyncio.create_task(http.post("/v1/embeddings", json=body))
+
+            first = embed(40)
+            while not client.calls:
+                await asyncio.sleep(0.01)
+            refused = await asyncio.wait_for(embed(8), 30)
+            assert refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            completion = {"prompt": "Hi", "max_tokens": 1}
+            generation = await http.post("/v1/completions", json=completion)
+            client.go = True
+            answered = await first
+            after = await embed(40)
+            return [each.status_code for each in (refused, generation, answered, after)]
+
+    with running_server(client, config) as url:
+        try:
+            assert asyncio.run(ask(url)) == [429, 429, 200, 200]
+        finally:
+            client.go = True
+
+
 class SlowClient(ScriptedClient):
     """Takes a while for each call."""
 
@@ -103,3 +150,25 @@ def test_the_deadline_is_that_of_the_whole_request() -> None:
         reply = httpx.post(f"{url}/v1/embeddings", json={"input": [[7]] * 40}, timeout=60)
     assert reply.status_code == 504
     assert len(client.calls) <= 3
+
+
+def test_a_large_answer_is_not_made_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+    told = EmbeddingsAsked._told  # pyright: ignore[reportPrivateUsage]
+
+    def watched(asked: EmbeddingsAsked, row: bytes) -> str | list[float]:
+        try:
+            asyncio.get_running_loop()
+            on_loop.append(True)
+        except RuntimeError:
+            on_loop.append(False)
+        return told(asked, row)
+
+    monkeypatch.setattr(EmbeddingsAsked, "_told", watched)
+    client = ScriptedClient()
+    client.returns["embed"] = [np.arange(50_000, dtype="<f4").tobytes()] * 8
+    with running_server(client, ServerConfig(port=0, in_process=True)) as url:
+        reply = httpx.post(f"{url}/v1/embeddings", json={"input": [[7]] * 8}, timeout=60)
+    rows = [each["embedding"] for each in reply.json()["data"]]
+    assert [row[-1] for row in rows] == [49_999.0] * 8
+    assert on_loop == [False] * 8

@@ -8,14 +8,25 @@ from collections.abc import Callable, Sequence
 from nano_inference.structured.compile_process import MOST_RESULT
 
 
+def _spin() -> None:
+    while True:
+        pass
+
+
+_TAKE_LONG: dict[str, Callable[[], None]] = {
+    "sleep": lambda: time.sleep(600),
+    "rest": lambda: time.sleep(1.0),  # longer than the limit of time
+    "spin": _spin,
+}
+
+
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
     """Tells what it was started with; `kind` says how it goes wrong."""
     told = b",".join(tokens) + repr(tuple(ends)).encode()
 
     def compile_one(kind: str, source: str) -> bytes:
+        _TAKE_LONG.get(kind, lambda: None)()
         match kind:
-            case "sleep":
-                time.sleep(600)
             case "eat":
                 held = [bytes(2**24) for _ in range(2**10)]
                 return held[0][:1]

@@ -65,16 +65,26 @@ def test_what_ends_the_child_fails_its_grammar_alone(
     assert ids(children) != first, "another child"
 
 
-def test_one_that_takes_too_long_is_killed(children: CompileProcesses) -> None:
+@pytest.mark.parametrize(("kind", "limit"), [("spin", 0.3), ("sleep", 0.1)])
+def test_one_that_takes_too_long_is_killed(
+    kind: str, limit: float, children: CompileProcesses
+) -> None:
+    """By its CPU time; and one that sleeps after many times its limit."""
     compiled(children, "")
     before = ids(children)
-    children.time_limit = 0.3
-    with pytest.raises(CompilationStopped, match=r"took longer than 0\.3 seconds"):
-        compiled(children, "sleep")
+    children.time_limit = limit
+    with pytest.raises(CompilationStopped, match=rf"took longer than {limit:g} seconds"):
+        compiled(children, kind)
     assert not ids(children)
     assert not any(map(psutil.pid_exists, before))
     children.time_limit = PATIENCE
     assert compiled(children, "") == FINE
+
+
+def test_time_that_others_take_is_not_counted(children: CompileProcesses) -> None:
+    compiled(children, "")
+    children.time_limit = 0.5
+    assert compiled(children, "rest") == FINE
 
 
 def test_a_refusal_and_what_is_printed_leave_the_child_as_it_is(children: CompileProcesses) -> None:
@@ -98,7 +108,7 @@ def test_a_child_that_ended_while_it_was_idle_is_replaced(children: CompileProce
 
 
 def test_compilations_at_once_have_a_child_each(children: CompileProcesses) -> None:
-    children.time_limit = 5.0
+    children.time_limit = 0.5  # it sleeps for 15 times as long
     problems: list[Exception] = []
 
     def sleep() -> None:

@@ -24,7 +24,7 @@ from nano_inference.types import SamplingParams
 def embed(shared: SharedLoop, intake: Intake, prompts: Any, adapter: str | None) -> list[Tensor]:
     """See `InferenceEngine.embed`."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, adapter=adapter)
-    requests = intake.sequences(prompts, params, 1, False)
+    requests = intake.sequences(prompts, params, 1, False, embeds=True)
     found: dict[int, Tensor] = {}
     with _rows_of(shared) as rows:
 

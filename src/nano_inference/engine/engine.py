@@ -437,8 +437,8 @@ class InferenceEngine:
         logits of the next token are made from. Its bits depend on the weights and on the prompt.
 
         Args:
-            prompts: one prompt or a list of them, as `generate` takes them; each leaves room for
-                one token in `max_model_len`.
+            prompts: one prompt or a list of them, as `generate` takes them, of up to
+                `max_model_len` tokens.
             adapter: name of a loaded adapter.
 
         Returns float32 [hidden size] a prompt, on the CPU. Any thread may call this. Raises

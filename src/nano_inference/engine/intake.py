@@ -88,12 +88,14 @@ class Intake:
         num_samples: int,
         stream: bool,
         num_wanted: int | None = None,
+        *,
+        embeds: bool = False,
     ) -> list[Sequence]:
         """One request a prompt; raises as `sequence` does."""
         many, one = many_prompts(prompts), self.sequence
         pairs = zip(many, params_for(sampling_params, len(many)), strict=True)
         return [
-            one(prompt, each, num_samples, stream=stream, num_wanted=num_wanted)
+            one(prompt, each, num_samples, stream=stream, embeds=embeds, num_wanted=num_wanted)
             for prompt, each in pairs
         ]
 
@@ -105,16 +107,17 @@ class Intake:
         *,
         stream: bool,
         request_id: int | None = None,
+        embeds: bool = False,
         **limits: Unpack[Limits],
     ) -> Sequence:
         """A new request. Raises `InvalidRequest` (`VersionGone` for an `exact_version`) or
-        `RequestTooLarge`.
+        `RequestTooLarge`. `embeds`: see `RequestChecks.require`.
         """
         checks = self.checks
         self.request_ids(request_id)
         token_ids = checks.token_ids(prompt)
         most_mask_ids = checks.require(
-            len(token_ids), params, num_samples, limits.get("max_entries")
+            *(len(token_ids), params, num_samples, limits.get("max_entries")), embeds=embeds
         )
         for name in ("min_version", "max_staleness", "exact_version"):
             _require_version(name, limits.get(name))

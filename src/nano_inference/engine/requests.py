@@ -63,7 +63,13 @@ class RequestChecks:
             ) from problem
 
     def require(
-        self, prompt_len: int, params: Any, num_samples: Any, max_entries: int | None = None
+        self,
+        prompt_len: int,
+        params: Any,
+        num_samples: Any,
+        max_entries: int | None = None,
+        *,
+        embeds: bool = False,
     ) -> int:
         """Raise `InvalidRequest` or `RequestTooLarge` for what this engine cannot serve.
 
@@ -73,6 +79,7 @@ class RequestChecks:
             num_samples: of the request.
             max_entries: what it may cost, if that is less than any request may; see
                 `nano_inference.budget`.
+            embeds: the prompt is embedded, and the token behind it is not wanted.
 
         Returns:
             ids that the mask of each sample may have in all.
@@ -87,7 +94,10 @@ class RequestChecks:
                 "which is off."
             )
         self._require_vocabulary(params)
-        self._require_fit(prompt_len, params.max_tokens)
+        # the token that is drawn behind a prompt which is scored or embedded needs no place
+        is_read = params.max_tokens == 1 and (params.prompt_logprobs or embeds)
+        fills = is_read and prompt_len == self.max_model_len
+        self._require_fit(prompt_len, 0 if fills else params.max_tokens)
         if params.routed_experts and not self.experts_per_token:
             raise InvalidRequest(
                 "routed_experts=True needs an engine that keeps a record of them; build it with "
@@ -164,7 +174,7 @@ class RequestChecks:
 
     def _require_fit(self, prompt_len: int, max_tokens: int) -> None:
         longest = prompt_len + max_tokens
-        if prompt_len >= self.max_model_len:
+        if prompt_len >= self.max_model_len and max_tokens:
             raise RequestTooLarge(
                 f"the prompt of {prompt_len} tokens leaves no room in "
                 f"max_model_len={self.max_model_len}; at most "

@@ -8,8 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
@@ -36,6 +35,7 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
+from nano_inference.serving.open_requests import OpenRequests, Receiver
 from nano_inference.serving.operations import Operation, operation_named
 from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
@@ -53,23 +53,6 @@ BUSY_SILENCE = 10.0
 
 _DECODER = msgspec.msgpack.Decoder(FromEngine)
 _ENCODER = msgspec.msgpack.Encoder()
-
-
-class Receiver(Protocol):
-    """Where a request's deltas go."""
-
-    @property
-    def name(self) -> str | None:
-        """By which `abort` knows the request."""
-        ...
-
-    def put(self, delta: Delta) -> None:
-        """A delta has come."""
-        ...
-
-    def fail(self, problem: Exception) -> None:
-        """Nothing more will come."""
-        ...
 
 
 class RequestStream:
@@ -142,21 +125,6 @@ class RequestStream:
             self._waiter.set_result(None)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request that has not ended.
-
-    Attributes:
-        receiver: where its deltas go.
-        samples_left: of its samples, how many have not ended.
-        asked: what its samples have in common.
-    """
-
-    receiver: Receiver
-    samples_left: int
-    asked: AskedParts
-
-
 class EngineClient(ABC):
     """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back
     (`_receive`).
@@ -181,7 +149,7 @@ class EngineClient(ABC):
         self._max_backlog = max_backlog
         self._restart = restart  # a new engine is started in the place of one that has died
         self._ids = itertools.count()
-        self._open: dict[int, _Open] = {}
+        self._open = OpenRequests()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_aborts = self._num_taken_in = 0  # sent, and those that the engine has taken in
         self._taking_in = asyncio.Lock()
@@ -223,7 +191,7 @@ class EngineClient(ABC):
     @property
     def num_samples(self) -> int:
         """Samples that run or wait."""
-        return sum(each.samples_left for each in self._open.values())
+        return self._open.num_samples
 
     def submit(
         self,
@@ -254,7 +222,7 @@ class EngineClient(ABC):
 
     def is_live(self, name: str | None) -> bool:
         """Whether a request of this name has not ended."""
-        return any(each.receiver.name == name for each in self._open.values())
+        return self._open.has_name(name)
 
     def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
         """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For
@@ -268,7 +236,7 @@ class EngineClient(ABC):
 
     def give_up(self, request_id: int) -> None:
         """No more of a request is wanted."""
-        if self._open.pop(request_id, None) is not None and self._dead is None:
+        if self._open.remove(request_id) is not None and self._dead is None:
             self._send(Abort([request_id]))
 
     def end_soon(self, request_ids: list[int]) -> None:
@@ -289,7 +257,7 @@ class EngineClient(ABC):
         now = time.monotonic()
         if self._heard is not None and now - self._heard >= SILENCE + seconds:
             return True
-        return bool(self._open or self._busy) and now - self._progress >= seconds
+        return bool(len(self._open) or self._busy) and now - self._progress >= seconds
 
     @property
     def is_silent(self) -> bool:
@@ -309,11 +277,7 @@ class EngineClient(ABC):
         `call` does.
         """
         self._require_alive()
-        found = [
-            request_id
-            for request_id, each in self._open.items()
-            if names is None or each.receiver.name in names
-        ]
+        found = self._open.named(names)
         if found:
             self._send(Abort(found, answered=True))
             self._num_aborts += 1
@@ -387,11 +351,11 @@ class EngineClient(ABC):
     ) -> None:
         if not self._open:
             self._progress = time.monotonic()
-        self._open[message.request_id] = _Open(receiver, num_samples, AskedParts(message))
+        self._open.add(message.request_id, receiver, num_samples, AskedParts(message))
         try:
             hand_over()
         except Exception:
-            del self._open[message.request_id]
+            self._open.remove(message.request_id)
             raise
 
     def _receive(self, message: FromEngine) -> None:
@@ -458,13 +422,11 @@ class EngineClient(ABC):
             return
         if delta.finished is not None:
             delta = request.asked.complete(delta)
-            request.samples_left -= 1
-            if not request.samples_left:
-                del self._open[request_id]
+            self._open.end_sample(request_id)
         request.receiver.put(delta)
 
     def _end(self, request_id: int, problem: Exception) -> None:
-        request = self._open.pop(request_id, None)
+        request = self._open.remove(request_id)
         if request is not None:
             request.receiver.fail(problem)
 

@@ -162,7 +162,7 @@ class _EngineState:
     adapters: Mapping[str, AdapterInfo] | None = None  # None: those that it started with
 
 
-def require_safetensors(content: bytes) -> None:
+def require_safetensors(content: bytes | bytearray) -> None:
     """Raise `ApiError` for what is no safetensors file, and certainly for what would run code when
     it is read.
     """
@@ -412,7 +412,7 @@ class Control:
         """
         return await self._receive("receive_stream", None, [{"group": group}])
 
-    async def receive_file(self, content: bytes) -> Received:
+    async def receive_file(self, content: bytes | bytearray) -> Received:
         """Take the tensors of a safetensors file, given whole. A pickle is refused by its first
         bytes, and named.
         """
@@ -488,7 +488,7 @@ class Control:
         name: str,
         timeout: float | None,
         calls: Iterable[dict[str, Any]],
-        content: bytes | None = None,
+        content: bytes | bytearray | None = None,
     ) -> Received:
         """Receiving calls of one request, one after the other."""
         async with self._next(timeout) as (update, seconds):
@@ -706,7 +706,11 @@ class Control:
             return await self._load_adapter("load_adapter", name=name, source=folder)
 
     async def load_adapter_file(
-        self, name: str, content: bytes, config: Mapping[str, Any], version: int | None = None
+        self,
+        name: str,
+        content: bytes | bytearray,
+        config: Mapping[str, Any],
+        version: int | None = None,
     ) -> AdapterInfo:
         """As `load_adapter`, of the bytes of a safetensors file and what PEFT's
         `adapter_config.json` says. `version`: a number above those of this name; None counts up.

@@ -65,7 +65,7 @@ class EngineCore:
     waits for a step.
 
     Args:
-        engine: it.
+        engine: that is run.
         emit: takes what there is to tell. Called by any thread.
     """
 

@@ -343,7 +343,10 @@ class EngineWeights:
     def describe(self) -> dict[str, Any]:
         """What kind of engine it is, in words and numbers."""
         engine = self._engine
+        most = max(engine.config.max_loras, len(engine.config.loras))
         return {
+            "max_loras": most,
+            "max_lora_rank": engine.config.max_lora_rank if most else 0,
             "device": str(engine.model.device),
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "architecture": engine.spec.architecture,

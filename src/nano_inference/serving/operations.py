@@ -21,10 +21,11 @@ MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has p
 Deadline = Literal["caller", "engine"]
 # What a fleet does. one: asks one, by turns, and the next where it dies. first: asks all, returns
 # the answer of the first. same: all must give the same answer. any: whether one says yes. joined:
-# `Operation.join` makes one answer of all. undone: where one fails, the others undo it
-# (`Operation.undo`). members: by those replicas that take part in the open weight update; what
-# fails on one ends the update on all. own: by a method of `FleetOperations`. replica: never of a
-# fleet, but of one replica by another.
+# `Operation.join` makes one answer of all. undone: if one fails, the others undo it, by
+# `Operation.undo` with those of the arguments that it takes. members: by those replicas that take
+# part in the open weight update; what fails on one ends the update on all. own: by a method of
+# `FleetOperations`, which may undo it with other arguments. replica: never of a fleet, but of one
+# replica by another.
 FleetPolicy = Literal[
     "one", "first", "same", "any", "joined", "undone", "members", "own", "replica"
 ]
@@ -127,8 +128,8 @@ _ROWS = (
     Operation("resume", "engine.shared.end_pause", "own"),
     Operation("is_paused", "engine.is_paused", "any"),
     Operation("flush_cache", "engine.flush_cache", "own"),
-    Operation("sleep", "engine.sleep", "undone", {"memory": Sequence[Memory]}, undo="wake"),
-    Operation("wake", "engine.wake", "undone", {"memory": Sequence[Memory] | None}, undo="sleep"),
+    Operation("sleep", "engine.sleep", "own", {"memory": Sequence[Memory]}, undo="wake"),
+    Operation("wake", "engine.wake", "own", {"memory": Sequence[Memory] | None}, undo="sleep"),
     Operation("sleeping", "engine.sleeping", "first", returns=tuple[Memory, ...]),
     # what was said before it has happened when it returns
     Operation("take_in", "engine.shared.handle", "first"),
@@ -136,7 +137,7 @@ _ROWS = (
     Operation(
         "join_group",
         "weights.join_group",
-        "undone",
+        "own",
         {
             "group": str,
             "named": bool,
@@ -156,7 +157,7 @@ _ROWS = (
     Operation(
         "begin_update",
         "weights.begin_update",
-        "undone",
+        "own",
         _SESSION | {"known": int | None, "complete": bool, "check_finite": bool},
         undo="cancel_update",
     ),

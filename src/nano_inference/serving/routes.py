@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 import nano_inference
 from nano_inference.errors import NanoInferenceError
 from nano_inference.serving.edge.metrics import CONTENT_TYPE, leaked_blocks
-from nano_inference.serving.edge.replies import json_reply
+from nano_inference.serving.edge.replies import json_reply, reply_in_pieces
 from nano_inference.serving.errors import ApiError, bad_request
 from nano_inference.serving.fleet.failover import BUCKETS
 from nano_inference.serving.fleet.fleet_client import FleetClient
@@ -280,20 +280,16 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
 
     @router.post(
         "/v1/embeddings",
-        openapi_extra=operation(
-            EmbeddingsRequest, EMBEDDINGS, summary="Embed a text"
-        ),
+        openapi_extra=operation(EmbeddingsRequest, EMBEDDINGS, summary="Embed a text"),
     )
     async def embeddings(request: Request) -> Response:
         server.lifecycle.require_open()
         server.admission.require_room()
         asked = await read_request(request, server, read_embeddings)
-        held = 0, len(asked.prompts)
-        server.admission.require_room(len(asked.prompts))
-        server.admission.hold(*held)
+        server.lifecycle.require_open()  # it may have changed while the body came
         rows: list[bytes] = []
         seconds = server.config.request_timeout
-        try:
+        with server.admission.embedding(len(asked.prompts)):
             async with asyncio.timeout(seconds):  # all portions, and the wait for turns
                 for prompts in asked.portions():
                     async with turns:
@@ -302,9 +298,8 @@ def embedding_routes(router: APIRouter, server: Server) -> None:
                         rows += await server.client.call(
                             "embed", prompts=prompts, adapter=asked.adapter, timeout=seconds
                         )
-        finally:
-            server.admission.let_go(*held)
-        return json_reply(200, asked.answer(rows, server.require_served()))
+        body = asked.answer(rows, server.require_served())
+        return await reply_in_pieces(body, aside=True)
 
 
 def response_routes(router: APIRouter, server: Server) -> None:

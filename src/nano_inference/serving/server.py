@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +23,7 @@ from nano_inference.serving.client import EngineClient
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.control import Control
 from nano_inference.serving.edge.admission import Admission, Bodies, Lifecycle
+from nano_inference.serving.edge.grammar_readers import GrammarReaders
 from nano_inference.serving.edge.metrics import Metrics
 from nano_inference.serving.edge.replies import (
     EventStream,
@@ -57,8 +57,7 @@ Made = TypeVar("Made")
 
 # seconds that a server without an engine answers 503, so that it is seen to be down, before it ends
 LINGER = 10.0
-GRAMMAR_SECONDS = 20.0  # that reading a request with a grammar may take
-GRAMMAR_THREADS = 2
+GRAMMAR_SECONDS = 20.0  # of CPU that reading a request with a grammar may take
 _GLANCE = 0.2  # seconds between two looks at the engine
 
 
@@ -104,7 +103,7 @@ class Server:
         endpoint = config.otlp_traces_endpoint
         self.tracer = None if endpoint is None else Tracer(endpoint)
         self.control = Control(self.client, self.config)
-        self._readers = ThreadPoolExecutor(GRAMMAR_THREADS, "read a grammar")
+        self.grammar_readers = GrammarReaders(GRAMMAR_SECONDS)
         self.admission = Admission(config, self.client, lambda: self.control.newest_version)
 
     def require_served(self) -> Served:
@@ -138,20 +137,6 @@ class Server:
         for end in list(self.exchanges):
             end(problem)
         self.client.end_calls(problem)
-
-    async def with_grammar(self, make: Callable[[], Made]) -> Made:
-        """What is made of a body that may hold a grammar, on threads of their own: compiling one
-        may take long. Raises what `make` does, and `ApiError` 400 where it takes too long.
-        """
-        try:
-            made = asyncio.get_running_loop().run_in_executor(self._readers, make)
-            return await asyncio.wait_for(made, GRAMMAR_SECONDS)
-        except TimeoutError:
-            raise ApiError(
-                400,
-                f"the request's grammar could not be checked within {GRAMMAR_SECONDS:g} seconds.",
-                headers=NO_RETRY,
-            ) from None
 
     def listens_at(self, url: str) -> None:
         """Note the address, from which on requests can arrive."""
@@ -287,6 +272,7 @@ def generation_route(
                 request,
                 server,
                 lambda body, served: protocol.prepare(body, served, record.request_id),
+                with_grammar=True,
             )
             builder.asks = affordable(builder.asks, server.require_served(), builder.names)
             num_samples = sum(ask.num_samples for ask in builder.asks)
@@ -315,10 +301,20 @@ def wanted_version(builder: Builder) -> int:
 
 
 async def read_request(
-    request: Request, server: Server, make: Callable[[bytes, Served], Made]
+    request: Request,
+    server: Server,
+    make: Callable[[bytes, Served], Made],
+    *,
+    with_grammar: bool = False,
 ) -> Made:
     """What is made of a body. Raises what `make` and `Bodies.read` do, `ApiError` 408 if the body
     takes too long to arrive, and what the server ends it by.
+
+    Args:
+        request: whose body is read.
+        server: whose limits hold.
+        make: called on the event loop with a small body, else in a thread.
+        with_grammar: the body may hold a grammar, whose check may take long.
     """
     config = server.config
     timeout = config.request_timeout
@@ -342,13 +338,14 @@ async def read_request(
         async with bodies.read(request, limit) as body:
             server.exchanges.discard(end)
             served = server.require_served()
-            if may_ask_for_grammar(body):
-                return await server.with_grammar(partial(make, body, served))
-            return (
-                await asyncio.to_thread(make, body, served)
-                if len(body) > LARGE
-                else make(body, served)
-            )
+            is_large = len(body) > LARGE
+            if with_grammar and (
+                await asyncio.to_thread(may_ask_for_grammar, body)
+                if is_large
+                else may_ask_for_grammar(body)
+            ):
+                return await server.grammar_readers.read(partial(make, body, served), len(body))
+            return await asyncio.to_thread(make, body, served) if is_large else make(body, served)
     except TimeoutError:
         if not limit.expired():
             raise

@@ -15,6 +15,8 @@ import numpy as np
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.grammar import BackendName, Grammar
 
+# bytes of the stack of threads that compile; what checks a grammar first has less
+COMPILER_STACK = 2**24
 MOST_KEPT = 4  # vocabularies that a backend has read
 
 Read = TypeVar("Read")

@@ -7,7 +7,6 @@ child is killed, and the next grammar gets another one.
 import socket
 import subprocess
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,15 +14,18 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import msgspec
+import psutil
 
 from nano_inference.child_process import start_child
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import CompilationStopped, Vocabulary
+from nano_inference.structured.clocks import Clock, Spent, process_clock
 from nano_inference.structured.grammar import Grammar
 
 CHILD = "nano_inference.structured.compile_child"
 START_LIMIT = 120.0  # seconds, for imports and the vocabulary
-TIME_LIMIT = 20.0  # seconds of a grammar; the compiler's own limit is longer
+TIME_LIMIT = 20.0  # seconds of CPU of a grammar; the compiler's own limit is longer
+LEAST_WAIT = 0.01  # seconds between two looks at its clock
 MEMORY = 2 * 2**30  # bytes that a grammar may take
 MOST_RESULT = 2**26  # bytes of a compiled grammar: many are kept
 OUT_OF_MEMORY = 77  # exit code
@@ -72,8 +74,10 @@ class CompileProcesses:
     Args:
         module: see `Begin`.
         tokens_of: the bytes of a vocabulary's tokens.
-        time_limit: seconds that a grammar may take.
+        time_limit: seconds of CPU that a grammar may take; also by the wall clock, where they are
+            `clocks.PATIENCE` times as many.
         memory: bytes that it may take.
+        clock_of: the clock of a process, by its id.
     """
 
     def __init__(
@@ -82,8 +86,10 @@ class CompileProcesses:
         tokens_of: Callable[[Vocabulary], list[bytes]],
         time_limit: float = TIME_LIMIT,
         memory: int = MEMORY,
+        clock_of: Callable[[int], Clock | None] = process_clock,
     ) -> None:
         self._module, self._tokens_of = module, tokens_of
+        self._clock_of = clock_of
         self.time_limit, self.memory = time_limit, memory
         self._idle: dict[str, list[_Child]] = {}  # by vocabulary
         self._lock = threading.Lock()
@@ -107,7 +113,7 @@ class CompileProcesses:
         """
         child = self._take(vocabulary)
         try:
-            answer = child.ask(job, self.time_limit)
+            answer = child.ask(job, self.time_limit, self._clock_of)
         except _Ended as problem:
             child.kill()
             raise CompilationStopped(
@@ -169,7 +175,8 @@ class _Child:
             self._process = start_child(CHILD, begin, keep=[theirs.fileno()])
             self._channel = Connection(ours.detach())
         try:
-            ready = self._exchange(words, START_LIMIT)
+            # by the wall clock: what it waits for may be the disk
+            ready = self._exchange(words, START_LIMIT, lambda _: None)
         except _Ended as problem:
             self.kill()
             raise CompilationStopped(f"the process that compiles grammars: {problem}.") from None
@@ -182,9 +189,9 @@ class _Child:
         """Whether it waits for grammars. It ends by itself when none come for long."""
         return self._process.poll() is None
 
-    def ask(self, job: Job, limit: float) -> Answer:
+    def ask(self, job: Job, limit: float, clock_of: Callable[[int], Clock | None]) -> Answer:
         """Raises `_Ended`."""
-        return self._exchange(job, limit)
+        return self._exchange(job, limit, clock_of)
 
     def kill(self) -> None:
         """End it now."""
@@ -195,14 +202,17 @@ class _Child:
         if self._process.stdin is not None:
             self._process.stdin.close()
 
-    def _exchange(self, message: msgspec.Struct, limit: float) -> Answer:
-        until = time.monotonic() + limit
+    def _exchange(
+        self, message: msgspec.Struct, limit: float, clock_of: Callable[[int], Clock | None]
+    ) -> Answer:
         try:
+            spent = Spent(limit, clock_of(self._process.pid))
             self._channel.send_bytes(msgspec.msgpack.encode(message))
-            if not self._channel.poll(max(until - time.monotonic(), 0)):
-                raise _Ended(f"its compilation took longer than {limit:g} seconds")
+            while not self._channel.poll(max(spent.left, LEAST_WAIT)):
+                if not spent.left:
+                    raise _Ended(f"its compilation took longer than {limit:g} seconds")
             return msgspec.msgpack.decode(self._channel.recv_bytes(), type=Answer)
-        except (EOFError, OSError):
+        except (EOFError, OSError, psutil.NoSuchProcess):
             raise _Ended(self._ending()) from None
 
     def _ending(self) -> str:

@@ -16,12 +16,14 @@ import numpy as np
 
 from nano_inference.errors import EngineDead, InvalidRequest
 from nano_inference.structured.backend import (
+    COMPILER_STACK,
     CompilationStopped,
     GrammarError,
     Matcher,
     Vocabulary,
     backend_named,
 )
+from nano_inference.structured.clocks import Spent, thread_clock
 from nano_inference.structured.grammar import REFUSED, BackendName, Grammar
 from nano_inference.structured.mask_bits import cut_to, num_words
 from nano_inference.structured.matching import GrammarState
@@ -30,8 +32,9 @@ from nano_inference.structured.thought import Thought, Thoughts
 logger = logging.getLogger("nano_inference")
 
 MOST_CACHED = 128  # compiled grammars that are kept
-TIME_LIMIT = 30.0  # seconds that a compilation may take
-WAIT_LIMIT = 60.0  # seconds that a caller waits for one, with those before it
+TIME_LIMIT = 30.0  # seconds of CPU that a compilation may take
+WAIT_LIMIT = 300.0  # seconds that a caller waits for one, with those before it
+LEAST_WAIT = 0.01  # seconds between two looks at the clock of a compilation
 MOST_STUCK = 4  # threads beyond their time limit that are replaced
 
 
@@ -54,7 +57,8 @@ class GrammarCompiler:
             where there is none.
         backend: for grammars that name none.
         num_threads: compilations at once; None: half of the cores.
-        time_limit: seconds that one may take. It fails the requests that wait for it; for a later
+        time_limit: seconds of CPU that one may take; also by the wall clock, where they are
+            `clocks.PATIENCE` times as many. It fails the requests that wait for it; for a later
             request the grammar is compiled anew.
 
     Attributes:
@@ -181,7 +185,11 @@ class GrammarCompiler:
 
     def _add_thread(self) -> None:
         self._num_threads += 1
-        threading.Thread(target=self._work, name="grammars", daemon=True).start()
+        before = threading.stack_size(COMPILER_STACK)
+        try:
+            threading.Thread(target=self._work, name="grammars", daemon=True).start()
+        finally:
+            threading.stack_size(before)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -193,14 +201,13 @@ class GrammarCompiler:
                 logger.exception("a grammar's job raised: a bug of the engine.")
 
     def _compile(self, grammar: Grammar, promise: Future[Compiled]) -> None:
-        clock = threading.Timer(self.time_limit, self._give_up, (grammar, promise))
-        clock.daemon = True
+        watch = _Watch(self.time_limit, lambda: self._give_up(grammar, promise))
         begun = time.perf_counter()
         try:
             vocabulary = self.vocabulary()
             backend = backend_named(grammar.backend or self._default)
             backend.prepare(vocabulary)  # what it imports and starts is no grammar's time
-            clock.start()
+            watch.start()
             matcher = backend.compile(grammar, vocabulary)
             first = np.zeros(num_words(vocabulary.size), dtype=np.int32)
             matcher.fill(first)  # backends are lazy: a first mask may take longest
@@ -210,7 +217,7 @@ class GrammarCompiler:
             outcome = InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {problem}.")
         except Exception as problem:
             outcome = problem
-        clock.cancel()
+        watch.cancel()
         with self._lock:
             self.seconds += time.perf_counter() - begun
             if _may_pass(outcome):
@@ -288,6 +295,41 @@ def _end(promise: Future[Compiled]) -> Future[Compiled]:
     with suppress(InvalidStateError):  # it came in that moment
         promise.set_exception(EngineDead("the engine was shut down; build a new one."))
     return promise
+
+
+class _Watch:
+    """Calls `late` once the thread that makes this has worked for `limit` seconds since `start`."""
+
+    def __init__(self, limit: float, late: Callable[[], None]) -> None:
+        self._limit, self._late = limit, late
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._timer: threading.Timer | None = None
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._spent = Spent(self._limit, thread_clock())
+        self._wait()
+
+    def cancel(self) -> None:
+        """Call nothing any more."""
+        with self._lock:
+            self._is_over = True
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _wait(self) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._timer = threading.Timer(max(self._spent.left, LEAST_WAIT), self._look)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _look(self) -> None:
+        if self._spent.left:
+            self._wait()
+        elif not self._is_over:
+            self._late()
 
 
 class _Abandoned(Exception):

@@ -3,9 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
@@ -13,6 +15,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import (
+    COMPILER_STACK,
     Backend,
     GrammarError,
     Matcher,
@@ -25,24 +28,49 @@ from nano_inference.structured.llguidance_tokenizer import tokenizer_of
 from nano_inference.structured.pattern_names import without_spent_patterns
 from nano_inference.structured.structural_tag import lark_of
 
+if TYPE_CHECKING:
+    from nano_inference.structured.compile_process import CompileProcesses
+
 SILENT = 0  # log level
 # A lexer state takes 1 to 2 kB; what a grammar may take is bounded by their number.
 LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+SMALL = 4096  # characters of a grammar that is checked in place: that takes milliseconds
+STACK = COMPILER_STACK // 2  # bytes, of the thread that checks a large one
+_NO_VOCABULARY = Vocabulary("", 0, 0, (), lambda _: b"")  # checks need none
 FEW = 8  # matchers whose masks are made sooner by one thread
 MOST_THREADS = 16
 
 
 class LlguidanceBackend:
-    """Compiles with llguidance. Keeps the tokenizers that it has read."""
+    """Compiles with llguidance. Keeps the tokenizers that it has read.
+
+    Attributes:
+        processes: the children, which check large grammars.
+    """
 
     def __init__(self) -> None:
         self._tokenizer = kept(tokenizer_of)
 
+    @cached_property
+    def processes(self) -> "CompileProcesses":
+        from nano_inference.structured.compile_process import CompileProcesses
+
+        return CompileProcesses(__name__, lambda _: [])
+
     def check(self, grammar: Grammar) -> None:
-        """See `Backend`."""
-        problem = LLMatcher.validate_grammar(_source(grammar), None, limits=LIMITS)
-        if problem and not problem.startswith("WARNING"):
-            raise InvalidRequest(_refusal(grammar, problem))
+        """See `Backend`. Large grammars are checked in a child process: some take many seconds, and
+        llguidance's recursion overflows the stack on others, which ends the process.
+        """
+        if len(grammar.text) <= SMALL or find_spec("msgspec") is None:  # every server has it
+            _check(grammar)
+            return
+        import msgspec
+
+        from nano_inference.structured.compile_process import Job
+
+        job = Job("check", msgspec.json.encode(grammar).decode())
+        if refusal := self.processes.compile(grammar, _NO_VOCABULARY, job):
+            raise InvalidRequest(refusal.decode())
 
     def prepare(self, vocabulary: Vocabulary) -> None:
         """See `Backend`. Reading a tokenizer holds the interpreter's lock for a third of a
@@ -74,6 +102,38 @@ class LlguidanceBackend:
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
+
+
+def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
+    """In the child: what answers why a grammar is refused, or nothing. It has less stack than the
+    threads of an engine, which compile the grammar later.
+    """
+    import msgspec
+
+    threading.stack_size(STACK)
+
+    def check_one(_: str, source: str) -> bytes:
+        refusal = b""
+
+        def check() -> None:
+            nonlocal refusal
+            try:
+                _check(msgspec.json.decode(source, type=Grammar))
+            except InvalidRequest as problem:
+                refusal = str(problem).encode()
+
+        thread = threading.Thread(target=check, name="check a grammar")
+        thread.start()
+        thread.join()
+        return refusal
+
+    return check_one
+
+
+def _check(grammar: Grammar) -> None:
+    problem = LLMatcher.validate_grammar(_source(grammar), None, limits=LIMITS)
+    if problem and not problem.startswith("WARNING"):
+        raise InvalidRequest(_refusal(grammar, problem))
 
 
 class _Limits:

@@ -22,7 +22,7 @@ from nano_inference.serving.messages import (
     Returned,
     ToEngine,
 )
-from nano_inference.serving.operations import OPERATIONS, Received
+from nano_inference.serving.operations import Received, operation_named
 from nano_inference.types import Delta, TrainingSample
 from tests.serving.scripted import Script, ScriptedClient, _Sample
 
@@ -145,7 +145,7 @@ class Engine(ScriptedClient):
             "pause": True,
         }
         value = special.get(name, self.returns.get(name))
-        if OPERATIONS[name].returns is Received:
+        if operation_named(name).returns is Received:
             value = Received()
         return self._receive(Returned(call_id, value))
 

@@ -3,10 +3,12 @@ nobody changes.
 """
 
 import asyncio
+from typing import get_args
 
 import pytest
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.serving.operations import OPERATIONS, FleetPolicy, Operation
 from nano_inference.types import Memory, SamplingParams
 from tests.serving.engines import until
 from tests.serving.fleet.fleets import Made, fleet, play
@@ -180,5 +182,42 @@ def test_an_update_begins_on_all_or_on_none() -> None:
             with pytest.raises(InvalidRequest, match="asleep"):
                 await made.client.call("begin_update", session=6, known=None)
             assert made.engines[1].said("cancel_update")[0].arguments["session"] == 6
+
+    play(test())
+
+
+def test_each_policy_has_a_branch_and_each_own_row_its_method() -> None:
+    async def test() -> None:
+        async with fleet() as made:
+            operations = made.client._operations  # pyright: ignore
+            assert set(operations._policies) == set(get_args(FleetPolicy))  # pyright: ignore
+            own = {each.name for each in OPERATIONS.values() if each.fleet == "own"}
+            assert set(operations._own) == own  # pyright: ignore
+            for each in OPERATIONS.values():
+                assert (each.fleet != "undone") or each.undo in OPERATIONS
+                assert (each.fleet == "joined") == (each.join is not None)
+
+    play(test())
+
+
+def test_a_new_row_that_is_to_be_undone_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    undo = Operation("unmark", "", "first", {"name": str})
+    mark = Operation("mark", "", "undone", {"name": str, "size": int}, undo="unmark")
+    monkeypatch.setattr(
+        "nano_inference.serving.operations.OPERATIONS",
+        {**OPERATIONS, "mark": mark, "unmark": undo},
+    )
+
+    async def test() -> None:
+        async with fleet(3) as made:
+            for engine in made.engines:
+                engine.returns |= {"mark": 7, "unmark": None}
+            assert await made.client.call("mark", name="a", size=3) == 7
+            made.engines[1].fails["mark"] = InvalidRequest("no room")
+            with pytest.raises(InvalidRequest, match="no room"):
+                await made.client.call("mark", name="b", size=3)
+            undone = [engine.said("unmark") for engine in made.engines]
+            assert [len(each) for each in undone] == [1, 0, 1]
+            assert undone[0][0].arguments == {"name": "b"}
 
     play(test())

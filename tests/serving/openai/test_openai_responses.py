@@ -181,6 +181,29 @@ def test_a_response_that_is_cut_off_says_so(client: OpenAI) -> None:
     assert reply.output[0].status == "incomplete"  # pyright: ignore
 
 
+@pytest.mark.parametrize("max_tokens", range(2, 60, 3))
+def test_a_stream_says_of_an_item_what_the_response_says(
+    max_tokens: int, client: OpenAI, script: ScriptedClient
+) -> None:
+    """Wherever it is cut off: in reasoning, in a call's arguments, or in the text behind them."""
+    script.script = Script(THINKS_AND_CALLS + "Done.", ends=False)
+    events = list(
+        client.responses.create(
+            model="scripted",
+            input="Hello",
+            max_output_tokens=max_tokens,
+            stream=True,
+            tools=TOOLS,
+        )
+    )
+    done = [each.item.status for each in events if each.type == "response.output_item.done"]
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert done == [each.status for each in last.response.output]  # pyright: ignore
+    assert done[-1] == "incomplete"
+    assert set(done[:-1]) <= {"completed"}
+
+
 def test_a_schema_becomes_a_grammar(client: OpenAI, script: ScriptedClient) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     text: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}

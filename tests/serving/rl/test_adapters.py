@@ -308,3 +308,24 @@ def test_only_an_administrator_names_folders(tiny_folder: Path, folders: dict[st
         post(own, GENERATE, body(PROMPT, 2) | {"model": "a"}, **users)
     with running_server(engine, ServerConfig(port=0, in_process=True)) as own:
         post(own, LOAD, named, 404)  # without --rl
+
+
+def adapters_are_sent_alone(info: Any) -> bool:
+    """As TRL's `select_adapter_sync` decides: by vLLM's configuration of adapters."""
+    config = info["vllm_config"]
+    lora = config.get("lora_config")
+    return (
+        lora is not None
+        and lora["max_loras"] >= 2  # the version that serves, and the next one
+        and lora["max_lora_rank"] >= 4
+        and config["parallel_config"]["data_parallel_size"] == 1
+    )
+
+
+def test_server_info_says_how_many_adapters_are_taken(url: str, rl_server: str) -> None:
+    info = httpx.get(f"{url}/server_info?config_format=json").json()
+    assert info["vllm_config"]["lora_config"] == {"max_loras": 3, "max_lora_rank": 64}
+    assert adapters_are_sent_alone(info)
+    none = httpx.get(f"{rl_server}/server_info").json()
+    assert none["vllm_config"]["lora_config"] is None
+    assert not adapters_are_sent_alone(none)

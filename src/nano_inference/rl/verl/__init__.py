@@ -1,5 +1,5 @@
 """The engine as a rollout of verl, on Ray: `actor_rollout_ref.rollout.name=nano`.
 
-`plugin` is what verl loads; `replica`, `server_actor` and `adapter` are classes of verl's and
-Ray's; all else needs neither.
+verl loads `plugin`. `replica`, `actor` and `adapter` import verl and Ray; the other modules need
+neither package.
 """

@@ -69,6 +69,7 @@ from nano_inference.serving.protocols.requests import (
     require_routed_experts,
     room,
     sampling_params,
+    too_long,
     version_number,
 )
 from nano_inference.text.token_texts import TokenTexts
@@ -454,11 +455,10 @@ class SglangBuilder(Builder):
 
     def _read(self, given: str | list[int]) -> list[int]:
         if isinstance(given, list):
-            return checked_prompt(given, self.served, "input_ids")
+            return checked_prompt(given, self.served, "input_ids", least=0)
         require_possible_length(given, self.served, "text")
-        return checked_prompt(
-            need_tokenizer(self.served).encode(given, add_special_tokens=True), self.served, "text"
-        )
+        token_ids = need_tokenizer(self.served).encode(given, add_special_tokens=True)
+        return checked_prompt(token_ids, self.served, "text", least=0)
 
     def _prompt(
         self, given: Any, sampling: SglangSampling, place: int, count: int, request_id: str
@@ -528,11 +528,14 @@ class SglangBuilder(Builder):
         self, prompt: _SglangPrompt, sampling: SglangSampling, place: int
     ) -> SamplingParams:
         request = self.request
-        asked = 1 if prompt.hides else sampling.max_new_tokens
+        left = room(prompt.token_ids, sampling.max_new_tokens, self.served, None, "max_new_tokens")
+        if not left and not prompt.hides:
+            name = "text" if self.request.input_ids is None else "input_ids"
+            raise too_long(len(prompt.token_ids), 1, self.served, name)
         return sampling_params(
             sampling,
             self.served,
-            max_tokens=room(prompt.token_ids, asked, self.served, None, "max_new_tokens"),
+            max_tokens=max(1, left),
             stop=checked_stop(sampling.stop, self.served, "sampling_params.stop"),
             top_logprobs=prompt.top,
             scored_prompt=None if prompt.scored_from is None else prompt.top,

@@ -9,12 +9,10 @@ What is particular to this server:
 - `flush_cache` of an update frees memory: prefixes of older weights are never used, flushed or not.
 - `/update_weights_from_tensor` takes safetensors, as the body or as base64; pickles are refused.
 - `/health_generate` draws a token, unless the engine is paused or asleep: then it has to answer, no
-  more.
+  more. Callers share the token of the last second.
 """
 
 import asyncio
-import base64
-import binascii
 import hashlib
 import json
 import time
@@ -27,12 +25,12 @@ from fastapi import APIRouter, Request, Response
 
 import nano_inference
 from nano_inference.serving.control import Control, OpenUpdate
+from nano_inference.serving.dialects.base64_bodies import decoded, read_with_file
 from nano_inference.serving.dialects.reading import (
     Answer,
     Fields,
     add_routes,
     checks_of,
-    fields_of,
     tensors_of,
 )
 from nano_inference.serving.dialects.shared import (
@@ -41,6 +39,7 @@ from nano_inference.serving.dialects.shared import (
     require_own_name,
     server_info,
 )
+from nano_inference.serving.dialects.shared_answer import SharedAnswer
 from nano_inference.serving.edge.replies import json_reply
 from nano_inference.serving.errors import NO_RETRY, ApiError, bad_request, shown
 from nano_inference.serving.operations import Checks, Received
@@ -48,6 +47,7 @@ from nano_inference.serving.server import Server, read_request
 from nano_inference.types import KvPolicy, Memory, PauseMode, SamplingParams
 
 HEALTH_PATIENCE = 20.0  # seconds that a token may take
+PROBE_FRESH = 1.0  # seconds in which a token speaks for the engine
 ANSWER_PATIENCE = 4.0  # and an answer of the engine, which it gives also in the middle of a step
 # SGLang's modes -> ours.
 _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
@@ -321,20 +321,25 @@ def _load_format(fields: Fields, known: Sequence[str]) -> str | None:
 
 async def _tensors_and_fields(
     request: Request, server: Server, *names: str
-) -> tuple[Fields, bytes]:
+) -> tuple[Fields, bytes | bytearray]:
     """What a request says, and the safetensors file that it brings: as the body, beside what the
     query says, or as base64 in the first of these fields that is there.
     """
+    server.lifecycle.require_open()
+    query = {name: request.query_params.getlist(name) for name in request.query_params}
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type == "application/octet-stream":
-        server.lifecycle.require_open()
         content = await read_request(request, server, lambda body, _: body)
-        query = {name: request.query_params.getlist(name) for name in request.query_params}
         fields = Fields({}, query)
         _load_format(fields, ("safetensors",))
         return fields, content
-    fields = await fields_of(request, server)
+    body, file = await read_request(
+        request, server, lambda body, _: read_with_file(body, server.config, names)
+    )
+    fields = Fields(body, query)
     _load_format(fields, ("safetensors",))
+    if file is not None:
+        return fields, file
     name = next((each for each in names if fields.value(each) is not None), names[0])
     given = fields.texts(name)
     if given is None or len(given) != 1:
@@ -343,10 +348,7 @@ async def _tensors_and_fields(
             "as the body, as application/octet-stream.",
             name,
         )
-    try:
-        return fields, base64.b64decode(given[0], validate=True)
-    except (binascii.Error, ValueError):
-        raise bad_request(f"{name} is not base64.", name) from None
+    return fields, decoded(given[0], name)  # of the query, which is short
 
 
 def routes(router: APIRouter, server: Server) -> None:
@@ -358,7 +360,7 @@ def routes(router: APIRouter, server: Server) -> None:
         "/get_server_info": lambda _: server_info(server),
         "/get_weights_by_name": lambda fields: _rows(control, fields),
         "/get_weight_version": lambda _: one_field("weight_version", control.serving_version()),
-        "/health_generate": lambda _: _health(server),
+        "/health_generate": _Health(server).answer,
         "/v1/loads": lambda fields: _loads(control, fields),
         "/weights_checker": lambda fields: weights.check(fields, commits=False),
     }
@@ -432,16 +434,36 @@ async def _model_info(server: Server) -> dict[str, Any]:
     }
 
 
-async def _health(server: Server) -> dict[str, str]:
-    try:
-        if server.client.is_silent:
-            raise TimeoutError
-        if await server.control.is_paused(timeout=ANSWER_PATIENCE):  # also while it sleeps
-            return {"status": "paused"}
-    except TimeoutError:
-        raise ApiError(
-            503, "the engine does not answer; it may be stopped.", headers=NO_RETRY
-        ) from None
+class _Health:
+    """`/health_generate`: however many ask, the engine draws one token a second for them."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        # a pause shows at once
+        self._paused = SharedAnswer(
+            lambda: server.control.is_paused(timeout=ANSWER_PATIENCE), fresh=0.0
+        )
+        self._drawn = SharedAnswer(lambda: _draw_token(server), PROBE_FRESH)
+
+    async def answer(self, _: Fields) -> dict[str, str]:
+        """Raises `ApiError`, 503, if the engine does not answer or draws no token."""
+        try:
+            if self._server.client.is_silent:
+                raise TimeoutError
+            if await self._paused.get():  # also while it sleeps
+                return {"status": "paused"}
+        except TimeoutError:
+            raise ApiError(
+                503, "the engine does not answer; it may be stopped.", headers=NO_RETRY
+            ) from None
+        await self._drawn.get()
+        return {"status": "ok"}
+
+
+async def _draw_token(server: Server) -> None:
+    """Have the engine draw a token. It goes before all requests, so that a full queue is no fault.
+    Raises `ApiError`, 503.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=1, priority=-(2**31))
     before = server.client.stats
     stream = server.client.submit([0], params, stream=False)
@@ -457,7 +479,6 @@ async def _health(server: Server) -> dict[str, str]:
             raise ApiError(503, text, headers=NO_RETRY) from None
     finally:
         stream.close()
-    return {"status": "ok"}
 
 
 async def _loads(control: Control, fields: Fields) -> dict[str, Any]:

@@ -87,7 +87,8 @@ def adapters_told(server: Server) -> dict[str, Any]:
 async def server_info(server: Server) -> dict[str, Any]:
     """What both dialects' clients read in it."""
     served = server.require_served()
-    info = await server.control.call("describe")
+    info: dict[str, Any] = await server.control.call("describe")
+    adapters = {name: info.pop(name, 0) for name in ("max_loras", "max_lora_rank")}
     dtype = str(info.get("dtype", "float32")).removeprefix("torch.")
     return {
         "version": nano_inference.__version__,
@@ -119,6 +120,7 @@ async def server_info(server: Server) -> dict[str, Any]:
                 "pipeline_parallel_size": 1,
                 "data_parallel_size": 1,
             },
-            "lora_config": None,
+            # null: no adapters are taken, and TRL's trainers send all weights
+            "lora_config": adapters if adapters["max_loras"] else None,
         },
     }

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,8 +88,9 @@ _MOST, _LEAST = 30.0, 0.5  # seconds that a client is told to wait
 
 
 class Admission:
-    """Counts samples: those that run or wait are the client's `num_samples`. Samples that wait for
-    a future weight version are counted apart, so that they do not block others.
+    """Counts samples: those that run or wait are the client's `num_samples`, and inputs of
+    embeddings count like samples (`embedding`). Samples that wait for a future weight version are
+    counted apart, so that they do not block others.
 
     Args:
         config: has the limit, which holds for either.
@@ -106,6 +107,7 @@ class Admission:
         self._seen = 0  # what `newest` last said
         self._held: Counter[int] = Counter()  # version -> samples that wait for it
         self._num_held = 0
+        self._num_inputs = 0  # of embeddings that run or wait
         self._seconds = 1.0  # of a sample, on average over the last dozens of requests
 
     def require_room(self, num_samples: int = 1, version: int = 0) -> None:
@@ -119,7 +121,7 @@ class Admission:
         if version > self._seen:
             self._require_patience(num_samples)
             return
-        there = self._client.num_samples - self._num_held
+        there = self._client.num_samples - self._num_held + self._num_inputs
         room = self._client.info.max_batch_size + self._limit
         if there > 0 and there + num_samples > room:
             wait = self._seconds * (there + num_samples - room) / self._client.info.max_batch_size
@@ -141,6 +143,18 @@ class Admission:
                 code="rate_limit_exceeded",
                 headers=retry_after(_MOST),
             )
+
+    @contextmanager
+    def embedding(self, num_inputs: int) -> Generator[None]:
+        """Count these inputs of a request for embeddings while the block runs. Raises as
+        `require_room`.
+        """
+        self.require_room(num_inputs)
+        self._num_inputs += num_inputs
+        try:
+            yield
+        finally:
+            self._num_inputs -= num_inputs
 
     def hold(self, version: int, num_samples: int) -> None:
         """Samples were let in that want weights of this version."""
@@ -172,6 +186,7 @@ class Admission:
 
 # bytes of a body that are not counted: what others hold up keeps no ordinary request out
 SMALL = 64 * 1024
+LARGE = 1 << 22  # bytes of a body that is put together in a thread
 
 
 class Bodies:
@@ -209,7 +224,9 @@ class Bodies:
                         raise self._full()
                     self.pending += more
                     held += more
-            body = b"".join(pieces)
+            # joining megabytes lets other threads run, and takes long
+            join = b"".join
+            body = await asyncio.to_thread(join, pieces) if size > LARGE else join(pieces)
             pieces.clear()
             yield body
         finally:

@@ -185,7 +185,7 @@ class FleetRequest:
     skipped. The same seed, position and weights draw the same tokens in each.
 
     Args:
-        fleet: it.
+        fleet: whose request it is.
         message: the request, with a seed.
         session: of the client.
         asked: the parameters without the seed, if the client gave none.

@@ -18,7 +18,7 @@ from nano_inference.errors import (
 from nano_inference.serving.client import EngineClient
 from nano_inference.serving.fleet.router import Router
 from nano_inference.serving.fleet.supervisor import Supervisor, bring_adapter
-from nano_inference.serving.operations import Operation, operation_named
+from nano_inference.serving.operations import FleetPolicy, Operation, operation_named
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy
 
 log = logging.getLogger("nano_inference.serving")
@@ -47,6 +47,19 @@ class FleetOperations:
         self._session: Engines = {}  # that take part in the open weight update
         self._groups: dict[str, Engines] = {}
         self._turn = 0  # of `_one`
+        self._policies: Mapping[
+            FleetPolicy, Callable[[Operation, float, Arguments], Awaitable[Any]]
+        ] = {
+            "one": self._one,
+            "first": self._first,
+            "same": self._same,
+            "any": self._any,
+            "joined": self._joined,
+            "undone": self._undone,
+            "members": self._receive,
+            "own": self._do_own,
+            "replica": self._refuse,
+        }
         self._own: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
             "stats": self._stats,
             "flush_cache": self._flush_cache,
@@ -67,21 +80,39 @@ class FleetOperations:
 
     async def call(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         """As `EngineClient.call`, of the whole fleet."""
-        name, policy = operation.name, operation.fleet
-        if policy == "replica":
-            raise InvalidRequest(f"{name!r} is not a call of a fleet, but of one of its replicas.")
-        if name in self._own:
-            return await self._own[name](name, seconds, arguments)
-        if policy == "members":
-            return await self._receive(name, seconds, arguments)
-        if policy == "one":
-            return await self._one(name, seconds, arguments)
-        found = await self._all(name, seconds, arguments)
-        if operation.join is not None:
-            return operation.join(found)
-        if policy == "same" and len(set(found.values())) > 1:
-            raise NanoInferenceError(f"the replicas do not agree on {name}: {found}.")
-        return any(found.values()) if policy == "any" else next(iter(found.values()))
+        return await self._policies[operation.fleet](operation, seconds, arguments)
+
+    async def _do_own(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        return await self._own[operation.name](operation.name, seconds, arguments)
+
+    async def _first(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        found = await self._all(operation.name, seconds, arguments)
+        return next(iter(found.values()))
+
+    async def _same(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        found = await self._all(operation.name, seconds, arguments)
+        if len(set(found.values())) > 1:
+            raise NanoInferenceError(f"the replicas do not agree on {operation.name}: {found}.")
+        return next(iter(found.values()))
+
+    async def _any(self, operation: Operation, seconds: float, arguments: Arguments) -> bool:
+        return any((await self._all(operation.name, seconds, arguments)).values())
+
+    async def _joined(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        assert operation.join is not None
+        return operation.join(await self._all(operation.name, seconds, arguments))
+
+    async def _undone(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        taken = operation_named(operation.undo).arguments
+        undo = {name: value for name, value in arguments.items() if name in taken}
+        async with self._lock:
+            found = await self._all_or_undone(operation.name, seconds, arguments, undo)
+        return next(iter(found.values()))
+
+    async def _refuse(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        raise InvalidRequest(
+            f"{operation.name!r} is not a call of a fleet, but of one of its replicas."
+        )
 
     @staticmethod
     def patience(operation: Operation, seconds: float) -> float:
@@ -94,14 +125,14 @@ class FleetOperations:
         self._session = {}
         self._groups.clear()
 
-    async def _one(self, name: str, seconds: float, arguments: Arguments) -> Any:
+    async def _one(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         """Ask the replicas by turns, and the next one where one has died."""
         self._turn += 1
         clients = list(self._supervisor.living().values())
         for place in range(len(clients)):
             client = clients[(self._turn + place) % len(clients)]
             try:
-                return await client.call(name, timeout=seconds, **arguments)
+                return await client.call(operation.name, timeout=seconds, **arguments)
             except EngineDead:
                 continue
         raise EngineDead("no replica is left that could answer.")
@@ -295,7 +326,7 @@ class FleetOperations:
             self._session = self._serving(found)
             return max(found.values())
 
-    async def _receive(self, name: str, seconds: float, arguments: Arguments) -> Any:
+    async def _receive(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         """Those receive that are in the session and in the group; the others are brought to the new
         version later.
         """
@@ -307,7 +338,7 @@ class FleetOperations:
         cancel = {"session": arguments.get("session"), "reason": reason}
 
         async def receive(replica: str) -> Any:
-            answer = (await self._each(name, seconds, arguments, [replica]))[replica]
+            answer = (await self._each(operation.name, seconds, arguments, [replica]))[replica]
             if _failed(answer):  # the others need not wait for what will not come
                 await self._each("cancel_update", SOON, cancel)
                 raise answer

@@ -236,7 +236,7 @@ class Prefill:
     cannot be brought is computed again.
 
     Args:
-        fleet: it.
+        fleet: whose replicas exchange blocks.
         count: of the first replicas, how many.
         least: tokens of a prompt that is computed on one of them.
 

@@ -19,7 +19,7 @@ class LazyArray:
     """The items of an array, which are made when they are written, once.
 
     Args:
-        items: they.
+        items: of the array; read once, when it is written.
         at_once: so many are made and written together; with 1 an item may itself hold what is made
             when it is written.
     """

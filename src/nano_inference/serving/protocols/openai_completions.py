@@ -110,15 +110,18 @@ class CompletionBuilder(OpenAIBuilder):
 
     def _read_prompt(self, prompt: str | list[int]) -> _TextPrompt:
         if isinstance(prompt, list):
-            return _TextPrompt(checked_prompt(self._cut(prompt), self.served), None)
+            return _TextPrompt(self._checked(self._cut(prompt)), None)
         tokenizer = need_tokenizer(self.served)
         require_possible_length(prompt, self.served, "prompt")
         add = self.request.add_special_tokens is not False
         whole = tokenizer.encode(prompt, add_special_tokens=add)
         token_ids = self._cut(whole)
         return _TextPrompt(
-            checked_prompt(token_ids, self.served), prompt if len(token_ids) == len(whole) else None
+            self._checked(token_ids), prompt if len(token_ids) == len(whole) else None
         )
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        return checked_prompt(token_ids, self.served, least=0 if self._hides else 1)
 
     def _cut(self, token_ids: list[int]) -> list[int]:
         return self.cut(
@@ -126,10 +129,10 @@ class CompletionBuilder(OpenAIBuilder):
         )
 
     def _ask(self, prompt: _TextPrompt, scored: int | None) -> Ask:
-        asked = 1 if self._hides else self._max_tokens
-        max_tokens = room(
-            prompt.token_ids, asked, self.served, DEFAULT_MAX_TOKENS, self._max_tokens_name
-        )
+        # 0 fits where the prompt fills the context; the engine draws one token all the same
+        asked, served = self._max_tokens, self.served
+        left = room(prompt.token_ids, asked, served, DEFAULT_MAX_TOKENS, self._max_tokens_name)
+        max_tokens = max(1, left)
         # Scores of a prompt stand before the completion's.
         repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
         streams = scored is None and not self._hides

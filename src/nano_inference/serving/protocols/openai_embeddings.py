@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from nano_inference.serving.protocols.answers import LazyArray
 from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.protocols.openai_schema import Prompt
 from nano_inference.serving.protocols.openapi import INTEGER, STRING, list_of, thing
@@ -23,7 +24,6 @@ from nano_inference.serving.protocols.requests import (
     read_body,
     require_at_most,
     require_possible_length,
-    room,
 )
 
 AT_ONCE = 8  # inputs of one call of the engine: between two of them a request can end
@@ -74,10 +74,10 @@ class EmbeddingsAsked:
         count = sum(map(len, self.prompts))
         return {
             "object": "list",
-            "data": [
+            "data": LazyArray(
                 {"object": "embedding", "index": place, "embedding": self._told(row)}
                 for place, row in enumerate(rows)
-            ],
+            ),
             "model": self.adapter or served.name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
@@ -102,6 +102,4 @@ def _token_ids(given: str | list[int], served: Served) -> list[int]:
     if isinstance(given, str):
         require_possible_length(given, served, "input")
         given = need_tokenizer(served).encode(given, add_special_tokens=True)
-    token_ids = checked_prompt(given, served, "input")
-    room(token_ids, 1, served, None, "input")
-    return token_ids
+    return checked_prompt(given, served, "input", least=0)

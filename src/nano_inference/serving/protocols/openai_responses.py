@@ -256,6 +256,7 @@ class ItemStream(Blocks):
         self._number = 0  # of the next event
         self._new: list[Any] = []  # logprobs of tokens whose text is to come
         self._scored: list[Any] = []  # logprobs that the open item has told
+        self._is_cut = False  # the answer ended in the open item, before its end
         self.items: list[Item] = []
 
     def told(self, events: Iterable[Event]) -> bytes:
@@ -275,15 +276,13 @@ class ItemStream(Blocks):
 
     def ended(self, choice: Choice) -> list[Event]:
         """The events that are left. The text has the logprobs of the whole answer."""
-        whole = choice.finished is not None and choice.finished.finish_reason == "stop"
+        self._is_cut = choice.finished is None or choice.finished.finish_reason != "stop"
         events = self.end()
         if self._logprobs is not None:
             rows = [*self._logprobs.token_rows(choice.whole)]
             for item in self.items:
                 if item["type"] == "message":
                     item["content"][0]["logprobs"] = rows
-        if self.items and not whole:
-            self.items[-1]["status"] = "incomplete"
         return events
 
     def opened(self, kind: Kind, call: ToolCallDelta | None) -> None:
@@ -316,7 +315,9 @@ class ItemStream(Blocks):
         if kind == "text":
             more = {"logprobs": self._scored}
         self._event(f"{_TEXT[kind]}.done", **self._where(kind), **{name: text}, **more)
-        item["status"] = "completed"
+        # what was said during a call follows it: then the call is whole
+        is_last = kind != "call" or not any(self._held.values())
+        item["status"] = "incomplete" if self._is_cut and is_last else "completed"
         if kind == "call":
             item["arguments"] = text
         else:

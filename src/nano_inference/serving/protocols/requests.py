@@ -506,13 +506,17 @@ def require_at_most(value: int, limit: int, name: str, what: str | None = None) 
         )
 
 
-def checked_prompt(token_ids: list[int], served: Served, name: str = "prompt") -> list[int]:
-    """`token_ids`, if they are a prompt that the model could read. Raises `ApiError`, 400."""
+def checked_prompt(
+    token_ids: list[int], served: Served, name: str = "prompt", least: int = 1
+) -> list[int]:
+    """`token_ids`, if they are a prompt that the model could read and that leaves room for `least`
+    completion tokens. Raises `ApiError`, 400.
+    """
     engine = served.engine
     if not token_ids:
         raise bad_request(f"{name} is empty; give at least one token.", name)
-    if len(token_ids) >= engine.max_model_len:
-        raise too_long(len(token_ids), 1, served, name)
+    if len(token_ids) + least > engine.max_model_len:
+        raise too_long(len(token_ids), least, served, name)
     if not all(type(each) is int for each in token_ids):
         raise bad_request(f"{name} must be text or a list of token ids.", name)
     if min(token_ids) < 0 or max(token_ids) >= engine.vocab_size:
