@@ -10,11 +10,13 @@ from typing import Any
 import tokenizers
 
 from nano_inference.errors import ModelLoadError
+from nano_inference.missing_tokenizer import reason_in
 from nano_inference.regular_files import read_json
 
 # Characters. `encode` holds the interpreter's lock, seconds for a text of megabytes. `encode_batch`
 # does not, but costs a short text more.
 LONG = 4096
+_CURE = "set tokenizer_path to a folder that has the model's tokenizer.json"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -54,6 +56,11 @@ def encode_ids(
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer, or should have one."""
+    return (folder / "tokenizer.json").is_file() or reason_in(folder) is not None
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`
     of `folder`.
@@ -62,6 +69,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ModelLoadError: a file is missing or malformed, or the named end-of-sequence token is not in
             the vocabulary.
     """
+    if (reason := reason_in(folder)) is not None:
+        raise ModelLoadError(f"{reason}; {_CURE}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ModelLoadError(f"there is no tokenizer file {folder / name}")
