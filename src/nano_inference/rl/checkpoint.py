@@ -21,6 +21,7 @@ COPIED = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
 )
 WEIGHTS = "model.safetensors"
 
@@ -82,7 +83,9 @@ def save_checkpoint(
         source / "generation_config.json",
     ):
         if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     unfinished = folder / f"{WEIGHTS}.part"
     tensors = {name: tensor.to("cpu").contiguous() for name, tensor in weights.items()}
     save_file(tensors, unfinished, metadata={"format": "pt"})
