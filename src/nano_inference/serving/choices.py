@@ -56,11 +56,12 @@ PLAIN = TextStyle()
 
 @dataclass(slots=True)
 class ToolCall:
-    """A tool call, as far as it has come."""
+    """A tool call, as far as it has come. A broken one is none."""
 
     id: str
     name: str
     arguments: str = ""
+    broken: bool = False
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Choice:
         parser: takes reasoning and tool calls out of the text; None: it is all content.
         stop_ids: ids that end it; they have no text.
         shows_stop: its text ends with the stop string, or the id, that ended it.
+        calls: of tools, broken ones too.
         contents, reasonings: new text of each, as it came: joined, they are `content` and
             `reasoning`.
     """
@@ -83,7 +85,7 @@ class Choice:
     parser: OutputParser | None
     stop_ids: frozenset[int]
     shows_stop: bool = False
-    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
     num_tokens: int = 0
     cached_tokens: int = 0
     finished: TrainingSample | None = None
@@ -99,6 +101,11 @@ class Choice:
     def reasoning(self) -> str:
         """All of it so far."""
         return "".join(self.reasonings)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """Those that are not broken."""
+        return [call for call in self.calls if not call.broken]
 
     @property
     def whole(self) -> ChoiceDelta:
@@ -160,7 +167,7 @@ class Choice:
         assert self.parser is not None
         parsed = self.parser.push(text)
         if self.finished is not None:
-            last = self.parser.finish()
+            last = self.parser.finish(cut_off=self.finished.finish_reason != "stop")
             parsed = Parsed(
                 parsed.content + last.content,
                 parsed.reasoning + last.reasoning,
@@ -170,8 +177,9 @@ class Choice:
             self.reasonings.append(parsed.reasoning)
         for call in parsed.tool_calls:
             if call.id is not None:
-                self.tool_calls.append(ToolCall(call.id, call.name or ""))
-            self.tool_calls[call.index].arguments += call.arguments
+                self.calls.append(ToolCall(call.id, call.name or ""))
+            self.calls[call.index].arguments += call.arguments
+            self.calls[call.index].broken |= call.broken
         return parsed
 
 
@@ -202,7 +210,9 @@ def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
         joined[call.index] = (
             call
             if before is None
-            else dataclasses.replace(before, arguments=before.arguments + call.arguments)
+            else dataclasses.replace(
+                before, arguments=before.arguments + call.arguments, broken=call.broken
+            )
         )
     return tuple(joined.values())
 

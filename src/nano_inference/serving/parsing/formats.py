@@ -62,11 +62,11 @@ class ReasoningParser(TextReader):
         self._go_on(text)
         return self._parsed()
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut_off: bool = True) -> Parsed:
         """The sample ended."""
         if not self._over:
             self._go_on(ended=True)
-        begun, last = self._parsed(), self._answer.finish()
+        begun, last = self._parsed(), self._answer.finish(cut_off=cut_off)
         return Parsed(
             begun.content + last.content, begun.reasoning, begun.tool_calls + last.tool_calls
         )

@@ -253,6 +253,7 @@ class ItemStream(Blocks):
         super().__init__(one_call=one_call)
         self._logprobs = logprobs
         self._said: list[str] = []  # in the open item
+        self._broke = False  # it is a call that is none
         self._number = 0  # of the next event
         self._new: list[Any] = []  # logprobs of tokens whose text is to come
         self._scored: list[Any] = []  # logprobs that the open item has told
@@ -308,6 +309,10 @@ class ItemStream(Blocks):
         self._said.append(text)
         self._event(f"{_TEXT[kind]}.delta", **self._where(kind), delta=text, **self._scores(kind))
 
+    def broke(self) -> None:
+        """The item is not to be run."""
+        self._broke = True
+
     def closed(self, kind: Kind) -> None:
         """The ends of text, part and item."""
         text, item = "".join(self._said), self.items[-1]
@@ -316,7 +321,7 @@ class ItemStream(Blocks):
         if kind == "text":
             more = {"logprobs": self._scored}
         self._event(f"{_TEXT[kind]}.done", **self._where(kind), **{name: text}, **more)
-        item["status"] = "completed"
+        item["status"], self._broke = "incomplete" if self._broke else "completed", False
         if kind == "call":
             item["arguments"] = text
         else:
