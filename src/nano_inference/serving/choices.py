@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from nano_inference.serving.parsing import OutputParser, Parsed, ToolCallDelta
-from nano_inference.text.detokenizer import Detokenizer, OutputText
+from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer, OutputText
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, TopLogprobs, TrainingSample
 
@@ -45,10 +45,12 @@ class TextStyle(msgspec.Struct, frozen=True):
     Attributes:
         special_tokens: special tokens by their names.
         stop: the stop string that ended it; with `special_tokens` also the id.
+        marked: `SPECIAL_MARK` before special tokens, for a parser that goes by them.
     """
 
     special_tokens: bool = False
     stop: bool = False
+    marked: bool = False
 
 
 PLAIN = TextStyle()
@@ -222,8 +224,10 @@ class _Searched:
     does not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int) -> None:
-        self._text = OutputText(tokenizer, stop, skip_special_tokens=False)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int, mark: str
+    ) -> None:
+        self._text = OutputText(tokenizer, stop, skip_special_tokens=False, mark=mark)
         self._tokens_left = min_tokens  # before a stop string counts
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -248,9 +252,12 @@ def new_choice(
     """A choice of which nothing has come."""
     detokenizer = None
     if tokenizer is not None:
+        mark = SPECIAL_MARK if style.marked else ""
         if not stop:
-            detokenizer = Detokenizer(tokenizer, skip_special_tokens=not style.special_tokens)
+            detokenizer = Detokenizer(
+                tokenizer, skip_special_tokens=not style.special_tokens, mark=mark
+            )
         elif style.special_tokens:
-            detokenizer = _Searched(tokenizer, stop, min_tokens)
+            detokenizer = _Searched(tokenizer, stop, min_tokens, mark)
     parser = make_parser() if make_parser is not None else None
     return Choice(index, detokenizer, parser, stop_ids, style.stop)

@@ -29,6 +29,7 @@ from nano_inference.serving.parsing import (
 from nano_inference.serving.protocols.generation import Builder, Served
 from nano_inference.serving.protocols.grammars import ROWS, grammar_of
 from nano_inference.text.chat import encode_chat
+from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import MOST_KEPT_SECONDS, SamplingParams
 
@@ -895,8 +896,16 @@ def parser_of(
     format = served.chat_format
     if not (format.reasoning or format.in_channels or (tools and format.tools)):
         return None
-    tail = tail_of(prompt, served)
-    return partial(make_parser, format, tools=tools, reasoning=True, prompt_tail=tail)
+    mark = SPECIAL_MARK if format.in_channels else ""
+    tail = Detokenizer(need_tokenizer(served), skip_special_tokens=False, mark=mark)
+    return partial(
+        make_parser,
+        format,
+        tools=tools,
+        reasoning=True,
+        prompt_tail=tail.push(prompt[-_TAIL:]) + tail.finish(),
+        mark=mark,
+    )
 
 
 @dataclass(frozen=True)
