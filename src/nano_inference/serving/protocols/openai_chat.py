@@ -31,7 +31,7 @@ from nano_inference.serving.protocols.requests import (
     room,
     text_of,
 )
-from nano_inference.serving.protocols.tool_calls import with_calls
+from nano_inference.serving.protocols.tool_calls import call_format, with_calls
 from nano_inference.types import TopLogprobs, TrainingSample
 
 
@@ -218,11 +218,14 @@ class ChatBuilder(OpenAIBuilder):
         self.asks = [
             self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs, behind)
         ]
+        demand = _demand(request)
         self.asks = with_calls(
-            self.asks, _demand(request), served, goes_on=bool(request.continue_final_message)
+            self.asks, demand, served, goes_on=bool(request.continue_final_message)
         )
         tools = bool(request.tools) and request.tool_choice != "none"
-        self.make_parser = parser_of(self._prompt, served, tools=tools)
+        self.make_parser = parser_of(
+            self._prompt, served, tools=tools, format=call_format(demand, served)
+        )
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)
         self._shows_reasoning = request.include_reasoning is not False

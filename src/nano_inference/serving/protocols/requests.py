@@ -22,6 +22,7 @@ from nano_inference.serving.errors import SHOWN, ApiError, bad_request, shown
 from nano_inference.serving.parsing import (
     AT_ONCE,
     Behind,
+    ChatFormat,
     OutputParser,
     make_parser,
     reasoning_before,
@@ -884,7 +885,7 @@ def tail_of(prompt: Sequence[int], served: Served) -> str:
 
 
 def parser_of(
-    prompt: Sequence[int], served: Served, *, tools: bool
+    prompt: Sequence[int], served: Served, *, tools: bool, format: ChatFormat | None = None
 ) -> Callable[[], OutputParser] | None:
     """Makes the parser of each answer to a prompt; None: all that the model can say is content.
 
@@ -892,8 +893,9 @@ def parser_of(
         prompt: token ids.
         served: knows how the model writes.
         tools: whether the model was shown tools.
+        format: of the answers; None: the model's.
     """
-    format = served.chat_format
+    format = served.chat_format if format is None else format
     if not (format.reasoning or format.in_channels or (tools and format.tools)):
         return None
     mark = SPECIAL_MARK if format.in_channels else ""
