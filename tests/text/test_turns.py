@@ -86,6 +86,18 @@ def test_a_later_system_message_is_a_user_s_text(template: str, given: str, show
     assert "]s[" in with_first
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_system_message_that_a_template_has_no_place_for_is_a_user_s_text(refuses: bool) -> None:
+    """As Gemma 2 has it, or in silence."""
+    what = "{{ raise_exception('System role not supported') }}" if refuses else ""
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}" + what + "{% else %}"
+        "[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert rendered(template, "system:a, user:b, assistant:c") == "[user]a\nb[assistant]c"
+    assert rendered(template, "system:a, system:b, user:c") == "[user]a\nb\nc"
+
+
 def test_a_template_that_renders_all_of_it_is_given_all_of_it() -> None:
     given = (
         "system:a, system:b, user:c, assistant:d, system:e, user:f, call:f, user:g, tool:h, user:i"

@@ -19,12 +19,14 @@ class TurnShape:
     """What a template renders.
 
     Attributes:
+        system: a system message at the beginning.
         many_openings: several system messages at the beginning.
         later_systems: system messages behind others.
         before_answers: what a user says between calls and their answers.
         behind_answers: what a user says directly behind answers.
     """
 
+    system: bool = True
     many_openings: bool = True
     later_systems: bool = True
     before_answers: bool = True
@@ -62,6 +64,7 @@ def ask_turns(
     turns = shows(opening, reply, user)
     calls = shows(asked, answer)
     return TurnShape(
+        system=one_opening or not shows([], user),
         many_openings=not one_opening or shows([], system, system, user),
         later_systems=not turns
         or (
@@ -79,8 +82,8 @@ def in_turns(conversation: Iterable[Message], shape: TurnShape) -> list[Message]
     messages = list(conversation)
     if not shape.many_openings:
         messages = _one_opening(messages)
-    if not shape.later_systems:
-        messages = _later_systems_said(messages)
+    if not (shape.system and shape.later_systems):
+        messages = _systems_said(messages, _num_openings(messages) if shape.system else 0)
     if not shape.before_answers:
         messages = _answers_first(messages)
     return messages if shape.behind_answers else _said_in_answers(messages)
@@ -116,12 +119,13 @@ def _one_opening(messages: list[Message]) -> list[Message]:
     return [*messages[: min(count, 1)], *messages[count:]]
 
 
-def _later_systems_said(messages: list[Message]) -> list[Message]:
-    """Later system messages as a user's text, in one message with what the user says there."""
-    count = _num_openings(messages)
-    told = messages[:count]
+def _systems_said(messages: list[Message], keep: int) -> list[Message]:
+    """System messages behind the first so many as a user's text, in one message with what the user
+    says there.
+    """
+    told = messages[:keep]
     was_system = False
-    for message in messages[count:]:
+    for message in messages[keep:]:
         is_system = message.get("role") in SYSTEM
         if is_system:
             message["role"] = "user"
