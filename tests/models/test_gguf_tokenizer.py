@@ -18,6 +18,7 @@ from nano_inference.models.gguf_header import read_header
 from nano_inference.models.gguf_splits import SPLIT_RULES
 from nano_inference.models.gguf_tokenizer import read_vocabulary, write_tokenizer_or_reason
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from tests.cli.running import run
 from tests.models.hf_to_gguf import hf_to_gguf
 from tests.models.test_gguf_families import CASES, strong
 from tests.models.tiny_gguf import write_gguf
@@ -391,6 +392,22 @@ def test_a_description_does_not_need_the_tokenizer(tmp_path: Path) -> None:
     assert (found.vocab_size, found.eos_token_id) == (261, 260)
     assert found.special_tokens["eos_token"] == "<eos>"
     assert found.chat_template == "{{ messages }}"
+
+
+def test_info_tells_of_a_tokenizer_that_it_does_not_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    strong(tmp_path / "hf", "llama")
+    extra = byte_level("<eos>", pre="from-the-future", eos_token_id=260)
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", extra=extra)
+    result = run("info", str(path), "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)["tokenizer"]
+    assert (told["vocab_size"], told["eos_token_id"]) == (261, 260)
+    assert not told["has_chat_template"]
+    assert not list((tmp_path / "cache").rglob("tokenizer.json"))
+    assert run("info", str(path)).exit_code == 0
 
 
 def test_a_model_whose_tokenizer_cannot_be_made_takes_ids_and_another_tokenizer(

@@ -57,7 +57,7 @@ def test_a_value_under_a_familys_own_name_is_checked_too(
 
 def test_gemma3_s_pattern_is_the_one_that_transformers_reads() -> None:
     def windows(**changes: Any) -> tuple[int, ...]:
-        given = {**llama_config(layers=7), **FAMILIES["gemma3"], **changes}
+        given = {**llama_config(), **FAMILIES["gemma3"], "num_hidden_layers": 7, **changes}
         given.pop("layer_types", None)
         return spec_from_config(given).windows
 

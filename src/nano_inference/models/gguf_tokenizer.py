@@ -19,9 +19,9 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from nano_inference.errors import ModelLoadError, one_line
-from nano_inference.missing_tokenizer import leave_reason
 from nano_inference.models.gguf_header import read_header
 from nano_inference.models.gguf_splits import SPLIT_RULES, WITHOUT_A_NAME, SplitRule
+from nano_inference.regular_files import MISSING_TOKENIZER
 
 # types of tokens, as llama.cpp numbers them
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -163,7 +163,7 @@ def write_tokenizer_or_reason(path: Path, folder: Path) -> None:
     try:
         write_tokenizer(path, folder)
     except ModelLoadError as problem:
-        leave_reason(folder, str(problem))
+        (folder / MISSING_TOKENIZER).write_text(str(problem), encoding="utf-8")
 
 
 def _broken(path: Path, problem: Exception) -> ModelLoadError:

@@ -10,8 +10,7 @@ from typing import Any
 import tokenizers
 
 from nano_inference.errors import InvalidRequest, ModelLoadError, one_line
-from nano_inference.missing_tokenizer import reason_in
-from nano_inference.regular_files import read_json
+from nano_inference.regular_files import MISSING_TOKENIZER, read_json
 from nano_inference.text.added_tokens import add_tokens, with_special_tokens_map
 from nano_inference.text.template_files import read_templates
 
@@ -76,7 +75,7 @@ def encode_ids(
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a tokenizer, or should have one."""
-    return (folder / "tokenizer.json").is_file() or reason_in(folder) is not None
+    return any((folder / name).is_file() for name in ("tokenizer.json", MISSING_TOKENIZER))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -85,8 +84,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         ModelLoadError: a file is missing or malformed.
     """
-    if (reason := reason_in(folder)) is not None:
-        raise ModelLoadError(f"{reason}; {_CURE}")
+    if (reason := folder / MISSING_TOKENIZER).is_file():
+        raise ModelLoadError(f"{reason.read_text('utf-8')}; {_CURE}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ModelLoadError(f"there is no tokenizer file {folder / name}")
