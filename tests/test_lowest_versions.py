@@ -59,6 +59,7 @@ TESTS = {
         "tests/models/test_gguf.py",
         "tests/models/test_gguf_families.py",
         "tests/models/test_gguf_llama3.py",
+        "tests/models/test_gguf_tokenizer.py",
     ],
 }
 # They ask transformers, which wants a newer huggingface_hub than ours.

@@ -12,6 +12,8 @@ from typing import Any
 from nano_inference.errors import ModelLoadError
 
 MOST_TEXT = 2**26  # bytes of a configuration, an index, a marker
+# says, in the folder of a model whose tokenizer cannot be made, why it has none
+MISSING_TOKENIZER = "missing_tokenizer.txt"
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

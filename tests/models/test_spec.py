@@ -55,6 +55,18 @@ def test_a_value_under_a_familys_own_name_is_checked_too(
         spec_from_config(config(layer_norm_epsilon=value))
 
 
+def test_gemma3_s_pattern_is_the_one_that_transformers_reads() -> None:
+    def windows(**changes: Any) -> tuple[int, ...]:
+        given = {**llama_config(), **FAMILIES["gemma3"], "num_hidden_layers": 7, **changes}
+        given.pop("layer_types", None)
+        return spec_from_config(given).windows
+
+    every_sixth = windows()
+    assert [i for i, window in enumerate(every_sixth) if not window] == [5]
+    assert windows(_sliding_window_pattern=3) == every_sixth
+    assert [i for i, window in enumerate(windows(sliding_window_pattern=3)) if not window] == [2, 5]
+
+
 def test_what_old_configs_leave_out() -> None:
     spec = spec_from_config(
         without(

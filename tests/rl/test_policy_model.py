@@ -276,6 +276,8 @@ def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -
 
     source = tiny_model(tmp_path / "source", family, std=0.1)
     (source / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("x", encoding="utf-8")
     with build(source, dtype="bfloat16") as engine:
         model = PolicyModel(engine)
         with torch.no_grad():
@@ -288,7 +290,8 @@ def test_a_saved_checkpoint_is_what_was_published(tmp_path: Path, family: str) -
             model.save_pretrained(tmp_path / "saved")
     with build(tmp_path / "saved", dtype="bfloat16") as engine:
         assert engine.weights_checksum() == checksum
-    assert (tmp_path / "saved" / "tokenizer_config.json").is_file()
+    for name in ("tokenizer_config.json", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "saved" / name).is_file()
     loaded: Any
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "saved",

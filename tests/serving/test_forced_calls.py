@@ -87,6 +87,51 @@ def streamed(url: str, body: dict[str, Any]) -> tuple[Any, str, list[tuple[str, 
     return content or None, reason, [(name, arguments) for name, arguments in calls]
 
 
+@pytest.fixture(scope="module")
+def unknown_url(model: Path) -> Iterator[str]:
+    """Of a model whose template does not tell how it writes calls."""
+    config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**22, seed=0)
+    with running_server(config, ServerConfig(port=0, in_process=True)) as url:
+        yield url
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
+def test_a_call_is_forced_where_the_model_s_own_way_is_not_known(
+    unknown_url: str, ask: Any, seed: int
+) -> None:
+    """In Hermes' way, and one call: nothing has taught the model where to stop."""
+    for choice, names in (("required", {*SCHEMAS}), (NAMED, {"now"}), (ALLOWED, {"now"})):
+        content, reason, calls = ask(unknown_url, asks(choice, seed=seed))
+        assert (content, reason, len(calls)) == (None, "tool_calls", 1)
+        require_valid(calls)
+        assert {name for name, _ in calls} <= names
+    content, reason, calls = ask(unknown_url, asks("auto", seed=seed, max_tokens=20))
+    assert content
+    assert calls == []
+
+
+def test_an_anthropic_call_is_forced_where_the_model_s_own_way_is_not_known(
+    unknown_url: str,
+) -> None:
+    tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    name = httpx.get(f"{unknown_url}/v1/models").json()["data"][0]["id"]
+    body = CHAT | {"model": name, "tools": tools, "tool_choice": {"type": "any"}}
+    message = post(f"{unknown_url}/v1/messages", body)
+    (block,) = message["content"]
+    assert (block["type"], message["stop_reason"]) == ("tool_use", "tool_use")
+    jsonschema.validate(block["input"], SCHEMAS[block["name"]])
+
+
+def test_calls_stay_text_where_the_server_says_so(model: Path) -> None:
+    config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**22, seed=0)
+    server = ServerConfig(port=0, in_process=True, tool_format="none")
+    with running_server(config, server) as url:
+        reply = httpx.post(f"{url}/v1/chat/completions", json=asks("required"), timeout=60)
+    assert reply.status_code == 400
+    assert "--tool-format" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
 def test_openai_calls_are_forced(url: str, ask: Any, seed: int) -> None:

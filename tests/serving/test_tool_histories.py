@@ -13,7 +13,7 @@ import pytest
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
 from nano_inference.serving.protocols import requests
-from tests.serving.scripted import ScriptedClient
+from tests.serving.scripted import ScriptedClient, with_template
 
 FUNCTION = {
     "name": "weather",
@@ -100,9 +100,94 @@ def test_tools_are_answered_with_text(
     assert sum("offers tools" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_call_cannot_be_forced(client: httpx.Client) -> None:
+def test_a_call_is_forced_as_hermes_writes_it(engine: ScriptedClient, client: httpx.Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         body = {"model": "m", "messages": HISTORY, "tools": [TOOL], "tool_choice": choice}
         answer = client.post("/v1/chat/completions", content=json.dumps(body))
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "tool_choice"
+        assert answer.status_code == 200, answer.text
+        grammar = engine.requests[-1].params.grammar
+        assert grammar is not None
+        assert "<tool_call>" in grammar.text
+
+
+# as Mistral and Qwen 3.5 have it: a system message first or not at all; users and assistants in
+# turns, of which calls and answers are none
+STRICT = (
+    "{% set ns = namespace(index=0) %}{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}{% endif %}"
+    "[{{ m.role }}]{% for c in m.tool_calls or [] %}<c>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}</c>{% endfor %}{{ m.content or '' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptedClient, str]]:
+    folder = with_template(tmp_path_factory.mktemp("strict"), STRICT)
+    engine = ScriptedClient(tokenizer_folder=folder, max_model_len=4096)
+    config = ServerConfig(port=0, in_process=True, served_model_name="m")
+    with running_server(engine, config) as url:
+        yield engine, url
+
+
+TEXT = {"type": "text", "text": "And?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+SHOWN = '[assistant]<c>weather{"city": "Paris"}</c>[tool]rain'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shown"),
+    [
+        (
+            "messages",
+            {"messages": [*ANTHROPIC[:2], {"role": "user", "content": [RESULT, TEXT]}]},
+            f"[user]Weather?{SHOWN}\nAnd?",
+        ),
+        (
+            "messages",
+            {"messages": [*ANTHROPIC[:2], {"role": "user", "content": [TEXT, RESULT]}]},
+            f"[user]Weather?{SHOWN}\nAnd?",
+        ),
+        (
+            "messages",
+            {"system": "Short.", "messages": [*ANTHROPIC, SYSTEM]},
+            f"[system]Short.[user]Weather?{SHOWN}\nBe brief.",
+        ),
+        (
+            "messages",
+            {"system": "Short.", "messages": [USER, SYSTEM]},
+            "[system]Short.[user]Weather?\nBe brief.",
+        ),
+        (
+            "chat/completions",
+            {"messages": [*HISTORY, {"role": "user", "content": "And?"}]},
+            f"[user]Weather?{SHOWN}\nAnd?",
+        ),
+        (
+            "chat/completions",
+            {"messages": [SYSTEM, SYSTEM | {"role": "developer"}, USER]},
+            "[system]Be brief.\n\nBe brief.[user]Weather?",
+        ),
+        (
+            "responses",
+            {"input": [USER, {"role": "assistant", "content": "Rain."}, SYSTEM, USER]},
+            "[user]Weather?[assistant]Rain.[user]Be brief.\nWeather?",
+        ),
+        (
+            "responses",
+            {"instructions": "Short.", "input": [USER, SYSTEM | {"role": "developer"}]},
+            "[system]Short.[user]Weather?\nBe brief.",
+        ),
+    ],
+)
+def test_turns_go_where_the_template_renders_them(
+    strict: tuple[ScriptedClient, str], path: str, body: dict[str, Any], shown: str
+) -> None:
+    engine, url = strict
+    limit = {"max_tokens": 4} if path == "messages" else {}
+    reply = httpx.post(f"{url}/v1/{path}", json={"model": "m", **limit, **body}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    prompt = engine.tokenizer.decode(engine.requests[-1].prompt, skip_special_tokens=False)
+    assert prompt == shown

@@ -12,10 +12,13 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from nano_inference.errors import ModelLoadError
+from nano_inference.errors import InvalidRequest, ModelLoadError
+from nano_inference.text.chat import encode_chat
 from nano_inference.text.tokenizer import LONG, load_tokenizer
 
 CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "model_max_length": 100}
+
+CHAT = [{"role": "user", "content": "a"}]
 
 
 def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
@@ -120,9 +123,104 @@ def test_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
         load_tokenizer(write_folder(tmp_path))
 
 
-def test_end_of_sequence_token_outside_the_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="'<end>'"):
-        load_tokenizer(write_folder(tmp_path, {"eos_token": "<end>"}))
+def test_templates_for_tools_are_chosen_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    def check(default: str | None, tools: str | None) -> None:
+        ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+        tool = {"type": "function", "function": {"name": "a", "parameters": {}}}
+        for given, expected in (([], default), ([tool], tools)):
+            if expected is None:
+                with pytest.raises(InvalidRequest, match="chat template"):
+                    encode_chat(ours, CHAT, tools=given)
+            else:
+                assert ours.decode(encode_chat(ours, CHAT, tools=given)) == expected
+                said = theirs.apply_chat_template(CHAT, tools=given or None, tokenize=False)
+                assert said == expected
+
+    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    write_folder(tmp_path, {"chat_template": named})
+    check("three", "two")
+    write_folder(tmp_path, {"chat_template": named[:1]})
+    check(None, "two")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("four")
+    check(None, "four")  # files win over all of the config
+    (tmp_path / "chat_template.jinja").write_text("five")
+    check("five", "four")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
+    check("five", "five")
+
+
+def test_template_of_a_processor(tmp_path: Path) -> None:
+    """Models that read pictures have it in a file of its own."""
+    write_folder(tmp_path, {})
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "one"}))
+    assert load_tokenizer(tmp_path).chat_template == "one"
+    write_folder(tmp_path, {"chat_template": "two"})
+    assert load_tokenizer(tmp_path).chat_template == "two"
+
+
+LISTED = {"content": "<|extra|>", "special": False, "normalized": False}
+DECODER = {"0": {"content": "<s>", "special": True}, "259": LISTED}
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"added_tokens_decoder": DECODER}, {}),
+        ({"added_tokens_decoder": {**DECODER, "900": {**LISTED, "content": "<|far|>"}}}, {}),
+        ({"additional_special_tokens": ["<|extra|>", "<|far|>"]}, {}),
+        ({"extra_special_tokens": ["<|extra|>"]}, {}),
+        ({"extra_special_tokens": [{**LISTED, "__type": "AddedToken"}]}, {}),
+        ({"extra_special_tokens": {"a_token": "<|far|>", "b_token": "<|extra|>"}}, {}),
+        ({"pad_token": "<|extra|>", "mask_token": "<|far|>"}, {}),
+        ({"image_token": "<|extra|>"}, {}),
+        ({}, {"added_tokens.json": {"<|far|>": 260, "<|extra|>": 259}}),
+        ({}, {"special_tokens_map.json": {"pad_token": "<|extra|>"}}),
+        ({}, {"special_tokens_map.json": {"additional_special_tokens": ["<|extra|>"]}}),
+        (
+            {"added_tokens_decoder": DECODER},
+            {"added_tokens.json": {"<|far|>": 260}, "special_tokens_map.json": {"x_token": "<x>"}},
+        ),
+        (
+            {"additional_special_tokens": ["<|far|>"]},
+            {"added_tokens.json": {"<|extra|>": 259, "<|far|>": 260}},
+        ),
+        ({"eos_token": "<|extra|>"}, {}),
+    ],
+)
+def test_tokens_beside_tokenizer_json_are_those_of_transformers(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, Any]
+) -> None:
+    from transformers import AutoTokenizer
+
+    write_folder(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", **CONFIG, **config})
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert len(ours.encode("a<|extra|>b")) == 3
+    for text in ("a<|extra|>b", "a<|far|>b <x>", "<|extra|><|far|></s>"):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        for skip in (False, True):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.vocab_size == len(theirs)
+    assert ours.eos_token_id == theirs.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": []},
+        {"added_tokens_decoder": {"x": LISTED}},
+        {"added_tokens_decoder": {"300": "<|extra|>"}},
+        {"extra_special_tokens": 5},
+    ],
+)
+def test_added_tokens_that_are_none_are_named(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match="the added tokens of"):
+        load_tokenizer(write_folder(tmp_path, config))
 
 
 def test_transformers_is_not_imported() -> None:

@@ -20,6 +20,7 @@ from nano_inference.errors import ConfigError
 
 if TYPE_CHECKING:
     from nano_inference.engine.assembly import EnginePlan
+    from nano_inference.models.gguf_tokenizer import GgufVocabulary
     from nano_inference.models.rope_spec import RopeSpec
     from nano_inference.models.shard import ModelShard
     from nano_inference.models.spec import ModelSpec
@@ -171,15 +172,17 @@ def _policy(plan: "EnginePlan") -> "tuple[Path, ModelSpec]":
     return plan.folders[POLICY], plan.specs[POLICY]
 
 
-def _tokenizer(plan: "EnginePlan") -> "Tokenizer | None":
-    from nano_inference.models.folders import describe_model
-    from nano_inference.text.tokenizer import load_tokenizer
+def _tokenizer(plan: "EnginePlan") -> "Tokenizer | GgufVocabulary | None":
+    """The tokenizer of a folder, or what the header of a GGUF file says of one."""
+    from nano_inference.models.folders import describe_model, gguf_of
+    from nano_inference.models.gguf_tokenizer import read_vocabulary
+    from nano_inference.text.tokenizer import has_tokenizer, load_tokenizer
 
     other = plan.config.tokenizer_path
-    if other is not None:
-        return load_tokenizer(describe_model(other))
-    folder, _ = _policy(plan)
-    return load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+    if (file := gguf_of(other or plan.config.model_path)) is not None:
+        return read_vocabulary(file)
+    folder = describe_model(other) if other is not None else _policy(plan)[0]
+    return load_tokenizer(folder) if other is not None or has_tokenizer(folder) else None
 
 
 def _num_parameters(spec: "ModelSpec") -> int:
@@ -190,7 +193,7 @@ def _num_parameters(spec: "ModelSpec") -> int:
     return sum(prod(param.shape) for param in param_table(spec))
 
 
-def _as_json(plan: "EnginePlan", tokenizer: "Tokenizer | None") -> dict[str, Any]:
+def _as_json(plan: "EnginePlan", tokenizer: "Tokenizer | GgufVocabulary | None") -> dict[str, Any]:
     folder, spec = _policy(plan)
     budget = plan.memory_budget
     return {
@@ -380,7 +383,7 @@ def _kernels(plan: "EnginePlan") -> str | None:
     return best_instruction_set(None if plan.config.cpu_sums == "auto" else plan.config.cpu_sums)
 
 
-def _tokenizer_rows(tokenizer: "Tokenizer | None") -> Rows:
+def _tokenizer_rows(tokenizer: "Tokenizer | GgufVocabulary | None") -> Rows:
     if tokenizer is None:
         return [("", "none: prompts must be token ids, or use --tokenizer")]
     special = [

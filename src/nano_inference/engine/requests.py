@@ -58,8 +58,9 @@ class RequestChecks:
         try:
             return self.tokenizer
         except ModelLoadError as problem:
+            cure = "" if "tokenizer_path" in str(problem) else "set tokenizer_path, "
             raise InvalidRequest(
-                f"{what} needs a tokenizer: {problem}; set tokenizer_path, or pass ids."
+                f"{what} needs a tokenizer: {problem}; {cure}or pass ids."
             ) from problem
 
     def require(

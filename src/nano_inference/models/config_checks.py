@@ -101,7 +101,6 @@ _KINDS: Mapping[str, _Kind] = {
     "use_sliding_window": _SWITCH,
     "sliding_window": _whole(0, 2**31 - 1),
     "sliding_window_pattern": _PATTERN,
-    "_sliding_window_pattern": _whole(1, 2**12),
     "max_window_layers": _whole(0, 2**12),
     "num_experts": _whole(0, 2**14),
     "num_local_experts": _whole(0, 2**14),

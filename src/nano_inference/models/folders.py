@@ -31,6 +31,16 @@ def describe_model(model_path: str) -> Path:
     return _resolve(model_path, describe_gguf, _DESCRIPTION)
 
 
+def gguf_of(model_path: str) -> Path | None:
+    """The `.gguf` file of a model named as `resolve_model` takes it; None: it has none."""
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return gguf_in(path)
+    if model_path in EMBEDDED_MODELS:
+        return find_embedded(model_path)
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
 _DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id
 
 

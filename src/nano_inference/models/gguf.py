@@ -1,9 +1,9 @@
 """One-time conversion of a GGUF file into an ordinary Hugging Face folder in a cache.
 
-Reading a GGUF file's tokenizer through transformers takes seconds, and dequantising its weights
-more. So both are done once: the folder is named by the file's hash, and every later start finds an
-ordinary safetensors checkpoint there. What describes a model (config.json, the tokenizer) follows
-from the header alone, and has a folder of its own.
+Making a GGUF file's tokenizer takes a second, and dequantising its weights many. So both are done
+once: the folder is named by the file's hash, and every later start finds an ordinary safetensors
+checkpoint there. What describes a model (config.json, the tokenizer) follows from the header, and
+has a folder of its own.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.gguf_config import hf_config
 from nano_inference.models.gguf_families import FAMILIES, Config, Family
 from nano_inference.models.gguf_header import GgufHeader, read_header
-from nano_inference.models.gguf_tokenizer import write_tokenizer
+from nano_inference.models.gguf_tokenizer import write_tokenizer_or_reason
 from nano_inference.models.gguf_weights import Stored, require_names, write_safetensors
 from nano_inference.models.spec import spec_from_config
 from nano_inference.progress import Progress
@@ -30,7 +30,7 @@ from nano_inference.regular_files import open_regular, read_json
 logger = logging.getLogger("nano_inference")
 
 # part of the folder's name: raise it when the same file has to convert into something else
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 
 # as llama.cpp's gguf-split names them
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -58,7 +58,7 @@ def convert_gguf(
             others lie beside it.
         cache_root: where converted folders live; None: `cache_folder("gguf")`.
         tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None:
-            `write_tokenizer`.
+            `write_tokenizer_or_reason`.
         coded: matrices of the types in `gguf_codes.KINDS` are written as codes, scales and minima,
             which config.json says (`quant_method` "gguf").
 
@@ -73,7 +73,7 @@ def convert_gguf(
     folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}{'-codes' if coded else ''}"
     if (folder / "model.safetensors").is_file():
         return folder
-    described = _described(parts, headers, root, tokenizer_writer)
+    described = _described(parts, headers, root, tokenizer_writer or write_tokenizer_or_reason)
     family, _, stored = _model(parts, headers)
     config: Config = read_json(described / "config.json")
     logger.info("converting %s once, into %s", path, folder)
@@ -88,15 +88,14 @@ def convert_gguf(
     return folder
 
 
-def describe_gguf(
-    path: Path, cache_root: Path | None = None, *, tokenizer_writer: TokenizerWriter | None = None
-) -> Path:
-    """As `convert_gguf`, without weights: a folder of `config.json`, `generation_config.json` and
-    the tokenizer. Of the file its header is read, and what stretches the rotary frequencies.
+def describe_gguf(path: Path, cache_root: Path | None = None) -> Path:
+    """As `convert_gguf`, without weights and tokenizer: a folder of `config.json` and
+    `generation_config.json`. Of the file its header is read, and what stretches the rotary
+    frequencies. `read_vocabulary` has what the header says of the tokenizer.
     """
     parts = _parts(path)
     headers = [read_header(part) for part in parts]
-    return _described(parts, headers, _root(cache_root), tokenizer_writer)
+    return _described(parts, headers, _root(cache_root), None)
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -164,14 +163,17 @@ def _described(
     root: Path,
     tokenizer_writer: TokenizerWriter | None,
 ) -> Path:
-    """The folder of all but weights, named by what it follows from."""
+    """The folder of all but weights, named by what it follows from. Without a writer it has no
+    tokenizer.
+    """
     family, metadata, stored = _model(parts, headers)
     digest = hashlib.sha256()
     for header in headers:
         digest.update(header.content)
     for name in sorted(family.rope_factors & stored.keys()):
         digest.update(stored[name].rows().tobytes())
-    folder = root / "headers" / f"{digest.hexdigest()[:16]}-v{CONVERTER_VERSION}"
+    kind = "" if tokenizer_writer else "-config"
+    folder = root / "headers" / f"{digest.hexdigest()[:16]}-v{CONVERTER_VERSION}{kind}"
     if (folder / "config.json").is_file():
         return folder
     try:
@@ -186,7 +188,8 @@ def _described(
     with _made_once(folder, "config.json", parts[0]) as new:
         for name, content in (("config.json", config), ("generation_config.json", token_ids)):
             (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        (tokenizer_writer or write_tokenizer)(parts[0], new)
+        if tokenizer_writer:
+            tokenizer_writer(parts[0], new)
     return folder
 
 

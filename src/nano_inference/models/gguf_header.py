@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 MOST_HEADER = 2**28  # bytes: the token lists of the largest vocabularies take some ten million
 DEFAULT_ALIGNMENT = 32
 
-INSTALL_HINT = (
-    "converting a GGUF file needs the packages gguf and transformers: pip install "
-    '"nano-inference[gguf]"'
-)
+INSTALL_HINT = 'reading a GGUF file needs the package gguf: pip install "nano-inference[gguf]"'
 
 # struct's letters of the metadata's types
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _NUMBERS[12] = "d"
 _STRING, _ARRAY = 8, 9
-# transformers reads these lists itself
+# which only the tokenizer needs, and which take seconds
 _TOKENIZER = "tokenizer."
 
 
@@ -84,7 +81,7 @@ class GgufHeader:
 
     Attributes:
         content: the header's bytes: all of metadata and tensor table.
-        metadata: by key; not the token lists.
+        metadata: by key; the token lists are None, unless they were asked for.
         tensors: by name, in the file's order.
     """
 
@@ -93,8 +90,12 @@ class GgufHeader:
     tensors: dict[str, StoredTensor]
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, *, token_lists: bool = False) -> GgufHeader:
     """Read the header of a GGUF file.
+
+    Args:
+        path: of the file.
+        token_lists: read the lists of the tokenizer (tokens, types, scores, merges) as well.
 
     Raises:
         ModelLoadError: the file is missing, cut short or not GGUF; a tensor has a type that cannot
@@ -106,7 +107,7 @@ def read_header(path: Path) -> GgufHeader:
             size = file.seek(0, 2)
             length = min(size, MOST_HEADER)
             with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) as data:
-                return _read(path, _Cursor(data), size)
+                return _read(path, _Cursor(data), size, token_lists)
     except OSError as error:
         raise ModelLoadError(f"cannot read the GGUF file {path}: {error}") from error
     except ImportError as error:
@@ -159,6 +160,8 @@ class _Cursor:
         if wanted:
             if count > len(self.data) or kind == _ARRAY:  # each takes a byte at least
                 raise ValueError(f"a list of {count} entries of type {kind}")
+            if kind in _NUMBERS:
+                return list(self.numbers(_NUMBERS[kind], count))
             return [self.value(kind, wanted) for _ in range(count)]
         if kind in _NUMBERS:
             self.at += count * struct.calcsize(f"<{_NUMBERS[kind]}")
@@ -175,14 +178,15 @@ class _Cursor:
         self.at = at
 
 
-def _read(path: Path, cursor: _Cursor, file_size: int) -> GgufHeader:
+def _read(path: Path, cursor: _Cursor, file_size: int, token_lists: bool) -> GgufHeader:
     num_tensors, num_keys = cursor.numbers("Q", 2)
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.text()
         if key in metadata:
             raise ValueError(f"the key {key} is there twice")
-        metadata[key] = cursor.value(cursor.number("I"), not key.startswith(_TOKENIZER))
+        wanted = token_lists or not key.startswith(_TOKENIZER)
+        metadata[key] = cursor.value(cursor.number("I"), wanted)
     table = [_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:

@@ -395,7 +395,7 @@ def _alternating_windows(
     config: Config, num_layers: int, usual: int, nth: int = 0
 ) -> tuple[int, ...]:
     """One layer in so many sees everything: the last of them, or the `nth`."""
-    told = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+    told = config.get("sliding_window_pattern")  # as transformers: not what it writes with "_"
     if told == 0 and not config.get("layer_types"):
         raise ModelLoadError(
             "config.json has sliding_window_pattern=0; without layer_types it must be above 0."

@@ -22,6 +22,7 @@ COPIED = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
 )
 WEIGHTS = "model.safetensors"
 MASTERS = "masters"  # a subfolder: readers of checkpoints may take every file beside the weights
@@ -84,7 +85,9 @@ def save_checkpoint(
         source / "generation_config.json",
     ):
         if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     _save_whole(folder, weights)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from nano_inference.serving.parsing import OutputParser, Parsed, ToolCallDelta
-from nano_inference.text.detokenizer import Detokenizer, OutputText
+from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer, OutputText
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, TopLogprobs, TrainingSample
 
@@ -45,10 +45,12 @@ class TextStyle(msgspec.Struct, frozen=True):
     Attributes:
         special_tokens: special tokens by their names.
         stop: the stop string that ended it; with `special_tokens` also the id.
+        marked: `SPECIAL_MARK` before special tokens, for a parser that goes by them.
     """
 
     special_tokens: bool = False
     stop: bool = False
+    marked: bool = False
 
 
 PLAIN = TextStyle()
@@ -56,11 +58,12 @@ PLAIN = TextStyle()
 
 @dataclass(slots=True)
 class ToolCall:
-    """A tool call, as far as it has come."""
+    """A tool call, as far as it has come. A broken one is none."""
 
     id: str
     name: str
     arguments: str = ""
+    broken: bool = False
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class Choice:
         parser: takes reasoning and tool calls out of the text; None: it is all content.
         stop_ids: ids that end it; they have no text.
         shows_stop: its text ends with the stop string, or the id, that ended it.
+        calls: of tools, broken ones too.
         contents, reasonings: new text of each, as it came: joined, they are `content` and
             `reasoning`.
     """
@@ -83,7 +87,7 @@ class Choice:
     parser: OutputParser | None
     stop_ids: frozenset[int]
     shows_stop: bool = False
-    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
     num_tokens: int = 0
     cached_tokens: int = 0
     finished: TrainingSample | None = None
@@ -99,6 +103,11 @@ class Choice:
     def reasoning(self) -> str:
         """All of it so far."""
         return "".join(self.reasonings)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """Those that are not broken."""
+        return [call for call in self.calls if not call.broken]
 
     @property
     def whole(self) -> ChoiceDelta:
@@ -160,7 +169,7 @@ class Choice:
         assert self.parser is not None
         parsed = self.parser.push(text)
         if self.finished is not None:
-            last = self.parser.finish()
+            last = self.parser.finish(cut_off=self.finished.finish_reason != "stop")
             parsed = Parsed(
                 parsed.content + last.content,
                 parsed.reasoning + last.reasoning,
@@ -170,8 +179,9 @@ class Choice:
             self.reasonings.append(parsed.reasoning)
         for call in parsed.tool_calls:
             if call.id is not None:
-                self.tool_calls.append(ToolCall(call.id, call.name or ""))
-            self.tool_calls[call.index].arguments += call.arguments
+                self.calls.append(ToolCall(call.id, call.name or ""))
+            self.calls[call.index].arguments += call.arguments
+            self.calls[call.index].broken |= call.broken
         return parsed
 
 
@@ -202,7 +212,9 @@ def _joined(calls: tuple[ToolCallDelta, ...]) -> tuple[ToolCallDelta, ...]:
         joined[call.index] = (
             call
             if before is None
-            else dataclasses.replace(before, arguments=before.arguments + call.arguments)
+            else dataclasses.replace(
+                before, arguments=before.arguments + call.arguments, broken=call.broken
+            )
         )
     return tuple(joined.values())
 
@@ -212,8 +224,10 @@ class _Searched:
     does not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int) -> None:
-        self._text = OutputText(tokenizer, stop, skip_special_tokens=False)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...], min_tokens: int, mark: str
+    ) -> None:
+        self._text = OutputText(tokenizer, stop, skip_special_tokens=False, mark=mark)
         self._tokens_left = min_tokens  # before a stop string counts
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -238,9 +252,12 @@ def new_choice(
     """A choice of which nothing has come."""
     detokenizer = None
     if tokenizer is not None:
+        mark = SPECIAL_MARK if style.marked else ""
         if not stop:
-            detokenizer = Detokenizer(tokenizer, skip_special_tokens=not style.special_tokens)
+            detokenizer = Detokenizer(
+                tokenizer, skip_special_tokens=not style.special_tokens, mark=mark
+            )
         elif style.special_tokens:
-            detokenizer = _Searched(tokenizer, stop, min_tokens)
+            detokenizer = _Searched(tokenizer, stop, min_tokens, mark)
     parser = make_parser() if make_parser is not None else None
     return Choice(index, detokenizer, parser, stop_ids, style.stop)

@@ -39,6 +39,7 @@ from nano_inference.serving.messages import (
     messages_of,
 )
 from nano_inference.serving.operations import operation_named
+from nano_inference.text.tokenizer import has_tokenizer
 from nano_inference.types import Delta, PauseMode
 
 log = logging.getLogger("nano_inference.serving")
@@ -381,7 +382,7 @@ def _tokenizer_folder(engine: InferenceEngine) -> str | None:
     other = engine.config.tokenizer_path
     if other is not None:
         return str(resolve_model(other))
-    return str(engine.model_folder) if (engine.model_folder / "tokenizer.json").is_file() else None
+    return str(engine.model_folder) if has_tokenizer(engine.model_folder) else None
 
 
 def _told(problem: Exception, what: str) -> tuple[str, str]:

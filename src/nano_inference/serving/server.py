@@ -206,8 +206,9 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
     folder = info.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(Path(folder))
     if tokenizer is not None and config.chat_template is not None:
-        tokenizer = replace(tokenizer, chat_template=config.chat_template)
-    template = None if tokenizer is None else tokenizer.chat_template
+        tokenizer = replace(tokenizer, chat_template=config.chat_template, tool_template=None)
+    templates = [] if tokenizer is None else [tokenizer.chat_template, tokenizer.tool_template]
+    template = "\n".join(each for each in templates if each is not None) or None
     return Served(
         name=(*config.served_names, info.model_path)[0],
         engine=info,

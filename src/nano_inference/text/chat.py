@@ -81,11 +81,7 @@ def encode_chat(
     Raises:
         InvalidRequest: the tokenizer has no chat template, or `render_chat` refuses.
     """
-    template, special_tokens = tokenizer.chat_template, tokenizer.special_tokens
-    if template is None:
-        raise InvalidRequest(
-            "the model's tokenizer has no chat template; pass plain text or token ids instead"
-        )
+    template, special_tokens = tokenizer.template_for(tools=bool(tools)), tokenizer.special_tokens
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)
     variables, marked = control_tokens.mark(tokenizer, variables)
     text = _render(
@@ -105,12 +101,19 @@ def warm_up(tokenizer: Tokenizer) -> None:
     The template is compiled and asked what it renders, and the tokenizer for control tokens in a
     caller's text is made. A template that fails does so later, with the request that it fails on.
     """
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None and tokenizer.tool_template is None:
         return
     name = next(iter(tokenizer.special_tokens.values()), "")
-    with contextlib.suppress(InvalidRequest):
-        encode_chat(tokenizer, [{"role": "user", "content": name}])
+    for tools in ([], [_TOOL]) if tokenizer.tool_template else ([],):
+        with contextlib.suppress(InvalidRequest):
+            encode_chat(tokenizer, [{"role": "user", "content": name}], tools=tools)
     control_tokens.encode_marked(tokenizer, "")
+
+
+_TOOL: Mapping[str, object] = {
+    "type": "function",
+    "function": {"name": "a", "description": "a", "parameters": {"type": "object"}},
+}
 
 
 def _variables(

@@ -12,6 +12,7 @@ import codecs
 import copy
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,6 +25,9 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
+# Stands before special tokens in text that is going to be parsed: no text of ordinary tokens holds
+# it, since nobody knows it. Neither does a stop string match a part of it.
+SPECIAL_MARK = "\ufdd0" + "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(8))
 
 
 class Detokenizer:
@@ -38,13 +42,17 @@ class Detokenizer:
     Args:
         tokenizer: its decoder says how tokens become text. Tokens added to it later are not seen.
         skip_special_tokens: special tokens have no text.
+        mark: stands before the text of each special token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, mark: str = ""
+    ) -> None:
         plan = _plan(tokenizer)
         self._backend = tokenizer.backend
         self._added = plan.added
         self._skipped = plan.special if skip_special_tokens else frozenset[str]()
+        self._marked, self._mark = plan.special if mark else frozenset[str](), mark
         self._steps = [copy.copy(step) for step in plan.steps]
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -54,6 +62,8 @@ class Detokenizer:
             for token in map(self._token, token_ids)
             if token is not None and token not in self._skipped
         ]
+        if self._mark:
+            tokens = [self._mark + each if each in self._marked else each for each in tokens]
         for step in self._steps:
             tokens = step.push(tokens)
         return "".join(tokens)
@@ -111,20 +121,25 @@ class OutputText:
         tokenizer: of the tokens.
         stop: stop strings; none may be empty.
         skip_special_tokens: special tokens have no text.
+        mark: stands before the text of each special token.
 
     Raises:
         InvalidRequest: a stop string is empty.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        skip_special_tokens: bool = True,
+        mark: str = "",
     ) -> None:
         if "" in stop:
             raise InvalidRequest(
                 f"stop={stop!r} holds an empty string, which would end every sample; leave it out."
             )
         self._stop = stop
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, mark)
         self._shown: list[str] = []  # all text that may be shown, in pieces
         self._num_taken = 0  # pieces of it that `take` has returned
         self._held = ""  # final text, but a proper prefix of some stop string

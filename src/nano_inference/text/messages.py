@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -22,8 +22,16 @@ from typing import Any, Literal, NamedTuple
 from nano_inference.errors import InvalidRequest
 from nano_inference.text import sandbox
 from nano_inference.text.sandbox import OverBudget
-
-Message = dict[str, Any]
+from nano_inference.text.turns import (
+    ANY_TURNS,
+    Message,
+    Render,
+    TurnShape,
+    ask_turns,
+    in_turns,
+    joined,
+    text_part,
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,6 @@ class CallShape:
 NATIVE = CallShape()  # the first that a template is asked for
 # which every template renders that renders a chat
 _AS_TEXT = CallShape(calls="text", answers="user")
-
-
-# (messages, tools) -> the text of a conversation, or nothing if the template fails on it
-Render = Callable[..., str]
 
 
 def calls_of(message: Message) -> list[Message]:
@@ -199,7 +203,7 @@ def reshaped(conversation: Iterable[Message], shape: CallShape) -> list[Message]
 def _shape_calls(message: Message, shape: CallShape) -> None:
     calls = calls_of(message)
     if calls and shape.one_text and message.get("content") and message.get(_REASONING[0]):
-        both = _joined(message[_REASONING[0]], message["content"])
+        both = joined(message[_REASONING[0]], message["content"])
         message |= {"content": None, **dict.fromkeys(_REASONING, both)}
     if calls and message.get("content") is None:
         message["content"] = None if shape.null_content else ""
@@ -216,7 +220,7 @@ def _write_calls(message: Message) -> None:
     calls = message.pop("tool_calls", None)
     if isinstance(calls, list) and calls:
         texts = [f"<tool_call>\n{_json_of(call)}\n</tool_call>" for call in calls]
-        message["content"] = _joined(message.get("content"), "\n".join(texts))
+        message["content"] = joined(message.get("content"), "\n".join(texts))
 
 
 def _json_of(call: object) -> str:
@@ -243,7 +247,7 @@ def _answers_of_users(messages: Iterable[Message]) -> list[Message]:
             and message.get("role") == told[-1].get("role") == "user"
             and (answers or is_answer)
         ):
-            told[-1]["content"] = _joined(told[-1].get("content"), message.get("content"))
+            told[-1]["content"] = joined(told[-1].get("content"), message.get("content"))
             answers = True
         else:
             told.append(message)
@@ -254,25 +258,8 @@ def _answers_of_users(messages: Iterable[Message]) -> list[Message]:
 def _tagged(content: object) -> object:
     opening, close = "<tool_response>\n", "\n</tool_response>"
     if isinstance(content, list):
-        return [_part(opening), *content, _part(close)]
+        return [text_part(opening), *content, text_part(close)]
     return f"{opening}{'' if content is None else content}{close}"
-
-
-def _joined(content: object, more: object) -> object:
-    """Two contents in two lines."""
-    if content in (None, "", []):
-        return more
-    if isinstance(content, str) and isinstance(more, str):
-        return f"{content}\n{more}"
-    return [*_parts(content), _part("\n"), *_parts(more)]
-
-
-def _parts(content: object) -> list[Any]:
-    return content if isinstance(content, list) else [_part(content)]
-
-
-def _part(text: object) -> Message:
-    return {"type": "text", "text": text}
 
 
 def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
@@ -418,9 +405,9 @@ def prepare(
 
     Text parts become one string, or a string becomes a text part; arguments of tool calls become an
     object, or JSON text; the absence of content becomes what the template can stand; calls and
-    answers that it does not render become text (`reshaped`); a tool's answer gets the tool's
-    name; a developer is the system where the template knows no other; reasoning goes by all of its
-    names.
+    answers that it does not render become text (`reshaped`); so do system messages where it renders
+    none, and what is said beside answers (`in_turns`); a tool's answer gets the tool's name; a
+    developer is the system where the template knows no other; reasoning goes by all of its names.
 
     Raises:
         InvalidRequest: a message is not plain data, or has a role of its own that the template does
@@ -444,7 +431,7 @@ def prepare(
             message["name"] = names[str(message["tool_call_id"])]
         if told := [message[name] for name in _REASONING if name in message]:
             message |= {name: message.get(name, told[0]) for name in _REASONING}
-    conversation = reshaped(conversation, shapes.calls)
+    conversation = reshaped(in_turns(conversation, shapes.turns), shapes.calls)
     return _shaped(conversation, shapes)
 
 
@@ -479,6 +466,7 @@ class _Shapes:
     string_content: bool = True
     list_content: bool = False
     calls: CallShape = NATIVE
+    turns: TurnShape = ANY_TURNS
 
 
 def _shaped(conversation: list[dict[str, Any]], shapes: _Shapes) -> list[dict[str, Any]]:
@@ -517,10 +505,35 @@ def _shapes(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _Shap
     try:
         string_content, list_content = _content_shapes(word, probe)
         contents = _Shapes(string_content, list_content)
-        calls = ask(word, lambda messages, tools=None: probe(_shaped(messages, contents), tools))
+
+        def render(messages: list[Message], tools: object = None) -> str:
+            return probe(_shaped(messages, contents), tools)
+
+        calls = ask(word, render)
+        turns = _ask_turns(word, render, calls)
     except OverBudget:  # it will be so with real messages too
         return _Shapes()
-    return _Shapes(string_content, list_content, calls)
+    return _Shapes(string_content, list_content, calls, turns)
+
+
+def _ask_turns(word: str, render: Render, calls: CallShape) -> TurnShape:
+    opening: list[Message] = [{"role": "user", "content": word}]
+    if word not in render(opening):
+        opening.insert(0, {"role": "system", "content": word})
+    words = _Words(*(f"{word}{letter}" for letter in "nkva"))
+    call = reshaped([_asking([words], None)], calls)
+    asked = [*opening, *call]
+    tools = [_tool(words.name, words.key)]
+    shape = ask_turns(
+        word,
+        lambda messages: render(messages, tools if calls_of(asked[-1]) else None),
+        opening,
+        asked,
+        _answering(words),
+    )
+    if calls.answers == "user":  # they are one message with what the user says
+        return replace(shape, before_answers=True, behind_answers=True)
+    return shape
 
 
 def _new_word() -> str:

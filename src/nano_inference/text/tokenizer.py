@@ -9,12 +9,15 @@ from typing import Any
 
 import tokenizers
 
-from nano_inference.errors import ModelLoadError
-from nano_inference.regular_files import read_json
+from nano_inference.errors import InvalidRequest, ModelLoadError, one_line
+from nano_inference.regular_files import MISSING_TOKENIZER, read_json
+from nano_inference.text.added_tokens import add_tokens, with_special_tokens_map
+from nano_inference.text.template_files import read_templates
 
 # Characters. `encode` holds the interpreter's lock, seconds for a text of megabytes. `encode_batch`
 # does not, but costs a short text more.
 LONG = 4096
+_CURE = "set tokenizer_path to a folder that has the model's tokenizer.json"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -27,7 +30,8 @@ class Tokenizer:
             rows.
         eos_token_id: the id of `special_tokens["eos_token"]`, or None where the folder names none.
         special_tokens: `bos_token`, `eos_token` … -> the token's text, as chat templates see them.
-        chat_template: Jinja source, or None where the folder has none.
+        chat_template: Jinja source of chats, or None where the folder has none.
+        tool_template: that of chats with tools, where the folder has one of its own.
     """
 
     backend: tokenizers.Tokenizer
@@ -35,6 +39,21 @@ class Tokenizer:
     eos_token_id: int | None
     special_tokens: Mapping[str, str]
     chat_template: str | None
+    tool_template: str | None = None
+
+    def template_for(self, *, tools: bool) -> str:
+        """The template of a chat, with tools or without. Raises `InvalidRequest`: there is none."""
+        template = (self.tool_template if tools else None) or self.chat_template
+        if template is not None:
+            return template
+        if self.tool_template is not None:
+            raise InvalidRequest(
+                "the model's tokenizer has a chat template only for chats with tools; give tools, "
+                "or pass plain text or token ids instead"
+            )
+        raise InvalidRequest(
+            "the model's tokenizer has no chat template; pass plain text or token ids instead"
+        )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`. Special tokens written out in `text` always become their ids."""
@@ -54,32 +73,41 @@ def encode_ids(
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer, or should have one."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", MISSING_TOKENIZER))
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`
-    of `folder`.
+    """Load `tokenizer.json`, `tokenizer_config.json`, chat templates and added tokens of `folder`.
 
     Raises:
-        ModelLoadError: a file is missing or malformed, or the named end-of-sequence token is not in
-            the vocabulary.
+        ModelLoadError: a file is missing or malformed.
     """
+    if (reason := folder / MISSING_TOKENIZER).is_file():
+        raise ModelLoadError(f"{reason.read_text('utf-8')}; {_CURE}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ModelLoadError(f"there is no tokenizer file {folder / name}")
     backend = _load_backend(folder / "tokenizer.json")
-    config = read_json(folder / "tokenizer_config.json")
+    config = with_special_tokens_map(folder, read_json(folder / "tokenizer_config.json"))
+    try:
+        add_tokens(backend, folder, config)
+    except Exception as error:  # what a file holds, and the library's bare Exception
+        raise ModelLoadError(
+            f"the added tokens of {folder} cannot be read: {one_line(error)}"
+        ) from error
     special_tokens = _special_tokens(config)
     eos_token = special_tokens.get("eos_token")
     eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
-    if eos_token is not None and eos_token_id is None:
-        raise ModelLoadError(
-            f"the eos_token {eos_token!r} of {folder} is not in the tokenizer's vocabulary"
-        )
+    templates = read_templates(folder, config)
     return Tokenizer(
         backend=backend,
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         eos_token_id=eos_token_id,
         special_tokens=special_tokens,
-        chat_template=_chat_template(folder, config),
+        chat_template=templates.default,
+        tool_template=templates.tools,
     )
 
 
@@ -105,20 +133,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(text, str):
             tokens[key] = text
     return tokens
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    # The file wins, as in transformers, which writes the template there and no longer into the
-    # configuration.
-    path = folder / "chat_template.jinja"
-    try:
-        template = (
-            path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-        )
-        if isinstance(template, list):
-            template = {each["name"]: each["template"] for each in template}.get("default")
-        if not isinstance(template, str | None):
-            raise TypeError(f"it is a {type(template).__name__}")
-    except (KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"the chat template of {folder} cannot be read: {error}") from error
-    return template

@@ -25,10 +25,12 @@ def parse(
     tail: str = "<|end|><|start|>assistant",
     tools: bool = True,
     reasoning: bool = True,
+    mark: str = "",
+    cut_off: bool = True,
 ) -> Said:
-    parser = HarmonyParser(tools=tools, reasoning=reasoning, prompt_tail=tail)
-    thought, content, calls = "", "", list[list[str]]()
-    for parsed in [*map(parser.push, pieces), parser.finish()]:
+    parser = HarmonyParser(tools=tools, reasoning=reasoning, prompt_tail=tail, mark=mark)
+    thought, content, calls, broken = "", "", list[list[str]](), set[int]()
+    for parsed in [*map(parser.push, pieces), parser.finish(cut_off=cut_off)]:
         thought, content = thought + parsed.reasoning, content + parsed.content
         for delta in parsed.tool_calls:
             if delta.index == len(calls):
@@ -37,10 +39,12 @@ def parse(
             else:
                 assert (delta.index, delta.id, delta.name) == (len(calls) - 1, None, None)
             calls[delta.index][1] += delta.arguments
-    return thought, content, calls
+            broken |= {delta.index} if delta.broken else set()
+    return thought, content, [each for index, each in enumerate(calls) if index not in broken]
 
 
 JSON = '{"city": "Köln"}'
+MARKER = r"<\|(start|channel|message|constrain|end|return|call)\|>"
 ANSWERS: dict[str, tuple[str, Said]] = {
     "final": (FINAL + "<|return|>", ("", "Hello.", [])),
     "reasoning": (THOUGHT + TURN + FINAL + "<|return|>", ("Think.", "Hello.", [])),
@@ -85,6 +89,26 @@ ANSWERS: dict[str, tuple[str, Said]] = {
         '<|channel|>commentary to=functions.f<|message|>{"a": ',
         ("", "", [["f", '{"a": ']]),
     ),
+    "arguments with small mistakes": (
+        '<|channel|>commentary to=functions.f<|message|> {"a": "b\nc", "d": True,}\n<|call|>',
+        ("", "", [["f", '{"a": "b\\nc", "d": true}']]),
+    ),
+    "arguments that break": (
+        "<|channel|>commentary to=functions.f<|message|>{'a': 1}<|call|>",
+        ("", "{'a': 1}", []),
+    ),
+    "arguments that are no object": (
+        "<|channel|>commentary to=functions.f<|message|>print(1)<|call|>",
+        ("", "print(1)", []),
+    ),
+    "arguments with more behind them": (
+        "<|channel|>commentary to=functions.f<|message|>{} and<|call|>",
+        ("", "{} and", []),
+    ),
+    "arguments that end too early": (
+        '<|channel|>commentary to=functions.f<|message|>{"a": <|call|>',
+        ("", '{"a": ', []),
+    ),
     "cut within a header": ("<|channel|>anal", ("", "", [])),
     "no format": ("Hello.", ("", "Hello.", [])),
     "no format, words like a header": (" to be or not", ("", " to be or not", [])),
@@ -106,6 +130,40 @@ def test_an_answer(name: str) -> None:
     text, said = ANSWERS[name]
     assert parse(text) == said
     assert parse(*text) == said
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_by_its_special_tokens(name: str) -> None:
+    text, said = ANSWERS[name]
+    marked, tail = re.sub(MARKER, "§$\\g<0>", text), "§$<|end|>§$<|start|>assistant"
+    assert parse(marked, tail=tail, mark="§$") == said
+    assert parse(*marked, tail=tail, mark="§$") == said
+
+
+def test_markers_in_ordinary_letters_are_text() -> None:
+    answer = re.sub(MARKER, "§$\\g<0>", "<|channel|>final<|message|>")
+    tail = "§$<|end|>§$<|start|>assistant"
+    for said in (
+        "Write <|end|> to close a message.",
+        "Say <|start|>assistant<|channel|>analysis<|message|>secret",
+        "half <|e",
+    ):
+        assert parse(answer + said, tail=tail, mark="§$") == ("", said, [])
+        assert parse(*(answer + said), tail=tail, mark="§$") == ("", said, [])
+    call = "<|channel|>commentary to=functions.f<|message|>"
+    arguments = '{"y": "<|end|> no"}'
+    text = re.sub(MARKER, "§$\\g<0>", call) + arguments + "§$<|call|>"
+    assert parse(*text, tail=tail, mark="§$") == ("", "", [["f", arguments]])
+    # another special token than the format's
+    assert parse(answer + "a§$<|pad|>b", tail=tail, mark="§$") == ("", "a<|pad|>b", [])
+    # and in the prompt's end, which a client may have written
+    written = f"{tail}§$<|channel|>final§$<|message|>a <|start|>b"
+    assert parse("c", tail=written, mark="§$") == ("", "c", [])
+
+
+def test_a_call_that_the_model_did_not_finish_is_none() -> None:
+    text = '<|channel|>commentary to=functions.f<|message|>{"a": '
+    assert parse(text, cut_off=False) == ("", '{"a": ', [])
 
 
 def test_what_is_not_told_apart_is_content() -> None:

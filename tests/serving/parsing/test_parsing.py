@@ -21,7 +21,7 @@ from nano_inference.serving.parsing import (
     chat_format,
     make_parser,
 )
-from nano_inference.serving.parsing.scanning import JsonScanner
+from nano_inference.serving.parsing.scanning import JsonMender, JsonScanner
 from tests.depth import at_depth
 
 FORMATS = ["hermes", "llama", "mistral"]
@@ -43,12 +43,13 @@ def parse(
     *,
     reasoning: str | None = "think",
     prompt_tail: str = "",
+    cut_off: bool = True,
 ) -> Joined:
     parser = make_parser(
         ChatFormat(tools, reasoning), tools=True, reasoning=True, prompt_tail=prompt_tail
     )
-    joined = Joined()
-    for parsed in [*map(parser.push, pieces), parser.finish()]:
+    joined, broken = Joined(), set[int]()
+    for parsed in [*map(parser.push, pieces), parser.finish(cut_off=cut_off)]:
         joined.content += parsed.content
         joined.reasoning += parsed.reasoning
         assert len({delta.index for delta in parsed.tool_calls}) == len(parsed.tool_calls)
@@ -61,6 +62,8 @@ def parse(
             else:
                 assert (delta.index, delta.id, delta.name) == (len(joined.calls) - 1, None, None)
             joined.calls[delta.index][1] += delta.arguments
+            broken |= {delta.index} if delta.broken else set()
+    joined.calls = [call for index, call in enumerate(joined.calls) if index not in broken]
     return joined
 
 
@@ -152,9 +155,12 @@ def test_no_text_is_lost(tools: str, text: str, inside: bool) -> None:
         out = [joined.content, joined.reasoning, *(part for call in joined.calls for part in call)]
         for letter in "Ж🙂é":
             assert sum(part.count(letter) for part in out) == words.count(letter)
-        for part in out:
+        for part in out[:2]:
             rest = iter(words)
-            assert part == "{}" or all(letter in rest for letter in part)
+            assert all(letter in rest for letter in part)
+        for part in out[2:]:  # what is mended has other characters
+            rest = iter(words)
+            assert all(letter in rest for letter in part if letter in "Ж🙂é")
 
 
 @given(st.sampled_from(FORMATS), st.text())
@@ -232,7 +238,9 @@ def test_arguments_stream(tools: str) -> None:
     text = write(tools, [('"f"', '{"city": "Paris", "days": [1, 2]}')], "\n")
     parser = make_parser(ChatFormat(tools), tools=True, reasoning=False, prompt_tail="")
     deltas = [delta for letter in text for delta in parser.push(letter).tool_calls]
-    assert [delta.arguments for delta in deltas] == list('{"city": "Paris", "days": [1, 2]}')
+    whole = '{"city": "Paris", "days": [1, 2]}'
+    waiting = re.findall(r", .|.", whole)  # a comma waits for what follows
+    assert [delta.arguments for delta in deltas if delta.arguments] == waiting
     assert deltas[0].name == "f"
 
 
@@ -283,10 +291,25 @@ def test_what_may_be_a_marker_waits_and_nothing_else(text: str) -> None:
         # What breaks inside the arguments.
         (
             "hermes",
-            '<tool_call>{"name": "f", "arguments": {"a": oops}}',
-            "oops}}",
-            [["f", '{"a": ']],
+            'a <tool_call>{"name": "f", "arguments": {"a": oops}}',
+            None,
+            [],
         ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'
+            '<tool_call>{"name": "g"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>',
+            [["g", "{}"]],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "g"}</tool_call>\n<tool_call>{"name": "f", "arguments": {1}}',
+            '\n<tool_call>{"name": "f", "arguments": {1}}',
+            [["g", "{}"]],
+        ),
+        ("llama", '{"name": "f", "parameters": {"a": b}}', None, []),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a" 1}}]', None, []),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [["f", '{"a": 1']]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": 1}', ', "x": 1}', [["f", "{}"]]),
         # Small mistakes that leave no doubt.
@@ -327,6 +350,52 @@ def test_calls_that_are_none_or_nearly(
     tools: str, text: str, content: str | None, calls: list[list[str]]
 ) -> None:
     assert parse(tools, [text]) == Joined(text if content is None else content, "", calls)
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"text": "line one\nline two"}', {"text": "line one\nline two"}),
+        ('{"text": "a\tb\r\n\x00"}', {"text": "a\tb\r\n\x00"}),
+        ('{"a\tb": 1}', {"a\tb": 1}),
+        (
+            r'{"path": "C:\dir\users\x", "y": "\u00e9\u12"}',
+            {"path": r"C:\dir\users\x", "y": "é\\u12"},
+        ),
+        (r'{"it": "it\'s"}', {"it": "it's"}),
+        ('{"a": True, "b": [False, None]}', {"a": True, "b": [False, None]}),
+        ('{"a": [1, 2, ], "b": {"c": 1,\n},}', {"a": [1, 2], "b": {"c": 1}}),
+        ('{"a": ",]", "b": ",}"}', {"a": ",]", "b": ",}"}),
+    ],
+)
+def test_small_mistakes_in_arguments_are_mended(
+    tools: str, written: str, meant: dict[str, object]
+) -> None:
+    text = write(tools, [('"f"', written)], "\n")
+    whole = parse(tools, [text], cut_off=False)
+    assert whole == parse(tools, list(text), cut_off=False)
+    assert whole.content == ""
+    assert [json.loads(arguments) for _, arguments in whole.calls] == [meant]
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+@pytest.mark.parametrize(
+    "written",
+    ["{'a': 1}", '{"a": 1 "b": 2}', "{a: 1}", '{"a": NaN}', '{"a": Tru}', '{"a": [1,,2]}'],
+)
+def test_what_cannot_be_mended_is_no_call(tools: str, written: str) -> None:
+    text = write(tools, [('"f"', written)], "\n")
+    for pieces in ([text], list(text)):
+        assert parse(tools, pieces) == Joined(text)
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+def test_a_call_that_the_model_did_not_finish_is_none(tools: str) -> None:
+    text = write(tools, [('"f"', '{"a": "b')], "\n").partition("b")[0] + "b"
+    for pieces in ([text], list(text)):
+        assert parse(tools, pieces, cut_off=False) == Joined(text)
+        assert parse(tools, pieces, cut_off=True) == Joined("", "", [["f", '{"a": "b']])
 
 
 @pytest.mark.parametrize(
@@ -381,6 +450,55 @@ def test_the_scanner_takes_what_json_takes(parts: list[str]) -> None:
         assert (end == expected) == scanner.complete
 
 
+@given(OBJECTS, st.sampled_from([None, 1]), CUTS)
+@settings(deadline=None)
+def test_the_mender_leaves_what_is_right(
+    value: object, indent: int | None, ends: list[int]
+) -> None:
+    text = json.dumps(value, indent=indent)
+    mender, out = JsonMender(), ""
+    for piece in cut(text, ends):
+        mender.feed(piece, 0)
+        out += mender.taken()
+    assert (out, mender.complete, mender.failed) == (text, True, False)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [*"{}[]\",:01-.e \\u'\n\t", "True", "None", "nul", '"a"', '"a":', '{"a":', "\\d", ",]"]
+        ),
+        max_size=12,
+    ).map("".join),
+    CUTS,
+)
+@settings(max_examples=at_depth(500), deadline=None)
+def test_what_the_mender_writes_is_json(text: str, ends: list[int]) -> None:
+    whole, mender, out, at = JsonMender(), JsonMender(), "", 0
+    end = whole.feed(text, 0)
+    for piece in cut(text, ends):
+        if not (mender.complete or mender.failed):
+            at += mender.feed(piece, 0)
+            out += mender.taken()
+    assert (out, at, mender.complete, mender.failed) == (
+        *(whole.taken(), end, whole.complete, whole.failed),
+    )
+    if whole.complete:
+        json.loads(out)
+    try:  # what the library takes leniently is taken too
+        if text.startswith(("{", "[")):
+            expected, stopped = json.JSONDecoder(strict=False, parse_constant=_fail).raw_decode(
+                text
+            )
+            assert (json.loads(out), end) == (expected, stopped)
+    except ValueError:
+        pass
+
+
+def _fail(name: str) -> None:
+    raise ValueError(name)
+
+
 UNITS = [
     *(
         "word ",
@@ -402,6 +520,8 @@ UNITS = [
         '{"name":"f","parameters":{}};',
         "<tool_call>\n\n\n\n",
         '{"parameters":[[',
+        '<tool_call>{"name": "f", "arguments": {"a": "\n',
+        '<tool_call>{"name": "f", "arguments": [oops ',
     ),
     *(
         '<tool_call>{"name": "f", "arguments": {"a": "',

@@ -62,11 +62,11 @@ class ReasoningParser(TextReader):
         self._go_on(text)
         return self._parsed()
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut_off: bool = True) -> Parsed:
         """The sample ended."""
         if not self._over:
             self._go_on(ended=True)
-        begun, last = self._parsed(), self._answer.finish()
+        begun, last = self._parsed(), self._answer.finish(cut_off=cut_off)
         return Parsed(
             begun.content + last.content, begun.reasoning, begun.tool_calls + last.tool_calls
         )
@@ -212,7 +212,7 @@ def reasoning_before(
 
 
 def make_parser(
-    format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail: str
+    format: ChatFormat, *, tools: bool, reasoning: bool, prompt_tail: str, mark: str = ""
 ) -> OutputParser:
     """A parser for one sample.
 
@@ -222,12 +222,15 @@ def make_parser(
         reasoning: whether reasoning is told apart. False: it stays text.
         prompt_tail: the last words of the prompt, special tokens written out: where the template
             has opened the reasoning already, the answer begins inside. Some 100 characters do.
+        mark: stands before special tokens, in channels; without it a marker in ordinary letters is
+            taken for one.
     """
     if format.in_channels:
         return HarmonyParser(
             tools=tools and format.tools == HARMONY,
             reasoning=reasoning and format.reasoning == HARMONY,
             prompt_tail=prompt_tail,
+            mark=mark,
         )
     parser: OutputParser = (
         ToolCallParser(TOOL_FORMATS[format.tools]) if tools and format.tools else PlainParser()

@@ -13,12 +13,14 @@ class ToolCallDelta:
         id: `call_` and 24 hexadecimal digits, in the call's first piece; None in later ones.
         name: of the function, in the call's first piece; None in later ones.
         arguments: the next part of the arguments object's JSON text. May be empty.
+        broken: it turned out to be no call; what it said is content.
     """
 
     index: int
     id: str | None
     name: str | None
     arguments: str
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,13 @@ class OutputParser(Protocol):
         """
         ...
 
-    def finish(self) -> Parsed:
-        """The sample ended: what was held back. Push nothing afterwards."""
+    def finish(self, *, cut_off: bool = True) -> Parsed:
+        """The sample ended: what was held back. Push nothing afterwards.
+
+        Args:
+            cut_off: it did not end by itself, so a call may be unfinished; else such a call is
+                broken.
+        """
         ...
 
 
@@ -61,6 +68,6 @@ class PlainParser:
         """`text` as content."""
         return Parsed(content=text)
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut_off: bool = True) -> Parsed:
         """Nothing was held back."""
         return Parsed()

@@ -2,6 +2,7 @@
 character is looked at a few times at most, however the text is cut.
 """
 
+import json
 import re
 from collections.abc import Callable, Generator, Mapping
 from functools import cache
@@ -180,17 +181,27 @@ class JsonScanner:
             skipped = _SKIPPED.get(self._state)
             run = skipped.match(text, begin) if skipped is not None else None
             if run and (self._open or skipped is _PLAIN):
+                self._write(run[0])
                 begin = run.end()
-                continue
-            following = _STATES[self._state].get(text[begin])
-            if following is not None:
-                begin += 1
-                self._enter(following)
-            elif self._state in _NUMBER_ENDS:
-                self._enter("end")
             else:
-                self.failed = True
+                begin += self._take(text[begin])
         return begin
+
+    def _take(self, character: str) -> int:
+        """Take a character. Returns 0 if it is not the value's, or has to be looked at again."""
+        following = _STATES[self._state].get(character)
+        if following is not None:
+            self._write(character)
+            self._enter(following)
+            return 1
+        if self._state in _NUMBER_ENDS:
+            self._enter("end")
+        else:
+            self.failed = True
+        return 0
+
+    def _write(self, text: str) -> None:
+        """Text of the value."""
 
     def _enter(self, state: str) -> None:
         if state in ("object", "array"):
@@ -201,3 +212,85 @@ class JsonScanner:
             self.complete = not self._open
             state = f"after {self._open[-1]}" if self._open else state
         self._state = state
+
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class JsonMender(JsonScanner):
+    """As `JsonScanner`, and writes the value, with small mistakes of models mended where only one
+    thing can be meant: control characters in strings, a backslash that escapes nothing (`C:\\dir`),
+    `True`, `False` and `None`, and a comma before a closing bracket.
+
+    A comma and an escape wait for what follows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._out: list[str] = []
+        self._held = ""  # a comma and the space behind it, or an escape
+        self._word = ""
+
+    def taken(self) -> str:
+        """What has been written since the last call."""
+        out = "".join(self._out)
+        self._out.clear()
+        return out
+
+    def _write(self, text: str) -> None:
+        if self._state in ("after }", "after ]") and text == ",":
+            self._held = text
+        elif self._held.startswith(",") and text.isspace():
+            self._held += text
+        else:
+            self._out.append(self._held + text)
+            self._held = ""
+
+    def _take(self, character: str) -> int:
+        if self._held.startswith("\\"):
+            return self._escape(character)
+        if self._state in ("string", "key"):
+            if character == "\\":
+                self._held, self._state = character, f"{self._state} escape"
+                return 1
+            if character < " ":
+                self._out.append(json.dumps(character)[1:-1])
+                return 1
+        elif self._held.startswith(",") and character == self._open[-1]:
+            self._held = self._held[1:]  # the space
+            self._write(character)
+            self._enter("close")
+            return 1
+        elif self._word or (self._state in ("value", "array") and character in "TFN"):
+            return self._letter(character)
+        return super()._take(character)
+
+    def _escape(self, character: str) -> int:
+        """A character behind a backslash."""
+        escape = self._held + character
+        unicode = escape[1] == "u" and all(each in _HEX for each in escape[2:])
+        if unicode and len(escape) < 6:
+            self._held = escape
+            return 1
+        self._held, self._state = "", self._state.partition(" ")[0]
+        if unicode or (len(escape) == 2 and character in '"\\/bfnrt'):
+            self._out.append(escape)
+            return 1
+        if escape == "\\'":
+            self._out.append("'")
+            return 1
+        self._out.append("\\" + escape[:-1])
+        return 0
+
+    def _letter(self, character: str) -> int:
+        """Of a word of Python's."""
+        self._word += character
+        if self._word in _PYTHON:
+            self._write(_PYTHON[self._word])
+            self._word = ""
+            self._enter("end")
+        elif not any(word.startswith(self._word) for word in _PYTHON):
+            self.failed = True
+            return 0
+        return 1

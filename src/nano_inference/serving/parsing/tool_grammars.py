@@ -72,7 +72,7 @@ def tool_grammar(
     if format.tools is None:
         raise InvalidRequest(
             "this model's way to write tool calls is not known, so that they cannot be forced; "
-            "--tool-format of the server names a way."
+            f"name one with --tool-format of the server: {', '.join(TOOL_FORMATS)}."
         )
     if format.in_channels:
         raise InvalidRequest(

@@ -1,8 +1,8 @@
 """Tool calls that a model writes as JSON objects between markers.
 
-A call is announced, and streams, from the moment its name is known and its arguments begin. What
-turns out to be no call before that is content; of a call that breaks later, the arguments so far
-stand and the rest is content.
+A call is announced, and streams, from the moment its name is known and its arguments begin. Small
+mistakes in its JSON are mended (`JsonMender`). A call that breaks is none: all of its text is
+content.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nano_inference.serving.parsing.output import Parsed, ToolCallDelta
-from nano_inference.serving.parsing.scanning import JsonScanner, Steps, TextReader
+from nano_inference.serving.parsing.scanning import JsonMender, Steps, TextReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class _CallObject:
         has_arguments: they are whole.
         is_announced: it is a call.
         raw: what is not known to be a call's, or stands beside its arguments: content if it breaks.
+        text: what of it has been told as a call: content too, if the arguments break.
         keys: that it has had.
     """
 
@@ -89,6 +90,7 @@ class _CallObject:
     has_arguments: bool = False
     is_announced: bool = False
     raw: list[str] = field(default_factory=list[str])
+    text: list[str] = field(default_factory=list[str])
     keys: set[str] = field(default_factory=set[str])
 
 
@@ -103,6 +105,7 @@ class ToolCallParser(TextReader):
         super().__init__()
         self._format = format
         self._num_calls = 0
+        self._cut_off = False
         # Space, markers and parts of a call: content, if no call comes of them.
         self._held: list[str] = []
         self._content: list[str] = []  # these two: what the next `Parsed` will hold
@@ -113,8 +116,9 @@ class ToolCallParser(TextReader):
         self._go_on(text)
         return self._parsed()
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut_off: bool = True) -> Parsed:
         """The sample ended."""
+        self._cut_off = cut_off
         self._go_on(ended=True)
         return self._parsed()
 
@@ -176,6 +180,12 @@ class ToolCallParser(TextReader):
         raw = "".join(call.raw)
         if call.has_arguments and call.is_announced and not raw.strip():
             return True  # only its closing brace is missing
+        if call.is_announced and not call.has_arguments:
+            at_end = self._at == len(self._text)
+            if at_end and self._ended and self._cut_off:
+                return False
+            self._tell("", broken=True)
+            raw = "".join(call.text)
         self._held.append(raw)
         return False
 
@@ -189,6 +199,7 @@ class ToolCallParser(TextReader):
             is_open = not (yield from self._token("}", call.raw))
             if is_open and not (yield from self._token(",", call.raw)):
                 return False
+            is_open = is_open and not (yield from self._token("}", call.raw))
         if not call.is_announced and call.name is not None and self._format.no_arguments:
             self._announce(call, "{}")
         return call.is_announced
@@ -225,25 +236,25 @@ class ToolCallParser(TextReader):
         parts = list[str]()
         if call.name is not None:
             self._announce(call)
-            call.has_arguments = yield from self._json("{", None, self._tell)
+            call.has_arguments = yield from self._json("{", call.text, self._tell)
         else:
             call.has_arguments = yield from self._json("{", call.raw, parts.append)
         call.arguments = "".join(parts)
         return call.has_arguments
 
-    def _json(self, first: str, raw: list[str] | None, say: Callable[[str], None]) -> Steps:
-        """Say one JSON value that begins with `first`; `raw` gets it too, and white space
-        before it.
+    def _json(self, first: str, raw: list[str], say: Callable[[str], None]) -> Steps:
+        """Say one JSON value that begins with `first`, mended; `raw` gets it as it is, and white
+        space before it.
         """
-        if raw is not None and not (yield from self._space(raw)):
+        if not (yield from self._space(raw)):
             return False
-        scanner = JsonScanner()
+        scanner = JsonMender()
         scanner.failed = not self._text.startswith(first, self._at)
         while not (scanner.complete or scanner.failed) and (yield from self._more()):
             begin, self._at = self._at, scanner.feed(self._text, self._at)
-            say(self._text[begin : self._at])
-            if raw is not None:
-                raw.append(self._text[begin : self._at])
+            raw.append(self._text[begin : self._at])
+            if new := scanner.taken():
+                say(new)
         return scanner.complete
 
     def _token(self, token: str, held: list[str]) -> Steps:
@@ -259,14 +270,15 @@ class ToolCallParser(TextReader):
         call_id = f"call_{secrets.token_hex(12)}"
         self._calls[index] = ToolCallDelta(index, call_id, call.name or "", arguments)
         call.is_announced = True
+        call.text += [*self._held, *call.raw]
         call.raw.clear()
         self._held.clear()
 
-    def _tell(self, arguments: str) -> None:
-        """The next part of the last call's arguments."""
+    def _tell(self, arguments: str, *, broken: bool = False) -> None:
+        """The next part of the last call's arguments, or that it is none."""
         index = self._num_calls - 1
         told = self._calls.get(index) or ToolCallDelta(index, None, None, "")
-        self._calls[index] = replace(told, arguments=told.arguments + arguments)
+        self._calls[index] = replace(told, arguments=told.arguments + arguments, broken=broken)
 
 
 def _is_text(name: str) -> bool:

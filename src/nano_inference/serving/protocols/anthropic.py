@@ -62,7 +62,7 @@ from nano_inference.serving.protocols.requests import (
     read_body,
     sampling_params,
 )
-from nano_inference.serving.protocols.tool_calls import with_calls
+from nano_inference.serving.protocols.tool_calls import call_format, with_calls
 from nano_inference.types import TrainingSample
 
 
@@ -97,15 +97,18 @@ class MessageBuilder(Builder):
             renamed={"adapter": adapter, **hinted(kept_seconds(request), served)},
             behind=behind_reasoning(prompt, served, goes_on=is_begun),
         )
+        demand = demand_of(request)
         self.asks: Sequence[Ask] = with_calls(
-            [Ask(prompt, params)], demand_of(request), served, goes_on=is_begun
+            [Ask(prompt, params)], demand, served, goes_on=is_begun
         )
         self.stream = bool(request.stream)
         self._clipped = request.max_tokens > room
         self._hide_cached = served.config.hide_cached_tokens
         choice, thinking = request.tool_choice, request.thinking
         tools = bool(request.tools) and not (choice is not None and choice.type == "none")
-        self.make_parser = parser_of(prompt, served, tools=tools)
+        self.make_parser = parser_of(
+            prompt, served, tools=tools, format=call_format(demand, served)
+        )
         self._options = {
             "omit_thinking": thinking is not None and thinking.display == "omitted",
             "one_tool": choice is not None and bool(choice.disable_parallel_tool_use),

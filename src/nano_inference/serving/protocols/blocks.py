@@ -41,6 +41,9 @@ class Blocks:
         """The open block ends."""
         raise NotImplementedError
 
+    def broke(self) -> None:
+        """The open block is a call that turned out to be none; its text follows."""
+
     def push(self, piece: ChoiceDelta) -> list[Event]:
         """The events of what is new of the answer."""
         if piece.reasoning:
@@ -80,6 +83,11 @@ class Blocks:
         self.said(kind, text)
 
     def _call(self, call: ToolCallDelta) -> None:
+        if call.broken:
+            if call.id is None and self._open == "call":
+                self.broke()
+                self._close()
+            return
         if call.id is not None:
             self._close()
             self._begin("call", call)

@@ -331,7 +331,7 @@ class Generation:
         tokenizer = self.served.tokenizer if ask.detokenize else None
         style, parser = ask.text, self.builder.make_parser
         if parser is not None and self.served.chat_format.in_channels:
-            style = TextStyle(special_tokens=True, stop=style.stop)
+            style = TextStyle(special_tokens=True, stop=style.stop, marked=True)
         for index in range(len(self.choices), len(self.choices) + ask.num_samples):
             choice = new_choice(
                 index,

@@ -31,7 +31,7 @@ from nano_inference.serving.protocols.requests import (
     room,
     text_of,
 )
-from nano_inference.serving.protocols.tool_calls import with_calls
+from nano_inference.serving.protocols.tool_calls import call_format, with_calls
 from nano_inference.types import TopLogprobs, TrainingSample
 
 
@@ -218,15 +218,18 @@ class ChatBuilder(OpenAIBuilder):
         self.asks = [
             self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs, behind)
         ]
+        demand = _demand(request)
         self.asks = with_calls(
-            self.asks, _demand(request), served, goes_on=bool(request.continue_final_message)
+            self.asks, demand, served, goes_on=bool(request.continue_final_message)
         )
         tools = bool(request.tools) and request.tool_choice != "none"
-        self.make_parser = parser_of(self._prompt, served, tools=tools)
+        self.make_parser = parser_of(
+            self._prompt, served, tools=tools, format=call_format(demand, served)
+        )
         self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
         self._plain = not (self._extras or self.continuous_usage)
         self._shows_reasoning = request.include_reasoning is not False
-        self._called: set[int] = set()  # choices with tool calls
+        self._called: set[tuple[int, int]] = set()  # choices and their tool calls
 
     # -- a stream ----------------------------------------------------------------------------------
 
@@ -253,9 +256,8 @@ class ChatBuilder(OpenAIBuilder):
             events[0] |= self._extras_of(piece)
         more = None
         if piece.finished is not None:
-            events.append(
-                _choice(piece.index, {}, self._reason(piece.finished, piece.index in self._called))
-            )
+            called = any(index == piece.index for index, _ in self._called)
+            events.append(_choice(piece.index, {}, self._reason(piece.finished, called)))
             events[-1] |= self.ending(piece.finished)
             if self.request.prompt_logprobs is not None and not piece.index:
                 more = {"prompt_logprobs": self.prompt_logprobs(piece.finished)}
@@ -271,9 +273,10 @@ class ChatBuilder(OpenAIBuilder):
             deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
         if piece.content:
             deltas.append({"content": piece.content})
-        calls = [call for call in piece.tool_calls if self._keeps(call.index)]
-        if calls:
-            self._called.add(piece.index)
+        broken = {(piece.index, call.index) for call in piece.tool_calls if call.broken}
+        self._called -= broken
+        calls = [call for call in piece.tool_calls if self._keeps(call.index) and not call.broken]
+        self._called |= {(piece.index, call.index) for call in calls}
         return deltas + [{"tool_calls": [_tool_call_delta(call)]} for call in calls]
 
     def _keeps(self, number: int) -> bool:

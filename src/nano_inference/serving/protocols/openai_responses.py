@@ -253,6 +253,7 @@ class ItemStream(Blocks):
         super().__init__(one_call=one_call)
         self._logprobs = logprobs
         self._said: list[str] = []  # in the open item
+        self._broke = False  # it is a call that is none
         self._number = 0  # of the next event
         self._new: list[Any] = []  # logprobs of tokens whose text is to come
         self._scored: list[Any] = []  # logprobs that the open item has told
@@ -307,6 +308,10 @@ class ItemStream(Blocks):
         self._said.append(text)
         self._event(f"{_TEXT[kind]}.delta", **self._where(kind), delta=text, **self._scores(kind))
 
+    def broke(self) -> None:
+        """The item is not to be run."""
+        self._broke = True
+
     def closed(self, kind: Kind) -> None:
         """The ends of text, part and item."""
         text, item = "".join(self._said), self.items[-1]
@@ -317,7 +322,8 @@ class ItemStream(Blocks):
         self._event(f"{_TEXT[kind]}.done", **self._where(kind), **{name: text}, **more)
         # what was said during a call follows it: then the call is whole
         is_last = kind != "call" or not any(self._held.values())
-        item["status"] = "incomplete" if self._is_cut and is_last else "completed"
+        is_whole = not self._broke and not (self._is_cut and is_last)
+        item["status"], self._broke = "completed" if is_whole else "incomplete", False
         if kind == "call":
             item["arguments"] = text
         else:

@@ -22,6 +22,7 @@ from nano_inference.serving.errors import SHOWN, ApiError, bad_request, shown
 from nano_inference.serving.parsing import (
     AT_ONCE,
     Behind,
+    ChatFormat,
     OutputParser,
     make_parser,
     reasoning_before,
@@ -29,6 +30,7 @@ from nano_inference.serving.parsing import (
 from nano_inference.serving.protocols.generation import Builder, Served
 from nano_inference.serving.protocols.grammars import ROWS, grammar_of
 from nano_inference.text.chat import encode_chat
+from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import MOST_KEPT_SECONDS, SamplingParams
 
@@ -887,7 +889,7 @@ def tail_of(prompt: Sequence[int], served: Served) -> str:
 
 
 def parser_of(
-    prompt: Sequence[int], served: Served, *, tools: bool
+    prompt: Sequence[int], served: Served, *, tools: bool, format: ChatFormat | None = None
 ) -> Callable[[], OutputParser] | None:
     """Makes the parser of each answer to a prompt; None: all that the model can say is content.
 
@@ -895,12 +897,21 @@ def parser_of(
         prompt: token ids.
         served: knows how the model writes.
         tools: whether the model was shown tools.
+        format: of the answers; None: the model's.
     """
-    format = served.chat_format
+    format = served.chat_format if format is None else format
     if not (format.reasoning or format.in_channels or (tools and format.tools)):
         return None
-    tail = tail_of(prompt, served)
-    return partial(make_parser, format, tools=tools, reasoning=True, prompt_tail=tail)
+    mark = SPECIAL_MARK if format.in_channels else ""
+    tail = Detokenizer(need_tokenizer(served), skip_special_tokens=False, mark=mark)
+    return partial(
+        make_parser,
+        format,
+        tools=tools,
+        reasoning=True,
+        prompt_tail=tail.push(prompt[-_TAIL:]) + tail.finish(),
+        mark=mark,
+    )
 
 
 @dataclass(frozen=True)

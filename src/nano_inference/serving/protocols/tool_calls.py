@@ -5,10 +5,25 @@ from dataclasses import replace
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.serving.errors import bad_request
+from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.parsing.tool_grammars import ToolDemand, tool_grammar
 from nano_inference.serving.protocols.generation import Ask, Served
 from nano_inference.serving.protocols.grammars import check
 from nano_inference.serving.protocols.requests import tail_of
+
+# of a model whose own way is not known: a grammar makes any model write it
+_DEFAULT = "hermes"
+
+
+def call_format(demand: ToolDemand | None, served: Served) -> ChatFormat:
+    """How the answers to a request write calls: as the model does, or, where that is not known and
+    a call is forced, as Hermes does.
+    """
+    format = served.chat_format
+    unknown = format.tools is None and not format.in_channels
+    if unknown and demand is not None and demand.forced and served.config.tool_format is None:
+        return replace(format, tools=_DEFAULT)
+    return format
 
 
 def with_calls(
@@ -32,7 +47,9 @@ def with_calls(
 
 
 def _with_calls(ask: Ask, demand: ToolDemand, served: Served, goes_on: bool) -> Ask:
-    content = ask.params.grammar
+    content, format = ask.params.grammar, call_format(demand, served)
+    if format is not served.chat_format:  # nothing has taught the model where to stop
+        demand = replace(demand, parallel=False)
     if not demand.forced:
         no_calls = served.chat_format.tools is None  # all that it says is text
         if no_calls or (content is None and not any(tool.strict for tool in demand.tools)):
@@ -48,7 +65,7 @@ def _with_calls(ask: Ask, demand: ToolDemand, served: Served, goes_on: bool) -> 
     try:
         grammar = tool_grammar(
             demand,
-            served.chat_format,
+            format,
             served.tokenizer,
             prompt_tail=tail_of(ask.prompt, served),
             goes_on=goes_on,
@@ -56,6 +73,6 @@ def _with_calls(ask: Ask, demand: ToolDemand, served: Served, goes_on: bool) -> 
         )
         check(grammar, served.engine.grammar_backend)
     except InvalidRequest as problem:
-        name = "tool_choice" if served.chat_format.tools is None else "tools"
+        name = "tool_choice" if format.tools is None else "tools"
         raise bad_request(f"{name}: {problem}", name) from None
     return replace(ask, params=replace(ask.params, grammar=grammar))
