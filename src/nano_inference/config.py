@@ -96,7 +96,8 @@ class EngineConfig:
             line that says so.
         kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
             `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size *
-            max_model_len` tokens can use.
+            max_model_len` tokens can use. Memory is free within the limits of control groups,
+            such as those of containers (docs/caches.md); more than is free raises `ConfigError`.
         kv_cache_dtype: what keys and values are kept as. `"auto"`: numbers of `dtype`; `"int8"`:
             codes of 8 bits, with a scale for each token and head, which take about half of
             bfloat16's memory (docs/caches.md). For `backend="cpu"` and `"reference"`.
@@ -133,7 +134,8 @@ class EngineConfig:
             none, nor has `attention="flashinfer"`). False: launch every kernel from Python, to
             measure or to debug.
         num_threads: threads of the CPU kernels and of torch's CPU operations, at most 64 or the
-            machine's cores; None: the physical cores. For torch's it holds for the whole process.
+            machine's cores; None: the physical cores that this process may run on, within the
+            limits of control groups. For torch's it holds for the whole process.
         max_request_entries: numbers that one request may make the engine hold and its answer carry,
             all its samples together: a logprob, an id of a sampling mask, a bias …
             (docs/sampling.md). More is refused; a sample whose mask grows beyond its part of this

@@ -28,7 +28,9 @@ from nano_inference.engine.memory import (
     Claims,
     MemoryBudget,
     gibibytes,
+    lacks_memory,
     longest_asked,
+    no_memory_for,
     plan_memory,
     require_weights_fit,
     share_for,
@@ -307,7 +309,12 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
             )
             for name, spec in specs.items()
         }
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as problem:
+        if not lacks_memory(problem):
+            raise
+        if device.type == "cpu":
+            what = f"the KV cache of {gibibytes(budget.kv_cache)}"
+            raise no_memory_for(what, device, "give a smaller kv_cache_memory") from None
         raise ConfigError(
             f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: "
             "another program has taken "
@@ -384,8 +391,13 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
             for name, part in plan.parts.items()
             if name in params
         }
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as problem:
+        if not lacks_memory(problem):
+            raise
         params.clear()
+        if plan.device.type == "cpu":
+            what = f"the weights ({gibibytes(budget.weights)})"
+            raise no_memory_for(what, plan.device, "use a smaller model") from None
         memory = _memory_of(plan.device)
         if memory is not None:
             memory.release()

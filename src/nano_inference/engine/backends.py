@@ -14,6 +14,7 @@ import torch
 from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
 from nano_inference.engine.kernel_probe import probe
 from nano_inference.errors import ConfigError
+from nano_inference.machine import usable_cores
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import param_table
 from nano_inference.ops.backend import Numerics, Ops
@@ -310,11 +311,11 @@ def num_threads(config: EngineConfig) -> int:
     """
     most = max(MOST_THREADS, psutil.cpu_count() or 1)
     if config.num_threads is not None and config.num_threads > most:
-        would_do = psutil.cpu_count(logical=False) or 1
         raise ConfigError(
-            f"num_threads={config.num_threads} is too many for this machine; {would_do} would do."
+            f"num_threads={config.num_threads} is too many for this machine; {usable_cores()} "
+            "would do."
         )
-    return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
+    return config.num_threads or usable_cores()
 
 
 def _cpu_kernels(config: EngineConfig) -> Ops:

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import psutil
-
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, EngineDead, NanoInferenceError
+from nano_inference.machine import usable_cores
 from nano_inference.models.shard_checks import require_shardable
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
@@ -168,8 +167,7 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
     machine's cores, unless the engine's configuration says how many.
     """
     if engine.num_threads is None and config.replicas > 1:
-        cores = psutil.cpu_count(logical=False) or 1
-        engine = replace(engine, num_threads=max(1, cores // config.replicas))
+        engine = replace(engine, num_threads=max(1, usable_cores() // config.replicas))
 
     folder = _meeting(engine, config)
     made = itertools.count()

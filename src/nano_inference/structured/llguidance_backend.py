@@ -1,7 +1,6 @@
 """Masks by llguidance, the default: sound, lazy, and bounded by fuel."""
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,6 +11,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.machine import usable_cpus
 from nano_inference.structured.backend import (
     Backend,
     GrammarError,
@@ -71,7 +71,7 @@ class LlguidanceBackend:
 
     @cached_property
     def _executor(self) -> LLExecutor:
-        return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
+        return LLExecutor(min(usable_cpus(), MOST_THREADS))
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:

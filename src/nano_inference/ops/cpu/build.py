@@ -29,6 +29,7 @@ from typing import Literal, get_args
 
 from nano_inference.cache_folder import cache_folder, locked, unfinished
 from nano_inference.errors import ConfigError
+from nano_inference.machine import usable_cpus
 from nano_inference.progress import Progress
 
 logger = logging.getLogger("nano_inference")
@@ -238,7 +239,7 @@ def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) 
         sizes = [source.stat().st_size for source in sources]
         with (
             Progress("building the CPU kernels, sources", sum(sizes)) as progress,
-            ThreadPoolExecutor(os.cpu_count()) as pool,
+            ThreadPoolExecutor(usable_cpus()) as pool,
         ):
             jobs = {
                 pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", str(target)]): size
