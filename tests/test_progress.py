@@ -115,7 +115,7 @@ def test_threads_share_it() -> None:
 
 def test_file_progress_says_how_many_files_and_seconds_are_left() -> None:
     stream, clock = Terminal(), Clock()
-    work = {"quick": 1, "long": 6, "middle": 3}
+    work = {"long": 6, "middle": 3, "quick": 1}
     with FileProgress("compiling X", work, stream=stream, clock=clock) as progress:
         clock.now += 3
         progress.tick()
@@ -130,9 +130,9 @@ def test_file_progress_says_how_many_files_and_seconds_are_left() -> None:
         progress.finish("quick")
     assert stream.getvalue().split("\r\x1b[K")[1:] == [
         "compiling X: 0 of 3 files",
-        "compiling X: 1 of 3 files, about 8 s left",
-        "compiling X: 1 of 3 files, about 7 s left",
-        "compiling X: 2 of 3 files, about 2 s left",
+        "compiling X: 1 of 3 files, about 4 s left",
+        "compiling X: 1 of 3 files, about 3 s left",
+        "compiling X: 2 of 3 files, about 1 s left",
         "compiling X: 2 of 3 files, about 1 s left",
         "compiling X: 3 of 3 files in 49 s\n",
     ]
@@ -143,10 +143,10 @@ def test_file_progress_judges_by_the_files_of_this_run() -> None:
     stream, clock = Terminal(), Clock()
     work = {str(number): 10 for number in range(10)}
     ready = ["0", "1", "2", "3", "4", "5"]
-    with FileProgress("compiling X", work, ready, stream=stream, clock=clock) as progress:
+    with FileProgress("compiling X", work, ready, 2, stream=stream, clock=clock) as progress:
         clock.now += 24
         progress.finish("6")
-    assert "7 of 10 files, about 70 s left" in stream.getvalue()
+    assert "7 of 10 files, about 25 s left" in stream.getvalue()
 
 
 def test_who_listens_hears_every_state_from_the_beginning(caplog: pytest.LogCaptureFixture) -> None:

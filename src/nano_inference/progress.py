@@ -2,6 +2,7 @@
 and then. Work of less than two seconds says nothing.
 """
 
+import itertools
 import logging
 import sys
 import threading
@@ -145,8 +146,9 @@ class FileProgress(Progress):
 
     Args:
         what: the work, for the line.
-        work: how much each file takes, in any unit.
+        work: how much each file takes, in any unit, in the order in which they are begun.
         ready: the files that were done before.
+        at_once: how many are worked on at a time; these count as half done.
         stream: where the line goes; None: standard error.
         clock: in seconds.
     """
@@ -156,19 +158,21 @@ class FileProgress(Progress):
         what: str,
         work: Mapping[str, int],
         ready: Collection[str] = (),
+        at_once: int = 1,
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(what, sum(work.values()), stream=stream, clock=clock)
-        self._work, self._finished = work, len(ready)
+        self._work, self._at_once = work, at_once
+        self._finished = {*ready}
         self._done = self._before = sum(work[name] for name in ready)
         self._seconds = 0.0  # from the beginning to the last file that was finished
 
     def finish(self, name: str) -> None:
         """Count a file as done."""
         with self._lock:
-            self._finished += 1
+            self._finished.add(name)
             self._seconds = self._clock() - self._began
         self.add(self._work[name])
 
@@ -177,15 +181,18 @@ class FileProgress(Progress):
         self.add(0)
 
     def _state(self, seconds: float) -> str:
-        state = f"{self._what}: {self._finished} of {len(self._work)} files"
+        state = f"{self._what}: {self._all()}"
         done = self._done - self._before
-        if not done or self._finished == len(self._work):
+        if not done or self._done == self.total or not self._seconds:
             return state
-        left = self._seconds * (self.total - self._done) / done - (seconds - self._seconds)
+        others = (work for name, work in self._work.items() if name not in self._finished)
+        running = sum(itertools.islice(others, self._at_once)) / 2
+        rate = (done + running) / self._seconds
+        left = (self.total - self._done - running) / rate - (seconds - self._seconds)
         return f"{state}, about {_rounded(left)} s left"
 
     def _all(self) -> str:
-        return f"{self._finished} of {len(self._work)} files"
+        return f"{len(self._finished)} of {len(self._work)} files"
 
 
 def _rounded(seconds: float) -> int:

@@ -291,10 +291,11 @@ def _objects(folder: Path) -> Iterator[None]:
 def _compile(folder: Path, compiler: str, flags: tuple[str, ...]) -> list[Path]:
     """The objects of all sources: those that are in the folder already, and the others compiled."""
     sources = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}
-    work = {name: COMPILE_BYTES + path.stat().st_size for name, path in sources.items()}
-    ready = [name for name in sources if (folder / f"{name}.o").exists()]
+    sizes = {name: COMPILE_BYTES + path.stat().st_size for name, path in sources.items()}
     # The longest first: at the end all cores have something to do.
-    missing = sorted(sources.keys() - {*ready}, key=lambda name: (-work[name], name))
+    work = dict(sorted(sizes.items(), key=lambda each: -each[1]))
+    ready = {name for name in sources if (folder / f"{name}.o").exists()}
+    at_once = usable_cpus()
 
     def compile_one(name: str) -> None:
         target = folder / f"{name}.o"
@@ -304,10 +305,10 @@ def _compile(folder: Path, compiler: str, flags: tuple[str, ...]) -> list[Path]:
         part.rename(target)  # what has its name is whole
 
     with (
-        FileProgress("compiling CPU kernels (once)", work, ready) as progress,
-        ThreadPoolExecutor(usable_cpus()) as pool,
+        FileProgress("compiling CPU kernels (once)", work, ready, at_once) as progress,
+        ThreadPoolExecutor(at_once) as pool,
     ):
-        jobs = {pool.submit(compile_one, name): name for name in missing}
+        jobs = {pool.submit(compile_one, name): name for name in work if name not in ready}
         try:
             for name in _finished(jobs, progress.tick):
                 progress.finish(name)
