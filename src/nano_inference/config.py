@@ -104,8 +104,10 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that may be taken in all: by weights,
             KV cache, a step's workspace, CUDA graphs, and what others hold on it (CUDA only).
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF
-            bfloat16 where this machine multiplies it natively, else float32; bfloat16 for a
-            checkpoint that is quantised, which is dequantised while it is loaded.
+            bfloat16 on CUDA and on a CPU that computes it faster (docs/models.md), else float32;
+            bfloat16 for a checkpoint that is quantised, which is dequantised while it is loaded,
+            with `quantization`, and in the place of float16 where the CPU kernels run, which have
+            none.
         quantization: keep the weights of layers and head as codes of 8 or 4 bits with scales, and
             multiply codes (docs/models.md). `"int8"`: 8 bits, a scale a row (o and down: one a
             segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4 bits in

@@ -16,6 +16,7 @@ from nano_inference.config import SELF, CacheType, EngineConfig
 from nano_inference.engine.backends import (
     captures_graphs,
     choose_device,
+    choose_dtype,
     choose_ops,
     num_threads,
     numerics_of,
@@ -56,7 +57,7 @@ from nano_inference.models.draft_heads import (
     heads_bytes,
     read_heads,
 )
-from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
+from nano_inference.models.loading import load_params, load_spec, resolve_model
 from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import ModelShard, shard_of
@@ -198,7 +199,7 @@ def plan_engine(
     _require_lockstep(config, specs, rank)
     parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
     _require_whole_groups(config, specs)
-    dtype = resolve_dtype(config.dtype, specs[POLICY])
+    dtype = choose_dtype(config, specs[POLICY], device)
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
     make_ops = choose_ops(config, served, dtype, device, try_kernels=try_kernels)
     claims = _guessed_claims(

@@ -15,11 +15,12 @@ from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
 from nano_inference.engine.kernel_probe import probe
 from nano_inference.errors import ConfigError
 from nano_inference.machine import usable_cores
+from nano_inference.models.loading import resolve_dtype
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import param_table
 from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.cpu.build import KernelsUnavailable
+from nano_inference.ops.cpu.build import TILES, KernelsUnavailable, available_instruction_set
 from nano_inference.ops.cpu.quantised import MOST_COLUMNS
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.reference import reference_ops
@@ -31,6 +32,9 @@ logger = logging.getLogger("nano_inference")
 
 Specs = Mapping[str, ModelSpec]
 _NONE: Specs = {}
+# Builds of the CPU kernels that compute bfloat16 at least as fast as float32, as measured
+# (docs/models.md); of neon it was not.
+FAST_BF16 = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
 MakeOps = Callable[[int], Ops]  # of the number of blocks, which flex attention is made for
 
 
@@ -110,6 +114,44 @@ def choose_ops(
         )
     _require_sums_and_invariance(config, ops, device)
     return lambda num_blocks: ops
+
+
+def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The dtype that a config means for a model on this machine.
+
+    `"auto"` is the checkpoint's, but bfloat16 on a CPU whose kernels compute it at least as fast as
+    float32: in the place of float16, which has no kernels there, and for the numbers of a `.gguf`
+    file, which has no dtype; and bfloat16 with quantised weights, whose products do not depend on
+    it.
+    """
+    if config.dtype != "auto":
+        return resolve_dtype(config.dtype, spec)
+    if config.quantization is not None:
+        return torch.bfloat16
+    gains = bf16_gains(config, device)
+    found = resolve_dtype("auto", spec, bf16_gains=gains)
+    if found != torch.float16 or not gains:
+        return found
+    _tell_once(
+        "The checkpoint's float16 has no CPU kernels: its weights are rounded to bfloat16; "
+        "dtype='float32' keeps every digit in twice the memory."
+    )
+    return torch.bfloat16
+
+
+def bf16_gains(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the CPU kernels run, in a build that computes bfloat16 at least as fast as
+    float32.
+    """
+    if device.type != "cpu" or not _wants_cpu_kernels(config):
+        return False
+    return (available_instruction_set() or "").removesuffix(TILES) in FAST_BF16
+
+
+def _wants_cpu_kernels(config: EngineConfig) -> bool:
+    """Whether nothing in a config asks for operations other than the CPU kernels."""
+    own = ("auto", "cpu")
+    return config.backend in own and config.attention in own
 
 
 def _require_sums_and_invariance(config: EngineConfig, ops: Ops, device: torch.device) -> None:
@@ -335,6 +377,11 @@ _KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
 }
 
 
+@functools.cache  # one line a process
+def _tell_once(text: str) -> None:
+    logger.info("%s", text)
+
+
 @functools.cache  # one warning a process
 def _warn_once(text: str) -> None:
     logger.warning("%s", text)
@@ -392,7 +439,8 @@ def _no_cpu_kernels_for(
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
-        return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
+        name = str(dtype).removeprefix("torch.")
+        return f"{name} has no CPU kernels; use dtype='bfloat16' or 'float32'."
     for spec in specs.values() if config.quantization is not None else ():
         widest = max(param.shape[1] for param in param_table(spec) if param.codes is not None)
         if widest > MOST_COLUMNS:

@@ -132,6 +132,19 @@ def best_instruction_set(law: Law | None = None) -> str:
     return next(each for each in builds if _can_be_had(each))
 
 
+def available_instruction_set() -> str | None:
+    """The build that runs here, as `best_instruction_set` names it; None: there is neither a
+    library for it nor a compiler.
+    """
+    name = best_instruction_set()
+    if not is_whole(PREBUILT / prebuilt_name(name) / LIBRARY):
+        try:
+            _compiler()
+        except KernelsUnavailable:
+            return None
+    return name
+
+
 @functools.cache
 def _can_be_had(instruction_set: str) -> bool:
     """Whether there is a library, or the compiler knows the flags: GCC before 11 has none for AMX
