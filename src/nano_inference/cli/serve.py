@@ -9,7 +9,7 @@ import typer
 from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
 from nano_inference.cli.options import FieldOptions, read_keys, read_template, require_packages
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError
 from nano_inference.serving.config import KEYS, SERVER, ServerConfig
 
@@ -95,6 +95,7 @@ def serve(
     server["chat_template"] = read_template(chat_template) if chat_template else None
     engine_config, config = EngineConfig(model, **engine), ServerConfig(**server)
     if on_ray:
+        engine_config = with_plain_weights(engine_config) if config.rl else engine_config
         _serve_on_ray(engine_config, config, ray_address)
         return
     if ray_address is not None:

@@ -126,7 +126,7 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
     """
     if config.dtype != "auto":
         return resolve_dtype(config.dtype, spec)
-    if config.quantization is not None:
+    if config.codes is not None:
         return torch.bfloat16
     gains = bf16_gains(config, device)
     found = resolve_dtype("auto", spec, bf16_gains=gains)
@@ -143,12 +143,12 @@ def bf16_gains(config: EngineConfig, device: torch.device) -> bool:
     """Whether the CPU kernels run, in a build that computes bfloat16 at least as fast as
     float32.
     """
-    if device.type != "cpu" or not _wants_cpu_kernels(config):
+    if device.type != "cpu" or not wants_cpu_kernels(config):
         return False
     return (available_instruction_set() or "").removesuffix(TILES) in FAST_BF16
 
 
-def _wants_cpu_kernels(config: EngineConfig) -> bool:
+def wants_cpu_kernels(config: EngineConfig) -> bool:
     """Whether nothing in a config asks for operations other than the CPU kernels."""
     own = ("auto", "cpu")
     return config.backend in own and config.attention in own
@@ -171,9 +171,9 @@ def _require_sums_and_invariance(config: EngineConfig, ops: Ops, device: torch.d
 def _require_products_of_codes(
     config: EngineConfig, backend: Backend, device: torch.device
 ) -> None:
-    asked = config.quantization or config.draft_quantization
+    asked = config.codes or config.draft_quantization
     if backend == "cuda" and asked is not None:
-        name = "quantization" if config.quantization is not None else "draft_quantization"
+        name = "quantization" if config.codes is not None else "draft_quantization"
         raise ConfigError(
             f"{name}={asked!r} has no kernels on {device}; use device='cpu', "
             "or backend='reference'."
@@ -287,7 +287,7 @@ def numerics_of(
         if ops.in_segments and config.tensor_parallel <= SEGMENTS
         else config.tensor_parallel,
         state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
-        quantization=config.quantization,
+        quantization=config.codes,
         kv_cache=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         sums="tiles" if ops.sums == "tiles" and dtype == torch.bfloat16 else None,
     )
@@ -308,8 +308,8 @@ def start_up_line(
         where += f" ({torch.cuda.get_device_name(device)})"
     invariant = "batch invariant" if numerics.schedule_invariant else "not batch invariant"
     dtype = numerics.dtype
-    if config.quantization is not None:
-        dtype += f", weights {config.quantization}"
+    if config.codes is not None:
+        dtype += f", weights {config.codes}"
     if config.kv_cache_dtype != "auto":
         dtype += f", KV cache {config.kv_cache_dtype}"
     parts = [f"attention {attention}", where, dtype, invariant]
@@ -430,18 +430,19 @@ def _no_kernels_for(
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         head_dims = [spec.head_dim for spec in specs.values()]
         return availability.problem_with(device, dtype, head_dims)
-    return _no_cpu_kernels_for(config, specs, dtype, device)
+    return no_cpu_kernels_for(config, specs, dtype, device)
 
 
-def _no_cpu_kernels_for(
+def no_cpu_kernels_for(
     config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
+    """Why the CPU kernels cannot run these models, or None."""
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         return f"{name} has no CPU kernels; use dtype='bfloat16' or 'float32'."
-    for spec in specs.values() if config.quantization is not None else ():
+    for spec in specs.values() if config.codes is not None else ():
         widest = max(param.shape[1] for param in param_table(spec) if param.codes is not None)
         if widest > MOST_COLUMNS:
             return f"{widest} columns in codes have no CPU kernels; at most {MOST_COLUMNS} have."

@@ -47,6 +47,21 @@ def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[st
     return _download(model_path, patterns)
 
 
+def gguf_of(model_path: str) -> Path | None:
+    """The `.gguf` file, or the first part of one, that a model's name means; None: another kind of
+    model, or a folder that describes such a file by a link. Raises `ModelLoadError` for a folder of
+    several, and for an embedded model whose package is missing.
+    """
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        file = gguf_in(path)
+        is_described = file is not None and file.is_symlink() and (path / "config.json").exists()
+        return None if is_described else file
+    if model_path in EMBEDDED_MODELS:
+        return find_embedded(model_path)
+    return path if path.suffix == ".gguf" else None
+
+
 def load_spec(folder: Path) -> ModelSpec:
     """Read config.json and, where there are any, generation_config.json and what a file beside
     them says of a quantisation.
