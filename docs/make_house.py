@@ -39,6 +39,7 @@ ROOMS = {
     "progress": "of long work",
     "cache_folder": "where caches lie",
     "processor": "who made the CPU",
+    "machine": "memory and cores",
     "errors": "typed errors",
 }
 WIDTH, ROW, GAP = 1000, 44, 8

@@ -352,7 +352,12 @@ def main() -> None:
     # a reference model scores without grammars: of samples under one the KL would not be known
     reference = model if task.grammar is None else None
     config = EngineConfig(
-        model, ref_model_path=reference, max_model_len=128, max_loras=min(rank, 1), **options
+        model,
+        ref_model_path=reference,
+        quantization=None,  # a .gguf file's blocks would round what is trained
+        max_model_len=128,
+        max_loras=min(rank, 1),
+        **options,
     )
     steps: list[Step] = []
     with InferenceEngine(config) as engine:

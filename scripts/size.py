@@ -125,7 +125,7 @@ def paths() -> dict[str, set[str]]:
     from nano_inference.serving.main import running_server
 
     found: dict[str, set[str]] = {}
-    config = EngineConfig("smollm2-135m", max_model_len=256, max_batch_size=4)
+    config = EngineConfig("smollm2-135m", quantization=None, max_model_len=256, max_batch_size=4)
     norm = {"model.norm.weight": torch.ones(576)}
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=1)
     with InferenceEngine(config) as engine:

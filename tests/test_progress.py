@@ -13,7 +13,17 @@ from rich.console import Console
 from nano_inference import EngineConfig
 from nano_inference.cli import terminal
 from nano_inference.engine import engine
-from nano_inference.progress import OFTEN, SELDOM, SHORT, Progress, shown_by, told
+from nano_inference.progress import (
+    OFTEN,
+    SELDOM,
+    SHORT,
+    FileProgress,
+    Progress,
+    heard_by,
+    say,
+    shown_by,
+    told,
+)
 
 
 class Terminal(io.StringIO):
@@ -101,6 +111,62 @@ def test_threads_share_it() -> None:
         clock.now += 60
         progress.add(0)
     assert "7.8 KiB of 7.8 KiB (100%)" in stream.getvalue()
+
+
+def test_file_progress_says_how_many_files_and_seconds_are_left() -> None:
+    stream, clock = Terminal(), Clock()
+    work = {"long": 6, "middle": 3, "quick": 1}
+    with FileProgress("compiling X", work, stream=stream, clock=clock) as progress:
+        clock.now += 3
+        progress.tick()
+        clock.now += 9
+        progress.finish("long")
+        clock.now += 1
+        progress.tick()
+        clock.now += 6
+        progress.finish("middle")
+        clock.now += 30
+        progress.tick()
+        progress.finish("quick")
+    assert stream.getvalue().split("\r\x1b[K")[1:] == [
+        "compiling X: 0 of 3 files",
+        "compiling X: 1 of 3 files, about 4 s left",
+        "compiling X: 1 of 3 files, about 3 s left",
+        "compiling X: 2 of 3 files, about 1 s left",
+        "compiling X: 2 of 3 files, about 1 s left",
+        "compiling X: 3 of 3 files in 49 s\n",
+    ]
+
+
+def test_file_progress_judges_by_the_files_of_this_run() -> None:
+    """Those that were ready took no time."""
+    stream, clock = Terminal(), Clock()
+    work = {str(number): 10 for number in range(10)}
+    ready = ["0", "1", "2", "3", "4", "5"]
+    with FileProgress("compiling X", work, ready, 2, stream=stream, clock=clock) as progress:
+        clock.now += 24
+        progress.finish("6")
+    assert "7 of 10 files, about 25 s left" in stream.getvalue()
+
+
+def test_who_listens_hears_every_state_from_the_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nano_inference")
+    lines: list[str] = []
+    with heard_by(lines.append):
+        say("waiting")
+        run(io.StringIO(), 3, 1.0, total=4 * 2**20)
+    say("waiting")
+    assert lines == [
+        "waiting",
+        "loading X: 0 bytes of 4.0 MiB (0%), ",
+        "loading X: 1.0 MiB of 4.0 MiB (25%), 1.0 MiB/s",
+        "loading X: 2.0 MiB of 4.0 MiB (50%), 1.0 MiB/s",
+        "loading X: 3.0 MiB of 4.0 MiB (75%), 1.0 MiB/s",
+    ]
+    assert [record.getMessage() for record in caplog.records][:2] == [
+        "waiting",
+        "loading X: 2.0 MiB of 4.0 MiB (50%), 1.0 MiB/s",
+    ]
 
 
 @pytest.mark.parametrize(

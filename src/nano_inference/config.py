@@ -3,7 +3,7 @@ invents one.
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from nano_inference.budget import DEFAULT_ENTRIES
@@ -23,7 +23,9 @@ Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
 Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int8", "int8-32", "int4", "file"]
+# formats that weights are kept in as codes, and what stands for one of them or for none
+Codes = Literal["int8", "int8-32", "int4", "file"]
+Quantization = Literal["auto", "none", Codes]
 KVCacheDType = Literal["auto", "int8"]
 CpuSums = Literal["auto", "pairs", "tiles"]
 SELF = "self"  # the model that drafts is the policy, with fewer layers
@@ -92,21 +94,27 @@ class EngineConfig:
             line that says so.
         kv_cache_memory: bytes for the KV cache. None: a quarter of the free memory on a CPU, what
             `gpu_memory_utilization` leaves on CUDA; never more than `max_batch_size *
-            max_model_len` tokens can use.
+            max_model_len` tokens can use. Memory is free within the limits of control groups,
+            such as those of containers (docs/caches.md); more than is free raises `ConfigError`.
         kv_cache_dtype: what keys and values are kept as. `"auto"`: numbers of `dtype`; `"int8"`:
             codes of 8 bits, with a scale for each token and head, which take about half of
             bfloat16's memory (docs/caches.md). For `backend="cpu"` and `"reference"`.
         gpu_memory_utilization: share of the device's memory that may be taken in all: by weights,
             KV cache, a step's workspace, CUDA graphs, and what others hold on it (CUDA only).
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's; for GGUF
-            bfloat16 where this machine multiplies it natively, else float32; bfloat16 for a
-            checkpoint that is quantised, which is dequantised while it is loaded.
+            bfloat16 on CUDA and on a CPU that computes it faster (docs/models.md), else float32;
+            bfloat16 for a checkpoint that is quantised, which is dequantised while it is loaded,
+            with `quantization`, and in the place of float16 where the CPU kernels run, which have
+            none.
         quantization: keep the weights of layers and head as codes of 8 or 4 bits with scales, and
-            multiply codes (docs/models.md). `"int8"`: 8 bits, a scale a row (o and down: one a
-            segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4 bits in
-            layers, 8 in the head, a scale for 32 weights; `"file"`: the blocks of a `.gguf` file,
-            or the codes of a quantised checkpoint, as they are. Updates are quantised as they come.
-            None: weights of `dtype`. For `backend="cpu"` and `"reference"`.
+            multiply codes (docs/models.md). `"auto"`: `"file"` for a `.gguf` file on a CPU whose
+            kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
+            reference model ask for plain weights; else None. `"int8"`: 8 bits, a scale a row (o and
+            down: one a segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4
+            bits in layers, 8 in the head, a scale for 32 weights; `"file"`: the blocks of a `.gguf`
+            file, or the codes of a quantised checkpoint, as they are. Updates are quantised as they
+            come, which an engine that `"auto"` put into blocks warns of. None or `"none"`: weights
+            of `dtype`. For `backend="cpu"` and `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
             needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;
@@ -134,7 +142,8 @@ class EngineConfig:
             none, nor has `attention="flashinfer"`). False: launch every kernel from Python, to
             measure or to debug.
         num_threads: threads of the CPU kernels and of torch's CPU operations, at most 64 or the
-            machine's cores; None: the physical cores. For torch's it holds for the whole process.
+            machine's cores; None: the physical cores that this process may run on, within the
+            limits of control groups. For torch's it holds for the whole process.
         max_request_entries: numbers that one request may make the engine hold and its answer carry,
             all its samples together: a logprob, an id of a sampling mask, a bias …
             (docs/sampling.md). More is refused; a sample whose mask grows beyond its part of this
@@ -224,7 +233,10 @@ class EngineConfig:
         },
     )
     quantization: Quantization | None = option(
-        None, ENGINE, "Keep weights as codes of 8 or 4 bits. Default: as --dtype says."
+        "auto",
+        ENGINE,
+        "Keep weights as codes of 8 or 4 bits. auto: those of a .gguf file on a CPU; none: numbers "
+        "of --dtype.",
     )
     device: str = option("auto", ENGINE, "cpu, cuda or cuda:N. auto: a GPU if there is one.")
     backend: Backend = option("auto", ENGINE, "Implementation of the operations.")
@@ -276,8 +288,8 @@ class EngineConfig:
     draft_layers: int | None = option(
         None, DRAFTS, "With --draft-model self: number of layers that draft.", least=1
     )
-    draft_quantization: Quantization | None = option(
-        None, DRAFTS, "With --draft-model self: draft with quantized weights."
+    draft_quantization: Codes | None = option(
+        None, DRAFTS, "With --draft-model self: draft with weights as codes of 8 or 4 bits."
     )
     max_drafts: int = option(8, DRAFTS, "Maximum drafted tokens per sample and step.", least=1)
     enable_return_routed_experts: bool = option(
@@ -317,6 +329,8 @@ class EngineConfig:
     rank_timeout: float = option(60.0, RANKS, "Seconds to wait for another process.")
 
     def __post_init__(self) -> None:
+        if self.quantization == "none":
+            object.__setattr__(self, "quantization", None)
         _check_text(self)
         _check_choices(self)
         _check_numbers(self)
@@ -350,6 +364,14 @@ class EngineConfig:
         return self.speculation != "none" or self.draft_model is not None
 
     @property
+    def codes(self) -> Codes | None:
+        """The codes that weights are kept as; None: they are numbers, or `"auto"` is not settled
+        yet, which building an engine does.
+        """
+        asked = self.quantization
+        return None if asked is None or asked == "auto" or asked == "none" else asked
+
+    @property
     def scheduler(self) -> SchedulerConfig:
         """The part of the configuration that scheduling reads."""
         return SchedulerConfig(
@@ -362,6 +384,13 @@ class EngineConfig:
             groups=self.pipeline_parallel,
             max_drafts=self.max_drafts if self.drafts else 0,
         )
+
+
+def with_plain_weights(config: EngineConfig) -> EngineConfig:
+    """The config of an engine whose weights a trainer reads or sends: `quantization="auto"` means
+    plain weights there, which an update does not round.
+    """
+    return replace(config, quantization=None) if config.quantization == "auto" else config
 
 
 # The backend that an attention belongs to.
@@ -473,7 +502,7 @@ def _check_drafts(config: EngineConfig) -> None:
             f"policy; give one of them with it, and none with draft_model={config.draft_model!r}."
         )
     if config.draft_quantization == "file" or (
-        config.draft_quantization is not None and config.quantization is not None
+        config.draft_quantization is not None and config.codes is not None
     ):
         raise ConfigError(
             f"draft_quantization={config.draft_quantization!r} makes codes of plain weights; use "
@@ -508,7 +537,7 @@ def _check_context(config: EngineConfig) -> None:
 
 
 def _check_quantization(config: EngineConfig) -> None:
-    if config.quantization is None:
+    if config.codes is None:
         return
     if config.backend == "cuda" or config.attention in ("triton", "flashinfer"):
         choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"

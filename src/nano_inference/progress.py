@@ -1,12 +1,13 @@
-"""How far something long has come, in bytes: one line of a terminal that is written anew, or a line
-of the log now and then. What takes less than two seconds says nothing.
+"""How far long work has come: one line of a terminal that is overwritten, or a line of the log now
+and then. Work of less than two seconds says nothing.
 """
 
+import itertools
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TextIO
@@ -21,6 +22,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 Show = Callable[[str], None]
 _shown_by: list[Show] = []  # the owners of the terminal's line; the last one has it now
+_heard_by: list[Show] = []  # those who hear of it beside the terminal and the log
 
 
 @contextmanager
@@ -33,8 +35,20 @@ def shown_by(show: Show) -> Iterator[None]:
         _shown_by.remove(show)
 
 
+@contextmanager
+def heard_by(hear: Show) -> Iterator[None]:
+    """Hand `hear` every state of the work inside, from its beginning on, beside the terminal and
+    the log. It is called in the thread that works.
+    """
+    _heard_by.append(hear)
+    try:
+        yield
+    finally:
+        _heard_by.remove(hear)
+
+
 class Progress:
-    """A context manager around something long; threads may share it.
+    """Progress of long work, in bytes: a context manager around it. Threads may share it.
 
         with Progress("loading SmolLM2", total) as progress:
             for tensor in tensors:
@@ -58,16 +72,21 @@ class Progress:
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        self._began = self._clock()
+        self._began = self._next_heard = self._clock()
         self._next = self._began + SHORT
         self._told = False
+        self.add(0)
         return self
 
     def add(self, count: int) -> None:
-        """So many bytes more are done."""
+        """Count so many bytes more as done."""
         with self._lock:
             self._done += count
             now = self._clock()
+            if now >= self._next_heard:
+                self._next_heard = now + OFTEN
+                for hear in _heard_by:
+                    hear(self._state(now - self._began))
             if now < self._next:
                 return
             self._told = True
@@ -83,7 +102,10 @@ class Progress:
         if not self._told:
             return
         seconds = self._clock() - self._began
-        self._say(f"{self._what}: {told(self._done)} in {seconds:.0f} s", end=True)
+        self._say(f"{self._what}: {self._all()} in {seconds:.0f} s", end=True)
+
+    def _all(self) -> str:
+        return told(self._done)
 
     def _state(self, seconds: float) -> str:
         rate = f"{told(round(self._done / seconds))}/s" if seconds > 0 else ""
@@ -100,6 +122,82 @@ class Progress:
             self._stream.flush()
         else:
             logger.info("%s", line)
+
+
+def say(line: str) -> None:
+    """State what begins now and has no parts, such as waiting: in the terminal's line if somebody
+    has that, else in the log.
+    """
+    for hear in _heard_by:
+        hear(line)
+    if _shown_by:
+        _shown_by[-1](line)
+    else:
+        logger.info("%s", line)
+
+
+class FileProgress(Progress):
+    """Progress of work on files: how many are done, and about how many seconds the others take.
+
+        with FileProgress("compiling", {"a.cpp": 4000, "b.cpp": 1000}) as progress:
+            for name in ("a.cpp", "b.cpp"):
+                ...
+                progress.finish(name)
+
+    Args:
+        what: the work, for the line.
+        work: how much each file takes, in any unit, in the order in which they are begun.
+        ready: the files that were done before.
+        at_once: how many are worked on at a time; these count as half done.
+        stream: where the line goes; None: standard error.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        work: Mapping[str, int],
+        ready: Collection[str] = (),
+        at_once: int = 1,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(what, sum(work.values()), stream=stream, clock=clock)
+        self._work, self._at_once = work, at_once
+        self._finished = {*ready}
+        self._done = self._before = sum(work[name] for name in ready)
+        self._seconds = 0.0  # from the beginning to the last file that was finished
+
+    def finish(self, name: str) -> None:
+        """Count a file as done."""
+        with self._lock:
+            self._finished.add(name)
+            self._seconds = self._clock() - self._began
+        self.add(self._work[name])
+
+    def tick(self) -> None:
+        """Say the state again if it is time: fewer seconds are left."""
+        self.add(0)
+
+    def _state(self, seconds: float) -> str:
+        state = f"{self._what}: {self._all()}"
+        done = self._done - self._before
+        if not done or self._done == self.total or not self._seconds:
+            return state
+        others = (work for name, work in self._work.items() if name not in self._finished)
+        running = sum(itertools.islice(others, self._at_once)) / 2
+        rate = (done + running) / self._seconds
+        left = (self.total - self._done - running) / rate - (seconds - self._seconds)
+        return f"{state}, about {_rounded(left)} s left"
+
+    def _all(self) -> str:
+        return f"{len(self._finished)} of {len(self._work)} files"
+
+
+def _rounded(seconds: float) -> int:
+    """Seconds as an estimate deserves: no single ones beyond ten."""
+    return 5 * round(seconds / 5) if seconds > 10 else max(round(seconds), 1)
 
 
 def told(num_bytes: int) -> str:

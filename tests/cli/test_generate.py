@@ -19,10 +19,27 @@ from nano_inference.cli.generate import read_prompts
 from nano_inference.cli.terminal import Interruptible
 from nano_inference.config import EngineConfig
 from nano_inference.data import read_jsonl
-from nano_inference.errors import InvalidRequest
+from nano_inference.errors import ConfigError, InvalidRequest
 from tests.cli.running import COLOR, FAST, finish, run, samples, spawn, write_tokenizer
 from tests.models.tiny import tiny_llama
 from tests.serving.adapters import adapter_folder
+
+
+@pytest.mark.parametrize(("prompts", "samples", "most"), [(1, 1, 4), (3, 2, 6), (2, 200, 256)])
+def test_generate_plans_memory_for_as_many_sequences_as_there_are(
+    monkeypatch: pytest.MonkeyPatch, prompts: int, samples: int, most: int
+) -> None:
+    """The KV cache never gets more than so many of the longest sequences can use."""
+    asked: list[EngineConfig] = []
+
+    def load(config: EngineConfig) -> InferenceEngine:
+        asked.append(config)
+        raise ConfigError("that is enough.")
+
+    monkeypatch.setattr("nano_inference.cli.generate.load_engine", load)
+    given = [each for _ in range(prompts) for each in ("-p", "hi")]
+    run("generate", "some/model", *given, "-n", str(samples))
+    assert [each.max_batch_size for each in asked] == [most]
 
 
 def test_json_holds_the_samples_of_the_engine(folders: dict[str, str]) -> None:

@@ -50,7 +50,12 @@ def ways() -> dict[str, Calls]:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
     with InferenceEngine(
         EngineConfig(
-            "smollm2-135m", device="cpu", backend="cpu", max_model_len=64, max_batch_size=2
+            "smollm2-135m",
+            device="cpu",
+            backend="cpu",
+            quantization=None,
+            max_model_len=64,
+            max_batch_size=2,
         )
     ) as engine:
         engine.generate([1, 2, 3], params)

@@ -31,7 +31,9 @@ from nano_inference import (
     VersionSpan,
 )
 from nano_inference.config import CacheType
+from nano_inference.engine import assembly, memory
 from nano_inference.engine.assembly import CACHES
+from nano_inference.machine import FreeMemory
 from nano_inference.models.loading import resolve_model
 from nano_inference.models.weights import Slot, read, write
 from tests.depth import at_depth
@@ -822,6 +824,54 @@ def test_a_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) 
     with pytest.raises(ConfigError, match=r"kv_cache_memory of 8,191 bytes.*at least 8,192 bytes"):
         build(kv_cache_memory=8191)
     assert build(kv_cache_memory=8192).max_model_len == 16
+
+
+@pytest.mark.parametrize("asked", [500 * 2**30, 10**12, 2**62])
+def test_a_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
+    build: Build, monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    monkeypatch.setattr(assembly, "load_params", None)
+    with pytest.raises(
+        ConfigError,
+        match=rf"kv_cache_memory of {asked / 2**30:,.1f} GiB does not fit in memory: .* are free; "
+        r"give at most [0-9,]+ bytes",
+    ):
+        build(kv_cache_memory=asked, max_batch_size=2**53)
+
+
+def test_a_cache_knows_the_limit_of_a_container(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = "memory.max of the control group"
+    monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(10 * 2**20, limit))
+    found = build(kv_cache_memory=None).memory_budget.kv_cache
+    assert 2 * 2**20 < found <= 10 * 2**20 // 4
+    with pytest.raises(
+        ConfigError, match=f"MiB does not fit in memory: 10.0 MiB are free under {limit}"
+    ):
+        build(kv_cache_memory=11 * 2**20)
+    monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(2**15 - 1, limit))
+    with pytest.raises(
+        ConfigError, match=f"a quarter of the free memory under {limit}, .* holds no block"
+    ):
+        build(kv_cache_memory=None)
+
+
+def test_a_cache_that_the_system_does_not_give_is_a_config_error(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was free a moment ago, or the system counts otherwise."""
+    monkeypatch.setattr(assembly, "KVStorage", lambda *_: torch.empty(2**60))
+    with pytest.raises(ConfigError, match=r"the KV cache of 1\.0 MiB cannot be allocated: .* free"):
+        build()
+
+
+def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "load_params", lambda *_: torch.empty(2**60))
+    with pytest.raises(ConfigError, match=r"the weights \(.*\) cannot be allocated: .* are free"):
+        build()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +30,16 @@ from nano_inference.cache_folder import cache_folder
 from nano_inference.engine import backends
 from nano_inference.ops.cpu import build, library
 from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.progress import heard_by
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.ops.cpu_kernels import available
 
 SOURCE = 'extern "C" int nano_answer() { return 42; }\n'
 BUILD = """
-import sys
+import logging, sys
 from pathlib import Path
+logging.basicConfig(level=logging.INFO)
 from nano_inference.ops.cpu import build
 build.SOURCES, root = map(Path, sys.argv[1:])
 print("ready", flush=True)
@@ -146,6 +150,7 @@ def test_the_libraries_of_a_wheel_need_no_compiler(
     assert ctypes.CDLL(str(found)).nano_answer() == 42
     assert not (Path.home() / ".cache").exists()
     whole = found.read_bytes()
+    found.unlink()  # this process has it loaded: it keeps the old file, whole
     found.write_bytes(whole[:-1])
     with pytest.raises(build.KernelsUnavailable, match=r"no C\+\+ compiler"):
         build.build("portable")
@@ -245,8 +250,8 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     assert [each.returncode for each in builders] == [0] * 3, said
     paths = {out.strip() for out, _ in said}
     assert len(paths) == 1
-    assert sum("Built" in err for _, err in said) >= 1
-    assert sum("Building" in err for _, err in said) == 1, "one builds, and the others wait for it"
+    assert sum("Compiled the CPU kernels" in err for _, err in said) == 1
+    assert sum("Compiling" in err for _, err in said) == 1, "one builds, and the others wait for it"
     (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != build.LOCK)
     assert {each.name for each in folder.iterdir()} == {build.LIBRARY, build.MANIFEST}, (
         "nothing is left behind"
@@ -273,21 +278,165 @@ def test_a_damaged_library_is_noticed_and_built_anew(
 
 
 @NEEDS_COMPILER
-def test_what_killed_builds_left_goes_once_it_is_old(sources: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_build_removes_what_killed_builds_left(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    """Under the lock at once; where there are no locks another process may be at work there."""
     root = tmp_path / "root"
-    for name in (".portable-old-x", ".portable-new-x", ".another", "mine"):
+    old = {".portable-old-x", ".avx2+tiles-old-x", ".avx2-a.objects", ".another", "mine"}
+    new = {".portable-new-x", ".avx2+tiles-new-x", ".avx2-b.objects"}
+    for name in old | new:
         (root / name).mkdir(parents=True)
         (root / name / "part.o").write_text("")
-    for name in (".portable-old-x", ".another", "mine"):
+    for name in old:
         os.utime(root / name, (0, 0))
+    if not has_locks:
+        monkeypatch.setattr(build, "locked", lambda *_: os.stat("/no/such/file"))
     folder = build.build("portable", root).parent
+    left = {".avx2-b.objects"} if has_locks else new
     assert {each.name for each in root.iterdir()} == {
-        ".portable-new-x",
+        *left,
         ".another",
         "mine",
         folder.name,
         build.LOCK,
     }
+
+
+COMPILER = """#!/bin/sh
+case " $* " in *" -c "*) echo "$*" >> {folder}/asked;; esac
+case " $* " in
+*" -c "*/slow.cpp*) if [ -e {folder}/hold ]; then touch {folder}/is-held; exec sleep 600; fi;;
+esac
+exec {real} "$@"
+"""
+
+
+@NEEDS_COMPILER
+def test_build_resumes_after_it_was_killed(
+    sources: Path, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was compiled is not compiled again, and nothing is left over in the end."""
+    for name in ("one", "two", "slow"):
+        (sources / f"{name}.cpp").write_text(f'extern "C" int nano_{name}() {{ return 1; }}\n')
+    tools, root = tmp_path / "bin", tmp_path / "root"
+    tools.mkdir()
+    real = next(filter(None, map(shutil.which, build.COMPILERS)))
+    (tools / "c++").write_text(COMPILER.format(folder=tools, real=real))
+    (tools / "c++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    asked, held = tools / "asked", tools / "is-held"
+    (tools / "hold").write_text("")
+
+    command = [sys.executable, "-c", BUILD, str(sources), str(root)]
+    killed = subprocess.Popen(
+        command, stdin=subprocess.PIPE, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    assert killed.stdin is not None
+    killed.stdin.write(b"\n")
+    killed.stdin.flush()
+    quick = {"answer.o", "one.o", "two.o"}
+
+    def compiled() -> set[str]:
+        return {each.name for each in root.glob(".portable-*.objects/*.o")}
+
+    wait_for(lambda: held.exists() and compiled() == quick)
+    os.killpg(killed.pid, signal.SIGKILL)  # with the compiler that stands still
+    killed.wait(30)
+    killed.stdin.close()
+    assert len(list(root.glob(".portable-*"))) == 2, "objects, and an unfinished folder"
+    (tools / "hold").unlink()
+    asked.write_text("")
+
+    library = build.build("portable", root)
+    (line,) = asked.read_text().splitlines()
+    assert "slow.cpp" in line
+    assert ctypes.CDLL(str(library)).nano_two() == 1
+    assert {each.name for each in root.iterdir()} == {library.parent.name, build.LOCK}
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@NEEDS_COMPILER
+def test_build_keeps_no_objects_that_others_can_write(sources: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    name = build.build("portable", root).parent.name
+    shutil.rmtree(root / name)
+    objects = root / f".{name}.objects"
+    objects.mkdir()
+    (objects / "answer.o").write_text("of somebody else")
+    objects.chmod(0o777)
+    assert ctypes.CDLL(str(build.build("portable", root))).nano_answer() == 42
+
+
+@NEEDS_COMPILER
+def test_build_stops_at_the_first_source_that_fails(
+    sources: Path, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "usable_cpus", lambda: 1)
+    (sources / "answer.cpp").write_text(SOURCE.replace("42", "forty_two") + "//" * 1000)
+    for number in range(30):
+        (sources / f"{number}.cpp").write_text(SOURCE.replace("answer", f"answer_{number}"))
+    asked: list[list[str]] = []
+    run = build._run
+    monkeypatch.setattr(build, "_run", lambda command: (asked.append(command), run(command)))
+    with pytest.raises(build.KernelsUnavailable, match="forty_two"):
+        build.build("portable", tmp_path / "root")
+    assert "answer.cpp" in " ".join(asked[0]), "the longest is first"
+    assert len(asked) < 30, "the others are called off"
+    assert not list((tmp_path / "root").glob(".*"))
+
+
+@NEEDS_COMPILER
+def test_build_says_how_many_files_are_compiled(
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (sources / "one.cpp").write_text(SOURCE.replace("answer", "one"))
+    lines: list[str] = []
+    with heard_by(lines.append), caplog.at_level(logging.INFO, "nano_inference"):
+        build.build("portable", tmp_path / "root")
+    assert lines[0] == "compiling CPU kernels (once): 0 of 2 files"
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+def test_build_that_waits_for_another_says_so(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with build.alone(tmp_path), heard_by(lines.append), pytest.raises(TimeoutError):
+        build.alone(tmp_path, patience=0.1).__enter__()
+    assert lines == ["waiting for another process that compiles the CPU kernels"]
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "advice"),
+    [
+        ("Linux", {"ID": "ubuntu", "ID_LIKE": "debian"}, "install one: apt install g++."),
+        ("Linux", {"ID": "mint", "ID_LIKE": "ubuntu debian"}, "install one: apt install g++."),
+        ("Linux", {"ID": "rocky", "ID_LIKE": "rhel centos fedora"}, ": dnf install gcc-c++."),
+        ("Linux", {"ID": "another"}, "install one, g++ for example."),
+        ("Linux", None, "install one, g++ for example."),
+        ("Darwin", None, "install one: xcode-select --install."),
+    ],
+)
+def test_without_a_compiler_the_advice_is_this_systems_command(
+    monkeypatch: pytest.MonkeyPatch, system: str, release: dict[str, str] | None, advice: str
+) -> None:
+    def told() -> dict[str, str]:
+        if release is None:
+            raise OSError
+        return release
+
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.freedesktop_os_release", told)
+    with pytest.raises(build.KernelsUnavailable) as caught:
+        build._compiler()
+    assert str(caught.value).endswith(advice)
 
 
 def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> None:

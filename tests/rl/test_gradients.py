@@ -102,7 +102,9 @@ def test_gradients_of_smollm2_are_those_of_transformers() -> None:
     sequences = [
         [1, *(100 + (977 * i * j) % 40000 for i in range(n))] for j, n in ((1, 12), (2, 25))
     ]
-    with build(Path("smollm2-135m"), kv_cache_memory=2**26, max_model_len=512) as engine:
+    with build(
+        Path("smollm2-135m"), quantization=None, kv_cache_memory=2**26, max_model_len=512
+    ) as engine:
         own = gradients(PolicyModel(engine), sequences)
     assert (
         worst_difference(own, oracle_gradients(smollm2_oracle(), own, sequences, 1.0)) <= TOLERANCE

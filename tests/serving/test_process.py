@@ -23,6 +23,7 @@ from nano_inference.errors import EngineDead
 from nano_inference.serving import client as client_module
 from nano_inference.serving import engine_process, process_client
 from nano_inference.serving.client import EngineClient
+from nano_inference.serving.edge.admission import Lifecycle
 from nano_inference.serving.engine_host import encoded
 from nano_inference.serving.errors import ApiError, EngineReplaced, api_error_of
 from nano_inference.serving.fleet import supervisor
@@ -205,6 +206,37 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
         assert child_of(client)._process is None
 
     play(test())
+
+
+def test_process_client_hears_how_far_its_engine_has_come(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    receive = ProcessClient._receive_of_start
+
+    def hear(client: ProcessClient, message: Any) -> None:
+        receive(client, message)
+        heard.append(client.loading)
+
+    monkeypatch.setattr(ProcessClient, "_receive_of_start", hear)
+
+    async def test() -> None:
+        client = ProcessClient(config_of(model), 4096)
+        await client.start()
+        await client.close()
+
+    asyncio.run(test())
+    assert heard[0].startswith(f"loading {model.name}: 0 bytes of")
+    assert heard[-1] == "", "it is ready"
+
+
+def test_lifecycle_says_how_far_the_engine_has_come(model: Path) -> None:
+    client = ProcessClient(config_of(model), 4096)
+    with pytest.raises(ApiError, match=r"^the engine is being built\.$"):
+        Lifecycle(client).require_ready()
+    client.loading = "compiling CPU kernels (once): 3 of 18 files"
+    with pytest.raises(ApiError, match=r"is being built: compiling .*: 3 of 18 files\.$"):
+        Lifecycle(client).require_ready()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

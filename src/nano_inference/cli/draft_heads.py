@@ -9,7 +9,7 @@ from nano_inference.cli import options
 from nano_inference.cli.generate import as_chat, has_chat_template, read_prompts
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, load_engine, output
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError
 from nano_inference.types import SamplingParams, TrainingSample
 
@@ -92,7 +92,7 @@ def draft_heads(
         raise ConfigError(f"{folder} holds a model already; name a new folder.")
     prompts = read_prompts(file)
     num_held = min(int(len(prompts) * held_out + 0.999), len(prompts) - 1) if held_out else 0
-    with load_engine(EngineConfig(model, **engine)) as built:
+    with load_engine(with_plain_weights(EngineConfig(model, **engine))) as built:
         if chat and has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]
         samples = built.generate(prompts, SamplingParams(**sampling), num_samples)

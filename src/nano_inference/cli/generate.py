@@ -53,6 +53,11 @@ _Engine = Annotated[
 ]
 
 
+# Sequences in a step: no more than there are, since the KV cache is planned for as many of the
+# longest length. A few are there in any case, whose memory holds prefixes.
+LEAST_AT_ONCE, MOST_AT_ONCE = 4, EngineConfig.max_batch_size
+
+
 @options.from_fields
 def generate(
     ctx: typer.Context,
@@ -150,7 +155,9 @@ def generate(
         top_logprobs=top_logprobs,
         grammar=_grammar(json_schema, regex, choice),
     )
-    with load_engine(options.engine_config(model, engine)) as built:
+    most = min(MOST_AT_ONCE, max(LEAST_AT_ONCE, len(prompts) * num_samples))
+    config = options.engine_config(model, engine, max_batch_size=most)
+    with load_engine(config) as built:
         params = options.with_recommended(ctx, params, built.model_folder, model, generation_config)
         if chat if chat is not None else has_chat_template(built):
             prompts = [as_chat(each) for each in prompts]

@@ -245,7 +245,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
             f"{head}",
         ),
         ("dtype", f"{dtype} ({source})"),
-        *((("weights", f"codes, {codes}"),) if (codes := plan.config.quantization) else ()),
+        *((("weights", f"codes, {codes}"),) if (codes := plan.config.codes) else ()),
         *(
             (("quantisation", coded.computed if codes == "file" else coded.becomes(dtype)),)
             if coded is not None

@@ -11,7 +11,7 @@ from rich.text import Text
 from nano_inference.cli import options
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, load_engine, output
-from nano_inference.config import EngineConfig, Quantization
+from nano_inference.config import Codes, EngineConfig
 from nano_inference.errors import InvalidRequest
 from nano_inference.types import TrainingSample
 
@@ -132,7 +132,7 @@ def _numerics(fingerprint: str) -> dict[str, Any]:
     """
     parts = fingerprint.split("/")
     kept = parts.pop().removeprefix("kv-") if parts[-1].startswith("kv-") else "auto"
-    quantization = parts.pop() if parts[-1] in get_args(Quantization) else None
+    quantization = parts.pop() if parts[-1] in get_args(Codes) else None
     sums = parts.pop() if parts[-1] == "tiles" else "pairs"
     if len(parts) != 4:
         return {}

@@ -11,7 +11,7 @@ from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
 from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions, read_keys, read_template, require_packages
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError
 from nano_inference.serving.config import KEYS, SERVER, ServerConfig
 
@@ -106,6 +106,7 @@ def serve(
     set_up_logs(config.log_level, config.log_format)
     logging.getLogger("nano_inference.serving").info("loading %s", model)
     if on_ray:
+        engine_config = with_plain_weights(engine_config) if config.rl else engine_config
         _serve_on_ray(engine_config, config, ray_address)
         return
     from nano_inference.serving.main import serve as run

@@ -136,7 +136,18 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
     with errors.status(f"loading {config.model_path}") as status, _shown_in(status):
         from nano_inference.engine.engine import InferenceEngine
 
-        return InferenceEngine(config)
+        built = InferenceEngine(config)
+    _tell_of_a_faster_setting(built)
+    return built
+
+
+def _tell_of_a_faster_setting(engine: "InferenceEngine") -> None:
+    """A line with dtype and memory, where another setting would give both in less."""
+    from nano_inference.engine.quantization import faster_setting, told_weights
+
+    facts = engine.config, engine.model.dtype, engine.memory_budget.weights, engine.model.device
+    if faster_setting(*facts) is not None:
+        errors.print(told_weights(*facts), style="dim")
 
 
 @contextmanager

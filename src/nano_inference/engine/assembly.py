@@ -16,6 +16,7 @@ from nano_inference.config import SELF, CacheType, EngineConfig
 from nano_inference.engine.backends import (
     captures_graphs,
     choose_device,
+    choose_dtype,
     choose_ops,
     num_threads,
     numerics_of,
@@ -28,7 +29,9 @@ from nano_inference.engine.memory import (
     Claims,
     MemoryBudget,
     gibibytes,
+    lacks_memory,
     longest_asked,
+    no_memory_for,
     plan_memory,
     require_weights_fit,
     share_for,
@@ -41,6 +44,7 @@ from nano_inference.engine.memory_profile import (
     measure,
 )
 from nano_inference.engine.model_drafts import spread_layers
+from nano_inference.engine.quantization import settle_quantization, told_weights
 from nano_inference.engine.runner import ModelRunner
 from nano_inference.engine.storage import KVStorage, UnitMap, storage_key
 from nano_inference.errors import ConfigError, InvalidRequest
@@ -54,7 +58,7 @@ from nano_inference.models.draft_heads import (
     heads_bytes,
     read_heads,
 )
-from nano_inference.models.loading import load_params, load_spec, resolve_dtype, resolve_model
+from nano_inference.models.loading import load_params, load_spec, resolve_model
 from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import ModelShard, shard_of
@@ -140,6 +144,7 @@ class EnginePlan:
 class Parts:
     """What an engine is made of."""
 
+    config: EngineConfig  # with `quantization` as it is settled
     folder: Path  # of the policy
     # with the models, and the KV tensors, by weight set; sets of one shape share
     runner: ModelRunner
@@ -172,7 +177,8 @@ def plan_engine(
     """
     rank = rank or Rank(Place(mesh_of(config)))
     device = choose_device(config.device)
-    if config.quantization == FILE and resolve is resolve_model:
+    config = settle_quantization(config, device)
+    if config.codes == FILE and resolve is resolve_model:
         resolve = partial(resolve_model, coded=True)
     folder = resolve(config.model_path)
     folders = {POLICY: folder}
@@ -196,7 +202,7 @@ def plan_engine(
     _require_lockstep(config, specs, rank)
     parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
     _require_whole_groups(config, specs)
-    dtype = resolve_dtype(config.dtype, specs[POLICY])
+    dtype = choose_dtype(config, specs[POLICY], device)
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
     make_ops = choose_ops(config, served, dtype, device, try_kernels=try_kernels)
     claims = _guessed_claims(
@@ -262,7 +268,7 @@ def _assemble(
     rank: Rank | None,
 ) -> Parts:
     plan = plan_engine(config, memory, try_kernels=True, rank=rank)
-    device = plan.device
+    config, device = plan.config, plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
     logger.info(
@@ -273,12 +279,13 @@ def _assemble(
     try_attention(config, plan.specs, plan.memory_budget.num_blocks, plan.dtype, device)
     memory = memory or _memory_of(device)
     models = _load(plan)
-    if config.quantization == FILE:
+    if config.codes == FILE:
         plan = replace(plan, memory_budget=replace(plan.memory_budget, weights=_held(plan, models)))
     if memory is not None and plan.ops.name == "cuda":
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
         budget = plan_memory(config, plan.parts, claims, plan.dtype, device, plan.rank.ranks_here)
         plan = replace(plan, memory_budget=budget)
+    logger.info("%s", told_weights(config, plan.dtype, plan.memory_budget.weights, device))
     plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
     return _with_cache(plan, models)
@@ -307,7 +314,12 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
             )
             for name, spec in specs.items()
         }
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as problem:
+        if not lacks_memory(problem):
+            raise
+        if device.type == "cpu":
+            what = f"the KV cache of {gibibytes(budget.kv_cache)}"
+            raise no_memory_for(what, device, "give a smaller kv_cache_memory") from None
         raise ConfigError(
             f"the KV cache of {gibibytes(budget.kv_cache)} does not fit on {device} any more: "
             "another program has taken "
@@ -325,6 +337,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         models = {**models, DRAFT: _self_draft(config, models[POLICY])}
         storages[DRAFT] = storages[POLICY]
     return Parts(
+        config=config,
         folder=plan.folders[POLICY],
         runner=_runner(plan, models, storages),
         cache=cache,
@@ -374,7 +387,7 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
                     plan.device,
                     plan.ops.allocate,
                     plan.parts[name],
-                    plan.config.quantization,
+                    plan.config.codes,
                 )
             )
         return {
@@ -384,8 +397,13 @@ def _load(plan: EnginePlan) -> dict[str, Decoder]:
             for name, part in plan.parts.items()
             if name in params
         }
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as problem:
+        if not lacks_memory(problem):
+            raise
         params.clear()
+        if plan.device.type == "cpu":
+            what = f"the weights ({gibibytes(budget.weights)})"
+            raise no_memory_for(what, plan.device, "use a smaller model") from None
         memory = _memory_of(plan.device)
         if memory is not None:
             memory.release()
@@ -419,9 +437,7 @@ def _guessed_claims(
 ) -> Claims:
     """What the memory is for beside the KV cache, before anything runs."""
     models = [part for name, part in parts.items() if heads is None or name != DRAFT]
-    weights = sum(
-        num_bytes(param_table(part.whole, part), dtype, config.quantization) for part in models
-    )
+    weights = sum(num_bytes(param_table(part.whole, part), dtype, config.codes) for part in models)
     policy = parts[POLICY]
     copied = config.draft_quantization
     weights += codes_bytes(param_table(policy.whole, policy), dtype, copied)
@@ -436,7 +452,7 @@ def _guessed_claims(
 def _quantisation_lines(plan: EnginePlan) -> list[str]:
     """Of each model that is stored as codes: what becomes of it, and the memory that it takes."""
     dtype = str(plan.dtype).removeprefix("torch.")
-    config, codes = plan.config, plan.config.quantization
+    config, codes = plan.config, plan.config.codes
     names = {
         POLICY: config.model_path,
         REFERENCE: config.ref_model_path,
@@ -553,7 +569,7 @@ def _require_whole_groups(config: EngineConfig, specs: Mapping[str, ModelSpec]) 
     """Raise `ConfigError` where ranks cannot share codes; of a file's `load_params` tells the rest,
     as its formats are not known yet.
     """
-    ranks, quantization = config.tensor_parallel, config.quantization
+    ranks, quantization = config.tensor_parallel, config.codes
     if ranks == 1 or quantization is None:
         return
     if ranks > SEGMENTS:

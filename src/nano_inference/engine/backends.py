@@ -14,11 +14,13 @@ import torch
 from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
 from nano_inference.engine.kernel_probe import probe
 from nano_inference.errors import ConfigError
+from nano_inference.machine import usable_cores
+from nano_inference.models.loading import resolve_dtype
 from nano_inference.models.spec import ModelSpec
 from nano_inference.models.weights import param_table
 from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.cpu.build import KernelsUnavailable
+from nano_inference.ops.cpu.build import TILES, KernelsUnavailable, available_instruction_set
 from nano_inference.ops.cpu.quantised import MOST_COLUMNS
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.reference import reference_ops
@@ -30,6 +32,9 @@ logger = logging.getLogger("nano_inference")
 
 Specs = Mapping[str, ModelSpec]
 _NONE: Specs = {}
+# Builds of the CPU kernels that compute bfloat16 at least as fast as float32, as measured
+# (docs/models.md); of neon it was not.
+FAST_BF16 = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
 MakeOps = Callable[[int], Ops]  # of the number of blocks, which flex attention is made for
 
 
@@ -104,6 +109,44 @@ def choose_ops(
     return lambda num_blocks: ops
 
 
+def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """The dtype that a config means for a model on this machine.
+
+    `"auto"` is the checkpoint's, but bfloat16 on a CPU whose kernels compute it at least as fast as
+    float32: in the place of float16, which has no kernels there, and for the numbers of a `.gguf`
+    file, which has no dtype; and bfloat16 with quantised weights, whose products do not depend on
+    it.
+    """
+    if config.dtype != "auto":
+        return resolve_dtype(config.dtype, spec)
+    if config.codes is not None:
+        return torch.bfloat16
+    gains = bf16_gains(config, device)
+    found = resolve_dtype("auto", spec, bf16_gains=gains)
+    if found != torch.float16 or not gains:
+        return found
+    _tell_once(
+        "The checkpoint's float16 has no CPU kernels: its weights are rounded to bfloat16; "
+        "dtype='float32' keeps every digit in twice the memory."
+    )
+    return torch.bfloat16
+
+
+def bf16_gains(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the CPU kernels run, in a build that computes bfloat16 at least as fast as
+    float32.
+    """
+    if device.type != "cpu" or not wants_cpu_kernels(config):
+        return False
+    return (available_instruction_set() or "").removesuffix(TILES) in FAST_BF16
+
+
+def wants_cpu_kernels(config: EngineConfig) -> bool:
+    """Whether nothing in a config asks for operations other than the CPU kernels."""
+    own = ("auto", "cpu")
+    return config.backend in own and config.attention in own
+
+
 def _require_sums_and_invariance(config: EngineConfig, ops: Ops, device: torch.device) -> None:
     if config.cpu_sums != "auto" and ops.name != "cpu":
         raise ConfigError(
@@ -121,9 +164,9 @@ def _require_sums_and_invariance(config: EngineConfig, ops: Ops, device: torch.d
 def _require_products_of_codes(
     config: EngineConfig, backend: Backend, device: torch.device
 ) -> None:
-    asked = config.quantization or config.draft_quantization
+    asked = config.codes or config.draft_quantization
     if backend == "cuda" and asked is not None:
-        name = "quantization" if config.quantization is not None else "draft_quantization"
+        name = "quantization" if config.codes is not None else "draft_quantization"
         raise ConfigError(
             f"{name}={asked!r} has no kernels on {device}; use device='cpu', "
             "or backend='reference'."
@@ -237,7 +280,7 @@ def numerics_of(
         if ops.in_segments and config.tensor_parallel <= SEGMENTS
         else config.tensor_parallel,
         state_tokens=config.block_size if any(map(_by_block, specs.values())) else 0,
-        quantization=config.quantization,
+        quantization=config.codes,
         kv_cache=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         sums="tiles" if ops.sums == "tiles" and dtype == torch.bfloat16 else None,
     )
@@ -258,8 +301,8 @@ def start_up_line(
         where += f" ({torch.cuda.get_device_name(device)})"
     invariant = "batch invariant" if numerics.schedule_invariant else "not batch invariant"
     dtype = numerics.dtype
-    if config.quantization is not None:
-        dtype += f", weights {config.quantization}"
+    if config.codes is not None:
+        dtype += f", weights {config.codes}"
     if config.kv_cache_dtype != "auto":
         dtype += f", KV cache {config.kv_cache_dtype}"
     parts = [f"attention {attention}", where, dtype, invariant]
@@ -303,11 +346,11 @@ def num_threads(config: EngineConfig) -> int:
     """
     most = max(MOST_THREADS, psutil.cpu_count() or 1)
     if config.num_threads is not None and config.num_threads > most:
-        would_do = psutil.cpu_count(logical=False) or 1
         raise ConfigError(
-            f"num_threads={config.num_threads} is too many for this machine; {would_do} would do."
+            f"num_threads={config.num_threads} is too many for this machine; {usable_cores()} "
+            "would do."
         )
-    return config.num_threads or psutil.cpu_count(logical=False) or torch.get_num_threads()
+    return config.num_threads or usable_cores()
 
 
 def _cpu_kernels(config: EngineConfig) -> Ops:
@@ -325,6 +368,11 @@ _KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
     "cpu": _cpu_kernels,
     "cuda": _cuda_kernels,
 }
+
+
+@functools.cache  # one line a process
+def _tell_once(text: str) -> None:
+    logger.info("%s", text)
 
 
 @functools.cache  # one warning a process
@@ -375,17 +423,19 @@ def _no_kernels_for(
             raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         head_dims = [spec.head_dim for spec in specs.values()]
         return availability.problem_with(device, dtype, head_dims)
-    return _no_cpu_kernels_for(config, specs, dtype, device)
+    return no_cpu_kernels_for(config, specs, dtype, device)
 
 
-def _no_cpu_kernels_for(
+def no_cpu_kernels_for(
     config: EngineConfig, specs: Specs, dtype: torch.dtype, device: torch.device
 ) -> str | None:
+    """Why the CPU kernels cannot run these models, or None."""
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device}."
     if dtype not in (torch.bfloat16, torch.float32):
-        return f"{str(dtype).removeprefix('torch.')} has no CPU kernels; bfloat16 and float32 have."
-    for spec in specs.values() if config.quantization is not None else ():
+        name = str(dtype).removeprefix("torch.")
+        return f"{name} has no CPU kernels; use dtype='bfloat16' or 'float32'."
+    for spec in specs.values() if config.codes is not None else ():
         widest = max(param.shape[1] for param in param_table(spec) if param.codes is not None)
         if widest > MOST_COLUMNS:
             return f"{widest} columns in codes have no CPU kernels; at most {MOST_COLUMNS} have."

@@ -2,6 +2,7 @@
 out.
 """
 
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -53,6 +54,8 @@ from nano_inference.types import (
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine
 
+logger = logging.getLogger("nano_inference")
+
 
 class InferenceEngine:
     """Token ids in; tokens, logprobs and weight versions out. A context manager.
@@ -78,12 +81,13 @@ class InferenceEngine:
 
         Raises `ConfigError` or `ModelLoadError`, with every rank ended and the lockstep left.
         """
-        self.config = config
         with ExitStack() as undo:  # of what a constructor that fails would leave behind
             if lockstep is not None:
                 undo.callback(lockstep.close)
             parts = assemble_all(config, launcher, lockstep)
             undo.callback(parts.runner.close)
+            self._is_settled, self._told_of_rounding = config.quantization != "auto", False
+            self.config = config = parts.config
             self.runner, self.model = parts.runner, parts.runner.models[POLICY]
             self.spec = self.model.part.whole
             self.numerics, self.memory_budget = parts.numerics, parts.memory_budget
@@ -125,6 +129,20 @@ class InferenceEngine:
             # last: an engine that could not be built would leave its files
             self.kept_files = self._make_kept_files(lockstep is not None)
             undo.pop_all()
+
+    @property
+    def in_blocks_by_default(self) -> bool:
+        """Whether `quantization="auto"` put the weights into the blocks of their `.gguf` file."""
+        return not self._is_settled and self.config.codes is not None
+
+    def _tell_of_rounding(self) -> None:
+        """Warn once that new weights are rounded, where nobody has asked for codes."""
+        if self.in_blocks_by_default and not self._told_of_rounding:
+            self._told_of_rounding = True
+            logger.warning(
+                "New weights are rounded to the blocks of the .gguf file, which are the default on "
+                "a CPU; quantization=None serves them as they are sent."
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -379,6 +397,7 @@ class InferenceEngine:
         Raises `WeightUpdateError`, the old version serving untouched; also where a blocking one
         would wait for itself.
         """
+        self._tell_of_rounding()
         return self._updates.update(weights, blocking, **options)
 
     def receive_weights(
@@ -404,6 +423,7 @@ class InferenceEngine:
         Raises `WeightUpdateError` if a weight session is open.
         """
         self.shared.require_alive()
+        self._tell_of_rounding()
         self._updates.policy(options, "keep")
         return receive_update(self.weight_sync, transport, timeout=timeout, **options)
 
@@ -501,9 +521,9 @@ class InferenceEngine:
         and so is this.
         """
         self.shared.require_alive()
-        if self.config.quantization is not None:
+        if self.config.codes is not None:
             raise AdapterError(
-                f"quantization={self.config.quantization!r} keeps codes, which a merge would round "
+                f"quantization={self.config.codes!r} keeps codes, which a merge would round "
                 "again; serve the adapter unmerged."
             )
         return self._merging.merge(name)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from nano_inference.config import EngineConfig
@@ -18,6 +17,7 @@ from nano_inference.engine.storage import (
 )
 from nano_inference.errors import ConfigError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
+from nano_inference.machine import free_memory
 from nano_inference.models.routes import bytes_per_token
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
@@ -200,6 +200,7 @@ def plan_memory(
         asked_len, chunk if config.enable_chunked_prefill else asked_len, config.block_size
     )
     num_units = min(memory // unit_bytes, useful)
+    _require_free(config, claims, num_units * unit_bytes, ranks_here)
     max_model_len = min(asked_len, _longest(layout, num_units, config) * config.block_size)
     return MemoryBudget(
         device=str(device),
@@ -245,6 +246,7 @@ def _with_states(
     num_units = max(least, min(useful_units, memory // 2 // unit_bytes))
     num_blocks = min(useful_blocks, (memory - num_units * unit_bytes) // block_bytes)
     num_units = min(useful_units, (memory - num_blocks * block_bytes) // unit_bytes)
+    _require_free(config, claims, num_blocks * block_bytes + num_units * unit_bytes, ranks_here=1)
     blocks = min(num_blocks, _longest(layout, num_units, config))
     return MemoryBudget(
         device=str(device),
@@ -305,13 +307,14 @@ def _for_the_cache(
             f"{smallest:,} bytes."
         )
     if not claims.total:
-        memory = asked or int(psutil.virtual_memory().available * CPU_SHARE / ranks_here)
+        free = free_memory()
+        memory = asked or int(free.size * CPU_SHARE / ranks_here)
         if memory < smallest:
             shared = f", shared by {ranks_here} ranks" if ranks_here > 1 else ""
             raise ConfigError(
-                f"a quarter of the free memory{shared}, {gibibytes(memory)}, holds no block of "
-                f"{config.block_size} "
-                f"tokens; kv_cache_memory of at least {smallest:,} bytes would."
+                f"a quarter of the free memory{free.told_limit}{shared}, {gibibytes(memory)}, "
+                f"holds no block of {config.block_size} tokens; give kv_cache_memory of at least "
+                f"{smallest:,} bytes."
             )
         return memory
     require_weights_fit(claims, device)
@@ -330,6 +333,38 @@ def _for_the_cache(
     if memory < smallest and not claims.estimated:
         raise ConfigError(_no_room(config, claims, device, smallest))
     return max(memory, smallest)  # of a guess nothing follows
+
+
+def _require_free(config: EngineConfig, claims: Claims, size: int, ranks_here: int) -> None:
+    """Raise `ConfigError` where a CPU's memory cannot hold the KV caches that were asked for, of so
+    many bytes on each rank here.
+    """
+    if claims.total or config.kv_cache_memory is None:
+        return
+    free = free_memory()
+    if size * ranks_here > free.size:
+        ranks = f" on each of {ranks_here} ranks" if ranks_here > 1 else ""
+        raise ConfigError(
+            f"kv_cache_memory of {gibibytes(config.kv_cache_memory)}{ranks} does not fit in "
+            f"memory: {gibibytes(free.size)} are free{free.told_limit}; give at most "
+            f"{free.size // ranks_here:,} bytes."
+        )
+
+
+def lacks_memory(problem: BaseException) -> bool:
+    """Whether a device, torch or Python had no memory to give."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    # torch has no type for it on a CPU
+    return isinstance(problem, kinds) or "DefaultCPUAllocator" in str(problem)
+
+
+def no_memory_for(what: str, device: torch.device, cure: str) -> ConfigError:
+    """An error that says what could not be allocated on a CPU, and how much is free there."""
+    free = free_memory()
+    return ConfigError(
+        f"{what} cannot be allocated: {gibibytes(free.size)} of {device}'s memory are free"
+        f"{free.told_limit}; {cure}."
+    )
 
 
 def require_weights_fit(claims: Claims, device: torch.device) -> None:

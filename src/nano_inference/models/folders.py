@@ -31,16 +31,6 @@ def describe_model(model_path: str) -> Path:
     return _resolve(model_path, describe_gguf, _DESCRIPTION)
 
 
-def gguf_of(model_path: str) -> Path | None:
-    """The `.gguf` file of a model named as `resolve_model` takes it; None: it has none."""
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        return gguf_in(path)
-    if model_path in EMBEDDED_MODELS:
-        return find_embedded(model_path)
-    return path if path.suffix == ".gguf" and path.is_file() else None
-
-
 _DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id
 
 
@@ -56,6 +46,21 @@ def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[st
     if path.exists():
         raise ModelLoadError(f"{model_path} is neither a folder nor a .gguf file.")
     return _download(model_path, patterns)
+
+
+def gguf_of(model_path: str) -> Path | None:
+    """The `.gguf` file, or the first part of one, that a model's name means; None: another kind of
+    model, or a folder that describes such a file by a link. Raises `ModelLoadError` for a folder of
+    several, and for an embedded model whose package is missing.
+    """
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        file = gguf_in(path)
+        is_described = file is not None and file.is_symlink() and (path / "config.json").exists()
+        return None if is_described else file
+    if (name := plain_name(model_path)) in EMBEDDED_MODELS:
+        return find_embedded(name)
+    return path if path.suffix == ".gguf" else None
 
 
 def load_spec(folder: Path) -> ModelSpec:

@@ -115,6 +115,14 @@ def gguf_in(folder: Path) -> Path | None:
     return next(iter(models.values()), None)
 
 
+def tensors_of(path: Path) -> Stored:
+    """The tensors of a GGUF file, or of all parts of one that was split, by GGUF's names. Raises
+    `ModelLoadError`.
+    """
+    parts = _parts(path)
+    return _model(parts, [read_header(part) for part in parts])[2]
+
+
 def _root(cache_root: Path | None) -> Path:
     return cache_folder("gguf") if cache_root is None else cache_root
 

@@ -52,16 +52,21 @@ _STORED_DTYPES = tuple(
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_dtype(asked: str, spec: ModelSpec) -> torch.dtype:
-    """The dtype that `"auto"` means for this checkpoint on this machine, or the one asked for."""
+def resolve_dtype(asked: str, spec: ModelSpec, *, bf16_gains: bool = False) -> torch.dtype:
+    """The dtype that `"auto"` means for this checkpoint on this machine, or the one asked for.
+
+    Args:
+        asked: of `EngineConfig.dtype`.
+        spec: of the model.
+        bf16_gains: the operations that run compute bfloat16 at least as fast as float32.
+    """
     if asked != "auto":
         return _DTYPES[asked]
     if spec.quantisation is not None:
         return torch.bfloat16
     if spec.quantized_source:
-        return (
-            torch.bfloat16 if torch.cuda.is_available() or cpu_multiplies_bf16() else torch.float32
-        )
+        gains = bf16_gains or torch.cuda.is_available() or cpu_multiplies_bf16()
+        return torch.bfloat16 if gains else torch.float32
     return _DTYPES.get(spec.checkpoint_dtype, torch.float32)
 
 

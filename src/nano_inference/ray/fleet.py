@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Unpack, cast
 import ray
 from torch import Tensor
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.engine.requests import checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
 from nano_inference.models.shard_checks import require_shardable
@@ -104,6 +104,7 @@ class RayFleet:
                 f"tensor_parallel={tensor_parallel!r}, and the config says "
                 f"{config.tensor_parallel}."
             )
+        config = with_plain_weights(config)  # a trainer sends new ones
         self.config = config = replace(config, tensor_parallel=tensor_parallel)
         self._patience = patience
         self._seeds = (

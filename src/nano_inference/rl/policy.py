@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from nano_inference.config import EngineConfig, require_count
+from nano_inference.config import EngineConfig, require_count, with_plain_weights
 from nano_inference.engine.assembly import require_one_rank
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.weights.update import WeightUpdate
@@ -76,7 +76,11 @@ class ScoringModule(nn.Module):
         require_count("micro_batch_tokens", micro_batch_tokens)
         if num_workers is not None:
             require_count("num_workers", num_workers)
-        self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
+        self.engine = (
+            engine
+            if isinstance(engine, InferenceEngine)
+            else InferenceEngine(with_plain_weights(engine))
+        )
         require_one_rank(self.engine.runner, type(self).__name__)
         self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
 
@@ -202,6 +206,7 @@ class PolicyModel(ScoringModule):
                 f"dtype={dtype} must be a floating point dtype, such as torch.float32."
             )
         super().__init__(engine, micro_batch_tokens, num_workers)
+        require_chosen_codes(self.engine, "PolicyModel")
         if self.engine.spec.state is not None:
             raise ConfigError(
                 f"PolicyModel has no gradients for {self.engine.spec.architecture}, whose layers "
@@ -436,6 +441,18 @@ class _TrainerWeights:
             for name, param in params.items():
                 write(self._decoder.params, self._slots[name], param)
         return self.engine.loop.sequences.versions[self.name] + 1
+
+
+def require_chosen_codes(engine: InferenceEngine, what: str) -> None:
+    """Raise `ConfigError` where `quantization="auto"` put the weights into the blocks of their
+    file: a trainer's weights would be rounded to such blocks, and nobody has asked for that.
+    """
+    if engine.in_blocks_by_default:
+        raise ConfigError(
+            f"{what} needs plain weights, and this engine computes the blocks of its .gguf file, "
+            "which is the default on a CPU; build it with quantization=None, or with "
+            f"quantization={engine.config.codes!r} to train weights that are rounded to blocks."
+        )
 
 
 def dtype_of_products(engine: InferenceEngine, asked: torch.dtype | None) -> torch.dtype:

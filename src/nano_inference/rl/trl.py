@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest, RequestAborted
 from nano_inference.options import is_whole
 from nano_inference.rl.parameter_states import states
+from nano_inference.rl.policy import require_chosen_codes
 from nano_inference.rl.trainer_weights import require_whole, whole_weights
 from nano_inference.types import GROUP_COMPLETE, SamplingParams, TrainingSample
 
@@ -111,7 +112,11 @@ class RolloutFunction:
         self.log_mismatch = log_mismatch
         self.sleep = sleep
         self._owned = not isinstance(engine, InferenceEngine)
-        self.engine = engine if isinstance(engine, InferenceEngine) else InferenceEngine(engine)
+        if isinstance(engine, InferenceEngine):
+            require_chosen_codes(engine, type(self).__name__)
+        else:
+            engine = InferenceEngine(with_plain_weights(engine))
+        self.engine = engine
         self._synced: Any = None  # what the weights were told by when the engine got them
         # a mode and step, and how many rollouts it had
         self._calls: tuple[tuple[str, int], int] = (("", 0), 0)

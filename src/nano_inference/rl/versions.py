@@ -81,7 +81,7 @@ class VersionedDecoders:
         model = self._engine.model
         quantization = formats_of(model.params)
         if isinstance(given, str | os.PathLike):
-            folder = resolve_model(os.fspath(given), coded=self._engine.config.quantization == FILE)
+            folder = resolve_model(os.fspath(given), coded=self._engine.config.codes == FILE)
             self._loaded[version] = load_params(
                 *(folder, model.spec, model.dtype, model.device, model.ops.allocate),
                 quantization=quantization,

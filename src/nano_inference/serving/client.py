@@ -28,6 +28,7 @@ from nano_inference.serving.messages import (
     FromEngine,
     Generate,
     Heartbeat,
+    Loading,
     Outputs,
     Ready,
     Refused,
@@ -132,12 +133,14 @@ class EngineClient(ABC):
     Attributes:
         stats: of the last heartbeat.
         restarting: whether the engine has died and a new one is being built.
+        loading: how far building the engine has come; empty: nothing is known of it.
         num_restarts: how often one was started in the place of one that had died.
     """
 
     def __init__(self, max_backlog: int, *, restart: bool = False) -> None:
         self.stats: EngineStats | None = None
         self.restarting = False
+        self.loading = ""
         self.num_restarts = 0
         # called once, before those who wait hear of it
         self.on_dead: Callable[[], None] | None = None
@@ -373,17 +376,24 @@ class EngineClient(ABC):
                 self._answer(call_id, lambda future: future.set_exception(error_named(error, text)))
             case Heartbeat():
                 self._beat(message)
+            case Loading() | Ready() | CannotStart():
+                self._receive_of_start(message)
+            case Dead(reason, public):
+                self._die(reason, public)
+
+    def _receive_of_start(self, message: Loading | Ready | CannotStart) -> None:
+        match message:
+            case Loading(state):
+                self.loading = state
             case Ready(info):
                 self._info, self._dead, self.restarting = info, None, False
-                self._heard = None
+                self._heard, self.loading = None, ""
             case CannotStart(error, text):
                 self._dead = None  # this is why there is no new one, whatever ended the one before
                 self._die(
                     f"the engine cannot be built: {error}: {text}",
                     f"the engine cannot be built: {error}",
                 )
-            case Dead(reason, public):
-                self._die(reason, public)
 
     def _beat(self, beat: Heartbeat) -> None:
         if beat.num_steps != self._num_steps or not beat.busy:  # paused, it has nothing to do

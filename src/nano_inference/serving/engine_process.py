@@ -20,10 +20,11 @@ import zmq
 
 from nano_inference.child_process import be_child
 from nano_inference.config import EngineConfig
+from nano_inference.progress import heard_by
 from nano_inference.serving.engine_host import BEAT, EngineHost, encoded
 from nano_inference.serving.loading_line import loading_line
 from nano_inference.serving.log_lines import send_to_stderr
-from nano_inference.serving.messages import Begin, FromEngine
+from nano_inference.serving.messages import Begin, FromEngine, Loading
 
 if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
@@ -37,15 +38,18 @@ def main() -> None:
     _set_up_logs(begin)
     outbox = Outbox(begin)
     threading.Thread(target=_take_in, args=(begin.inbox, outbox.host), daemon=True).start()
-    ended_well = outbox.host.run(lambda: _build_seen(begin))
+    ended_well = outbox.host.run(lambda: _build_aloud(begin, outbox))
     outbox.close()
     logging.shutdown()
     os._exit(int(not ended_well))  # at once: threads may wait for a step, or in a call
 
 
-def _build_seen(begin: Begin) -> "InferenceEngine":
-    """The engine; a person at a terminal sees that it is being built. One of several says so."""
-    with nullcontext() if begin.number else loading_line(begin.config.model_path):
+def _build_aloud(begin: Begin, outbox: "Outbox") -> "InferenceEngine":
+    """Build the engine. The API process hears how far that has come, and a person at a terminal
+    sees it; one of several engines says so.
+    """
+    line = nullcontext() if begin.number else loading_line(begin.config.model_path)
+    with line, heard_by(lambda state: outbox.tell(Loading(state))):
         return _build(begin)
 
 
@@ -114,6 +118,10 @@ class Outbox:
         self.host = EngineHost(self._queue.put)
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
+
+    def tell(self, message: FromEngine) -> None:
+        """Send a message; returns at once."""
+        self._queue.put(message)
 
     def close(self) -> None:
         """Let what was told leave; returns when it has, or after a second."""

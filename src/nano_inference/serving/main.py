@@ -4,20 +4,21 @@
 
 import atexit
 import itertools
+import logging
 import math
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import psutil
-
-from nano_inference.config import EngineConfig
-from nano_inference.errors import ConfigError, EngineDead, NanoInferenceError
+from nano_inference.config import EngineConfig, with_plain_weights
+from nano_inference.errors import ConfigError, EngineDead, ModelLoadError, NanoInferenceError
+from nano_inference.machine import usable_cores
+from nano_inference.models.folders import gguf_of
 from nano_inference.models.shard_checks import require_shardable
 from nano_inference.serving.app import Routes, build_app
 from nano_inference.serving.client import EngineClient
@@ -52,6 +53,8 @@ from nano_inference.serving.routes import (
 )
 from nano_inference.serving.runner import Runner
 from nano_inference.serving.server import Server
+
+log = logging.getLogger("nano_inference.serving")
 
 PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/completions": openai_completions.PROTOCOL,
@@ -145,6 +148,7 @@ def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     `ConfigError`.
     """
     require_shardable(engine)
+    engine = _for_a_trainer(engine) if config.rl else engine
     if config.replicas > 1 or config.restart_engine or _meeting(engine, config):
         return _fleet_client(engine, config)
     if config.in_process:
@@ -152,13 +156,21 @@ def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     return ProcessClient(engine, config.max_backlog, log_format=config.log_format)
 
 
+def _for_a_trainer(engine: EngineConfig) -> EngineConfig:
+    """The config with plain weights, unless it names codes; of a `.gguf` file that is said."""
+    if engine.quantization == "auto":
+        with suppress(ModelLoadError):  # building the engine says why
+            if gguf_of(engine.model_path) is not None:
+                log.info("--rl serves plain weights, as a trainer's updates need them.")
+    return with_plain_weights(engine)
+
+
 def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
     """Replicas of one engine; one that is to be started again is a fleet of one. They share this
     machine's cores, unless the engine's configuration says how many.
     """
     if engine.num_threads is None and config.replicas > 1:
-        cores = psutil.cpu_count(logical=False) or 1
-        engine = replace(engine, num_threads=max(1, cores // config.replicas))
+        engine = replace(engine, num_threads=max(1, usable_cores() // config.replicas))
 
     folder = _meeting(engine, config)
     made = itertools.count()

@@ -171,6 +171,12 @@ class CannotStart(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """How far building the engine has come, such as "loading x: 1.0 GiB of 4.0 GiB (25%)"."""
+
+    state: str
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine is built."""
 
@@ -234,7 +240,9 @@ class Dead(msgspec.Struct, tag=True, frozen=True):
     public: str = ""  # see `EngineDead`
 
 
-FromEngine = CannotStart | Ready | Outputs | Refused | Returned | Failed | Heartbeat | Dead
+FromEngine = (
+    CannotStart | Loading | Ready | Outputs | Refused | Returned | Failed | Heartbeat | Dead
+)
 
 
 # -- what samples have in common -------------------------------------------------------------------

@@ -95,6 +95,8 @@ def _add_health(router: APIRouter, server: Server) -> None:
         }
         if status == "dead" and (reason := server.client.public_reason):
             body["reason"] = reason
+        if status == "starting" and server.client.loading:
+            body["loading"] = server.client.loading
         return json_reply(200 if status == "ok" else 503, body)
 
     @router.get("/load", summary="Requests that are being answered")

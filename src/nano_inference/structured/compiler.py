@@ -1,7 +1,6 @@
 """`GrammarCompiler`: makes matchers beside the steps, so that none waits for a compiler."""
 
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from nano_inference.errors import EngineDead, InvalidRequest
+from nano_inference.machine import usable_cpus
 from nano_inference.structured.backend import (
     COMPILER_STACK,
     CompilationStopped,
@@ -78,7 +78,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._default: BackendName = backend
         self.time_limit = time_limit
-        self._most_threads = num_threads or max((os.cpu_count() or 2) // 2, 1)
+        self._most_threads = num_threads or max(usable_cpus() // 2, 1)
         self._cache: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()

@@ -1,7 +1,6 @@
 """Masks by llguidance, the default: sound, lazy, and bounded by fuel."""
 
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.machine import usable_cpus
 from nano_inference.structured.backend import (
     COMPILER_STACK,
     Backend,
@@ -101,7 +101,7 @@ class LlguidanceBackend:
 
     @cached_property
     def _executor(self) -> LLExecutor:
-        return LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
+        return LLExecutor(min(usable_cpus(), MOST_THREADS))
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:

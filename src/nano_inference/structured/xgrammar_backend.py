@@ -5,13 +5,13 @@ The API process checks grammars with this module and never imports xgrammar, whi
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.machine import usable_cpus
 from nano_inference.structured.backend import (
     Backend,
     GrammarError,
@@ -155,7 +155,7 @@ def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, st
     """In the child: what compiles grammars of these kinds."""
     import xgrammar  # pyright: ignore[reportMissingImports]
 
-    num_threads = max((os.cpu_count() or 2) // 2, 1)
+    num_threads = max(usable_cpus() // 2, 1)
     compiler = xgrammar.GrammarCompiler(
         _information(tokens, ends), max_threads=num_threads, cache_enabled=False
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.engine.async_engine import AsyncInferenceEngine
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.models.lora import LoraSettings, targets_of
@@ -18,6 +18,7 @@ class EngineBase:
     """See `Base`. Raises `NanoInferenceError`: the engine cannot be built."""
 
     def __init__(self, config: EngineConfig, service: TrainServiceConfig) -> None:
+        config = with_plain_weights(config)
         config = replace(config, max_loras=service.max_samplers, max_lora_rank=service.max_rank)
         self._engine = AsyncInferenceEngine(config)
         engine = self._engine.engine

@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed
 
@@ -26,6 +25,7 @@ from nano_inference.engine.workers.rendezvous import Rendezvous
 from nano_inference.engine.workers.runner import RankedRunner
 from nano_inference.engine.workers.worker_group import WorkerGroup
 from nano_inference.errors import ConfigError, RankLost, WeightUpdateError
+from nano_inference.machine import usable_cores
 from nano_inference.models.rank_exchange import RankClock, RankExchange
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.shard_checks import mesh_of
@@ -142,7 +142,7 @@ def config_here(config: EngineConfig, ranks_here: int, local_rank: int) -> Engin
     """
     threads = config.num_threads
     if threads is None:
-        threads = max(1, (psutil.cpu_count(logical=False) or torch.get_num_threads()) // ranks_here)
+        threads = max(1, usable_cores() // ranks_here)
     device = config.device
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local_rank}"

@@ -7,6 +7,7 @@ very sources beside it.
 
 Else the library lies in `~/.cache/nano-inference/kernels/` (see `cache_folder`), which only its
 owner may enter. One process builds, in a folder that it renames into place, and others wait for it.
+A build that was killed leaves the objects that it has compiled, and the next one resumes there.
 A library without the bytes that its manifest tells of is built anew: a library that was cut short
 would end the process that loads it.
 """
@@ -21,15 +22,16 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
 from nano_inference.cache_folder import cache_folder, locked, unfinished
 from nano_inference.errors import ConfigError
-from nano_inference.progress import Progress
+from nano_inference.machine import usable_cpus
+from nano_inference.progress import FileProgress, say
 
 logger = logging.getLogger("nano_inference")
 
@@ -48,7 +50,20 @@ FLAGS = (
 NATIVE = "-mtune=native"
 LIBRARY = "libnano.so"
 CPUINFO = Path("/proc/cpuinfo")
+# Of each source, added to its own: what the headers cost that it includes.
+COMPILE_BYTES = 7000
 MOST_WORDS = 3000  # characters of a compiler's complaint that are passed on
+
+# Name of a Linux distribution, or of one that it is like -> what installs a compiler there.
+INSTALL = {
+    "debian": "apt install g++",
+    "ubuntu": "apt install g++",
+    "fedora": "dnf install gcc-c++",
+    "rhel": "dnf install gcc-c++",
+    "suse": "zypper install gcc-c++",
+    "arch": "pacman -S gcc",
+    "alpine": "apk add g++",
+}
 
 _ARCH_PRCTL, _ASK_FOR_REGISTERS, _TILE_DATA = 158, 0x1023, 18
 
@@ -115,6 +130,19 @@ def best_instruction_set(law: Law | None = None) -> str:
         if needs <= has and (name != AMX or law != "pairs")
     )
     return next(each for each in builds if _can_be_had(each))
+
+
+def available_instruction_set() -> str | None:
+    """The build that runs here, as `best_instruction_set` names it; None: there is neither a
+    library for it nor a compiler.
+    """
+    name = best_instruction_set()
+    if not is_whole(PREBUILT / prebuilt_name(name) / LIBRARY):
+        try:
+            _compiler()
+        except KernelsUnavailable:
+            return None
+    return name
 
 
 @functools.cache
@@ -187,9 +215,9 @@ def build(
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o700)
         if not is_whole(folder / LIBRARY):
-            with alone(root):
+            with alone(root) as has_lock:
                 if not is_whole(folder / LIBRARY):
-                    _build_once(folder, compiler, flags, name)
+                    _build_once(folder, compiler, flags, name, keep=has_lock)
         _require_own(folder)
     except OSError as problem:
         raise KernelsUnavailable(
@@ -214,49 +242,104 @@ def build_for_wheel(root: Path, instruction_set: str) -> None:
     _build_into(folder, compiler, tuple(flags), instruction_set)
 
 
-def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
+def _build_once(folder: Path, compiler: str, flags: tuple[str, ...], name: str, keep: bool) -> None:
     if folder in _failed:
         raise KernelsUnavailable(_failed[folder])
     try:
-        _build_into(folder, compiler, flags, name)
+        _build_into(folder, compiler, flags, name, keep)
     except KernelsUnavailable as problem:
         _failed[folder] = str(problem)
         raise
 
 
-def _build_into(folder: Path, compiler: str, flags: tuple[str, ...], name: str) -> None:
+def _build_into(
+    folder: Path, compiler: str, flags: tuple[str, ...], name: str, keep: bool = False
+) -> None:
+    """Compile and link the kernels, and give the folder its name.
+
+    Args:
+        folder: of the library.
+        compiler: its path.
+        flags: of the compiler.
+        name: of the instruction set.
+        keep: leave the objects there if this process is killed, and take those that an earlier one
+            left. For the only process that builds in the folder above.
+    """
     start = time.perf_counter()
-    clean(folder.parent, tuple(f".{each}-" for each in INSTRUCTION_SETS))
+    kinds = [each + law for each in INSTRUCTION_SETS for law in ("", TILES)]
+    clean(folder.parent, tuple(f".{kind}-" for kind in kinds), is_alone=keep)
     if folder.exists():
         logger.warning("The CPU kernels in %s are damaged.", folder)
-    logger.warning(
-        "Building the CPU kernels (%s) with %s, once; it takes a minute.", name, compiler
-    )
+    logger.info("Compiling the CPU kernels (%s) with %s, once.", name, compiler)
     with unfinished(folder) as new:
-        sources = sorted(SOURCES.glob("*.cpp"))
-        objects = [new / f"{source.stem}.o" for source in sources]
-        sizes = [source.stat().st_size for source in sources]
-        with (
-            Progress("building the CPU kernels, sources", sum(sizes)) as progress,
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-        ):
-            jobs = {
-                pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", str(target)]): size
-                for source, target, size in zip(sources, objects, sizes, strict=True)
-            }
-            for job in as_completed(jobs):
-                job.result()
-                progress.add(jobs[job])
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(new / LIBRARY)])
-        for target in objects:
-            target.unlink()
+        kept = folder.with_name(f".{folder.name}{OBJECTS}") if keep else new / OBJECTS
+        with _objects(kept):
+            objects = _compile(kept, compiler, flags)
+            _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(new / LIBRARY)])
         try:
             put(new, LIBRARY, folder)
         except OSError:
             # else another process was first, where there are no locks
             if not is_whole(folder / LIBRARY):
                 raise
-    logger.warning("Built the CPU kernels in %.1f s: %s", time.perf_counter() - start, folder)
+    logger.info("Compiled the CPU kernels in %.1f s: %s", time.perf_counter() - start, folder)
+
+
+@contextmanager
+def _objects(folder: Path) -> Iterator[None]:
+    """A folder of objects that only its owner may enter. It goes when the library is made, and when
+    a source cannot be compiled; it stays when the build is interrupted.
+    """
+    if folder.exists() and not _is_own(folder):
+        shutil.rmtree(folder)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield
+    except KernelsUnavailable:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile(folder: Path, compiler: str, flags: tuple[str, ...]) -> list[Path]:
+    """The objects of all sources: those that are in the folder already, and the others compiled."""
+    sources = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}
+    sizes = {name: COMPILE_BYTES + path.stat().st_size for name, path in sources.items()}
+    # The longest first: at the end all cores have something to do.
+    work = dict(sorted(sizes.items(), key=lambda each: -each[1]))
+    ready = {name for name in sources if (folder / f"{name}.o").exists()}
+    at_once = usable_cpus()
+
+    def compile_one(name: str) -> None:
+        target = folder / f"{name}.o"
+        part = target.with_suffix(".part")
+        _run([compiler, *flags, "-c", str(sources[name]), "-o", str(part)])
+        _sync(part)
+        part.rename(target)  # what has its name is whole
+
+    with (
+        FileProgress("compiling CPU kernels (once)", work, ready, at_once) as progress,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
+        jobs = {pool.submit(compile_one, name): name for name in work if name not in ready}
+        try:
+            for name in _finished(jobs, progress.tick):
+                progress.finish(name)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [folder / f"{name}.o" for name in sources]
+
+
+def _finished(jobs: Mapping[Future[None], str], tick: Callable[[], None]) -> Iterator[str]:
+    """Names of jobs as they end; `tick` is called meanwhile. Raises what a job raised."""
+    waiting = {*jobs}
+    while waiting:
+        ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+        for job in ended:
+            job.result()
+            yield jobs[job]
+        tick()
 
 
 def _run(command: list[str]) -> None:
@@ -284,8 +367,21 @@ def _compiler() -> tuple[str, str]:
             if asked.returncode == 0:
                 return path, asked.stdout
     raise KernelsUnavailable(
-        f"no C++ compiler was found ({', '.join(COMPILERS)}); install one, g++ for example."
+        f"no C++ compiler was found ({', '.join(COMPILERS)}); install one{_install_command()}."
     )
+
+
+def _install_command() -> str:
+    """How a compiler is installed on this system, as the end of an advice."""
+    if platform.system() == "Darwin":
+        return ": xcode-select --install"
+    try:
+        told = platform.freedesktop_os_release()
+    except OSError:
+        told = {}
+    names = [told.get("ID", ""), *told.get("ID_LIKE", "").split()]
+    known = (INSTALL[name] for name in names if name in INSTALL)
+    return f": {command}" if (command := next(known, "")) else ", g++ for example"
 
 
 def _digest(*parts: str) -> str:
@@ -301,11 +397,15 @@ def _digest(*parts: str) -> str:
 def _require_own(folder: Path) -> None:
     """Code is loaded from there: no other user may be able to write it."""
     for path in (folder.parent, folder, folder / LIBRARY, folder / MANIFEST):
-        found = path.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if not _is_own(path):
             raise KernelsUnavailable(
                 f"{path} can be written by others; remove it or make it your own (chmod go-w)."
             )
+
+
+def _is_own(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _processor_flags() -> frozenset[str]:
@@ -349,6 +449,7 @@ def flags_in(cpuinfo: str) -> frozenset[str]:
 
 
 LOCK = "build.lock"
+OBJECTS = ".objects"  # ends the name of a folder of objects
 MANIFEST = "sha256"
 # seconds that a process waits for another that builds: more than any build may take
 PATIENCE = 900.0
@@ -386,37 +487,48 @@ def put(new: Path, library: str, folder: Path) -> None:
 
 
 @contextmanager
-def alone(root: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Be the only process that builds in this folder. The lock ends with its process, however that
-    ends.
+def alone(root: Path, patience: float = PATIENCE) -> Iterator[bool]:
+    """Be the only process that builds in this folder: True. The lock ends with its process, however
+    that ends.
 
-    A file system without locks has none: there several may build, each in a folder of its own.
+    False: the file system has no locks. There several may build, each in a folder of its own.
 
     Raises:
         TimeoutError: another process has built for longer than `patience` seconds.
     """
     with (root / LOCK).open("a", encoding="ascii") as file:
         try:
-            is_mine = locked(file.fileno(), patience)
+            has_lock = locked(file.fileno(), 0)
+            if not has_lock:
+                say("waiting for another process that compiles the CPU kernels")
+                has_lock = locked(file.fileno(), patience)
         except OSError:
-            is_mine = True
-        if not is_mine:
+            yield False
+            return
+        if not has_lock:
             raise TimeoutError(
                 f"another process has held {root / LOCK} for more than {patience:g} s; "
                 "end that process."
             )
-        yield  # closing the file lets go
+        yield True  # closing the file lets go
 
 
-def clean(root: Path, prefixes: tuple[str, ...]) -> None:
-    """Remove what builds that were killed have left: old folders of such names."""
+def clean(root: Path, prefixes: tuple[str, ...], *, is_alone: bool = False) -> None:
+    """Remove what killed builds have left: folders of such names. Objects stay for an hour, since
+    the next build of their kind resumes from them.
+
+    Args:
+        root: where the folders are.
+        prefixes: of their names.
+        is_alone: no other process builds there, so that unfinished folders of any age are left
+            over. Else only old ones are.
+    """
     for path in root.iterdir():
+        if not path.name.startswith(prefixes) or not path.is_dir():
+            continue
+        may_be_used = path.name.endswith(OBJECTS) or not is_alone
         with suppress(OSError):  # another process was first
-            if (
-                path.name.startswith(prefixes)
-                and path.is_dir()
-                and time.time() - path.stat().st_mtime > ABANDONED
-            ):
+            if not may_be_used or time.time() - path.stat().st_mtime > ABANDONED:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -5,7 +5,7 @@ are refused, not passed over.
 from collections.abc import Iterator
 from typing import Any
 
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError
 from nano_inference.rl.verl.mapping import RequestDefaults
 
@@ -51,7 +51,8 @@ def engine_config(rollout: Any, model_path: str, replica_rank: int) -> EngineCon
         "seed": replica_rank + rollout.seed,
         "enable_return_routed_experts": rollout.enable_rollout_routing_replay,
     }
-    return EngineConfig(model_path, **{**options, **own_options(rollout)})
+    config = EngineConfig(model_path, **{**options, **own_options(rollout)})
+    return with_plain_weights(config)
 
 
 def request_defaults(rollout: Any, max_model_len: int, replica_rank: int) -> RequestDefaults:

@@ -62,8 +62,9 @@ class Lifecycle:
         if not self.is_ready:
             if self.failure is not None:
                 raise _DEAD
+            state = f": {self.client.loading}" if self.client.loading else ""
             raise ApiError(
-                503, "the engine is being built.", code="starting", headers=retry_after(1.0)
+                503, f"the engine is being built{state}.", code="starting", headers=retry_after(1.0)
             )
 
     def require_open(self) -> None:
