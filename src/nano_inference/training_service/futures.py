@@ -79,8 +79,8 @@ class Futures:
         return None
 
     def new(self, request_id: str, model_id: str | None = None) -> Future:
-        """A future for a new request. Raises `Refused` 429 where too many have no result yet, or
-        results that nobody has fetched take too much memory.
+        """A future for a new request. Raises `Refused` 429 if too many have no result yet, or if
+        unfetched results take too much memory.
         """
         if len(self._pending) >= self._max_pending:
             raise Refused(
