@@ -77,8 +77,8 @@ def is_full(problem: OSError) -> bool:
 
 
 def drop_output() -> None:
-    """Forget what standard output still holds, because nobody can read it. Without this Python
-    tries to write it once more when it ends, and prints an error of its own.
+    """Forget what standard output still holds, because its disk is full or its reader has gone.
+    Without this Python tries to write it once more when it ends, and prints an error of its own.
     """
     with suppress(OSError, ValueError):  # a stream of a test has no file
         nowhere = os.open(os.devnull, os.O_WRONLY)

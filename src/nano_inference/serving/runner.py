@@ -219,8 +219,8 @@ def log_start(config: ServerConfig, url: str) -> None:
     log.info("listening on %s, %s, %s; the model is being loaded.", url, keys, admin)
     if not config.api_keys and not is_loopback(config.host):
         log.warning(
-            "host=%s can be reached from other machines, and no API key is set: anybody who "
-            "reaches it can use it.",
+            "host=%s can be reached from other machines, and no API key is set: every "
+            "client that reaches it can use it.",
             config.host,
         )
     if config.rl:
