@@ -25,8 +25,8 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# Stands before special tokens in text that is going to be parsed: no text of ordinary tokens holds
-# it, since nobody knows it. Neither does a stop string match a part of it.
+# Stands before special tokens in text that is going to be parsed. It is random and secret, so no
+# text of ordinary tokens holds it, and no stop string matches a part of it.
 SPECIAL_MARK = "\ufdd0" + "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(8))
 
 
