@@ -8,7 +8,7 @@ from typing import Any
 
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
-from nano_inference.models.gguf import convert_gguf, describe_gguf, gguf_in
+from nano_inference.models.gguf import describe_gguf, described_by, gguf_in
 from nano_inference.models.quantisation import quantisation_of
 from nano_inference.models.spec import ModelSpec, spec_from_config
 from nano_inference.progress import Progress
@@ -17,16 +17,15 @@ from nano_inference.regular_files import read_json
 
 def resolve_model(model_path: str, coded: bool = False) -> Path:
     """The folder of a model named by folder, embedded name, `.gguf` file or hub id; of a `.gguf`
-    file with its matrices as codes (`coded`), or as numbers. Raises `ModelLoadError`.
+    file the folder that describes it (`describe_gguf`), with its matrices as codes (`coded`) or as
+    numbers. Raises `ModelLoadError`.
     """
-    of_gguf = partial(convert_gguf, coded=coded)
+    of_gguf = partial(describe_gguf, coded=coded)
     return _resolve(model_path, of_gguf, [*_DESCRIPTION, "*.safetensors"])
 
 
 def describe_model(model_path: str) -> Path:
-    """As `resolve_model`, without weights: of a `.gguf` file its header is read, and of a hub id
-    only what is small is downloaded.
-    """
+    """As `resolve_model`, without weights: of a hub id only what is small is downloaded."""
     return _resolve(model_path, describe_gguf, _DESCRIPTION)
 
 
@@ -36,7 +35,7 @@ _DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id
 def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[str]) -> Path:
     path = Path(model_path).expanduser()
     if path.is_dir():
-        inside = gguf_in(path)
+        inside = None if described_by(path) else gguf_in(path)
         return path if inside is None else of_gguf(inside)
     if model_path in EMBEDDED_MODELS:
         return of_gguf(find_embedded(model_path))
