@@ -144,7 +144,8 @@ class GgufTensor:
         is_changed = bool(named & {*family.turned, *family.plus_one})
         if is_changed or len(target.kinds) > 1 or target.shape[1:] != (self._width,):
             return None
-        kind = KINDS.get(*target.kinds)
+        (name,) = target.kinds
+        kind = KINDS.get(name)
         return None if kind is None else FORMATS[kind.form]
 
     def codes(self, start: int, stop: int) -> Iterator[Codes]:
