@@ -5,12 +5,10 @@ a weight update.
 import argparse
 import random
 
-from safetensors.torch import load_file
-
 from benchmarks import measure
 from benchmarks.ours import Options, opened
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.models.loading import resolve_model
+from nano_inference.models.loading import read_tensors, resolve_model
 
 STEPS = 64
 
@@ -57,7 +55,7 @@ def prefill(engine: InferenceEngine, context: int) -> None:
 
 def state_dicts(model: str) -> dict[str, dict]:
     """The checkpoint in float32 and in bfloat16."""
-    whole = load_file(resolve_model(model) / "model.safetensors")
+    whole = dict(read_tensors(resolve_model(model)))
     return {
         "float32": {name: tensor.float() for name, tensor in whole.items()},
         "bfloat16": {name: tensor.bfloat16() for name, tensor in whole.items()},

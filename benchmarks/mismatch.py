@@ -2,6 +2,7 @@
 `transformers` and by ours.
 """
 
+import tempfile
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from benchmarks.measure import Row
 from benchmarks.ours import Options, opened
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.rl import MismatchReport, PolicyModel, mismatch_report
+from nano_inference.rl.checkpoint import checkpoint_of
 
 PICTURE = ROOT / "docs" / "rl-mismatch.png"
 TOPICS = ("rivers", "bread", "the moon", "a lost dog", "winter", "trains", "chess", "a small town")
@@ -76,7 +78,9 @@ def by_transformers(
     """As trainers do it: the model in this dtype, logprobs from its logits in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(engine.model_folder, dtype=dtype).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkpoint_of(engine.config.model_path, Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     found: list[torch.Tensor] = []
     with torch.no_grad():
         for sample in samples:

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from nano_inference.cache_folder import cache_folder
+from nano_inference.models.gguf import described_by
 from nano_inference.models.loading import resolve_model
 from nano_inference.models.spec import spec_from_config
 from nano_inference.models.weights import param_table, slots
+from nano_inference.rl.checkpoint import checkpoint_of
 
 CACHE = cache_folder("benchmarks")
 STD = 0.02
@@ -79,10 +81,18 @@ RANDOM = {
 
 
 def model_path(name: str) -> Path:
-    """The folder of a model: any path that the engine takes, or one of `RANDOM`, made when first
-    asked for.
+    """The folder of a model, which peers load too: any path that the engine takes, or one of
+    `RANDOM`, made when first asked for.
     """
-    return random_model(CACHE / name, RANDOM[name]) if name in RANDOM else resolve_model(name)
+    if name in RANDOM:
+        return random_model(CACHE / name, RANDOM[name])
+    source = resolve_model(name)
+    if described_by(source) is None:
+        return source
+    saved = CACHE / f"{source.name}-bfloat16"
+    if not (saved / "model.safetensors").exists():
+        checkpoint_of(name, saved, torch.bfloat16)
+    return saved
 
 
 def random_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from safetensors import safe_open
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.models.loading import read_tensors
 
 MODEL = "smollm2-135m"
 QUESTIONS = (
@@ -147,8 +147,7 @@ def change_weights(engine: InferenceEngine, prompt: Any) -> None:
 
 
 def scaled_by(engine: InferenceEngine, factor: float) -> torch.Tensor:
-    with safe_open(engine.model_folder / "model.safetensors", framework="pt") as weights:
-        return weights.get_tensor(CHANGED) * factor
+    return dict(read_tensors(engine.model_folder))[CHANGED] * factor
 
 
 def show(sample: TrainingSample) -> None:

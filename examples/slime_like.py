@@ -28,9 +28,10 @@ from typing import Any, Self
 import httpx
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+
+from nano_inference.models.loading import read_tensors
 
 GROUP = "slime-pp_0"
 PATIENCE = 60.0  # seconds that anything may take
@@ -318,10 +319,7 @@ def main() -> None:
     # so that what is sent is what serves, to the bit
     dtype = getattr(torch, engine.get("/server_info")["dtype"])
     folder = given.model or Path(engine.get("/model_info")["tokenizer_path"])
-    weights: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
-    require(bool(weights), f"{folder} has no safetensors")
+    weights = {name: tensor.to(dtype) for name, tensor in read_tensors(folder)}
     trainer = Trainer(engine, weights, given.mode, given.bucket_bytes)
     trainer.connect()
     with Rollouts(Engine(given.url), given.requests, given.max_tokens) as rollouts:

@@ -32,6 +32,7 @@ from examples.adapter_rollout import AdapterRollout
 from examples.grpo import largest_number
 from nano_inference import EngineConfig
 from nano_inference.models.loading import resolve_model
+from nano_inference.rl.checkpoint import checkpoint_of
 from nano_inference.rl.trl import RolloutFunction
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.main import running_server
@@ -370,11 +371,12 @@ def main() -> None:
     record: dict[str, Any] = {"model": options.model, "threads": threads, "recipe": asdict(recipe)}
     runs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as output:
+        model = str(checkpoint_of(options.model, Path(output) / "model"))
         for dtype in DTYPES if options.dtype == "both" else (options.dtype,):
-            runs[dtype] = train(dtype, recipe, options.model, options.num_threads, output)
+            runs[dtype] = train(dtype, recipe, model, options.num_threads, output)
             save(options.out, record | {"runs": runs})
         if options.compare_generate:
-            seconds = time_generate(recipe, options.model, output, options.compare_generate)
+            seconds = time_generate(recipe, model, output, options.compare_generate)
             print(f"TRL's own generate: {sum(seconds) / len(seconds):.2f} s a step")
             save(options.out, record | {"runs": runs, "transformers_generate_seconds": seconds})
     far = [

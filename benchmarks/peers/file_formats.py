@@ -207,7 +207,7 @@ def entries_of(kind: str, options: Options, cache: Path, text: "Text | None") ->
 
     if kind == "BF16":
         return [by_ours(options.dtype, {}), by_llama]
-    resolve_model(str(path), coded=True)  # converts it, once
+    resolve_model(str(path), coded=True)  # makes its tokenizer, once
     mine = [by_ours(kind, {"model_path": str(path), "quantization": "file"})]
     if kind in BESIDE:
         mine.append(by_ours(BESIDE[kind], {"quantization": BESIDE[kind]}))

@@ -10,21 +10,38 @@ from tests.cli.running import run
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with one converted model and one build of kernels."""
+    """A cache with what describes a file, a copy that an earlier version made, and one build of
+    kernels.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     root = tmp_path / "nano-inference"
-    for name, size in (("gguf/abc-v3/model.safetensors", 3000), ("kernels/avx2-1/libnano.so", 500)):
+    for name, size in (
+        ("gguf/abc-v3/model.safetensors", 3000),
+        ("gguf/headers/abc-v3/tokenizer.json", 70),
+        ("kernels/avx2-1/libnano.so", 500),
+    ):
         (root / name).parent.mkdir(parents=True)
         (root / name).write_bytes(b"x" * size)
     (root / "gguf/abc-v3/config.json").write_text('{"model_type": "llama"}')
+    (root / "gguf/def-v4").mkdir()
+    (root / "gguf/def-v4/config.json").write_text('{"nano_inference_converted_from": "gguf"}')
+    (tmp_path / "m.gguf").write_bytes(b"x" * 9000)
+    (root / "gguf/def-v4/model.gguf").symlink_to(tmp_path / "m.gguf")
     return root
 
 
 def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run("models", "--json").stdout)}
     assert rows["gguf/abc-v3"]["bytes"] == 3000 + 23
-    assert rows["gguf/abc-v3"]["uses"] == str(cache / "gguf/abc-v3")
+    assert rows["gguf/headers"]["bytes"] == 70
+    for name in ("gguf/abc-v3", "gguf/headers"):
+        assert (rows[name]["kind"], rows[name]["uses"]) == (
+            "copy of a .gguf file, not used any more",
+            "",
+        )
+    assert rows["gguf/def-v4"]["bytes"] == 41  # not the file that it links to
+    assert rows["gguf/def-v4"]["uses"] == str(cache.parent / "m.gguf")
     assert rows["kernels"]["bytes"] == 500
     assert rows["smollm2-135m"]["kind"] == "package"
     shown = run("models").stdout
@@ -32,10 +49,12 @@ def test_what_is_kept_is_listed_with_its_size(cache: Path) -> None:
 
 
 def test_one_is_removed_and_the_others_stay(cache: Path) -> None:
-    result = run("models", "--remove", "gguf/abc-v3")
+    result = run("models", "--remove", "gguf/abc-v3", "--remove", "gguf/def-v4")
     assert result.exit_code == 0
     assert "removed gguf/abc-v3" in result.stderr
     assert not (cache / "gguf/abc-v3").exists()
+    assert not (cache / "gguf/def-v4").exists()
+    assert (cache.parent / "m.gguf").stat().st_size == 9000
     assert (cache / "kernels/avx2-1/libnano.so").exists()
 
 

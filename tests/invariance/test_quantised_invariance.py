@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import Backend
-from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.gguf import describe_gguf
 from nano_inference.models.weights import formats_of
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.models.hf_to_gguf import TOKEN_IDS, metadata_of, tensors_of
@@ -81,7 +81,7 @@ def model_of(folder: Path, quantization: str, family: str) -> Path:
     raw = {name: (blocks(each, kind), kind) for name, each in tensors.items() if each.ndim > 1}
     path = folder / "m.gguf"
     write_gguf(path, tensors, {**metadata, **TOKEN_IDS}, raw=raw)
-    return convert_gguf(path, folder / "cache", tokenizer_writer=lambda *_: None, coded=True)
+    return describe_gguf(path, folder / "cache", tokenizer_writer=lambda *_: None, coded=True)
 
 
 def blocks(weight: np.ndarray, kind: Any) -> np.ndarray:

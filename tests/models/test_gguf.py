@@ -1,24 +1,20 @@
-"""Conversion of GGUF files: small synthetic Llamas. Other families: test_gguf_families.py."""
+"""GGUF files as models: small synthetic Llamas. Other families: test_gguf_families.py; what engines
+compute with: test_gguf_numbers.py.
+"""
 
 import json
-import logging
 import threading
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models import gguf as gguf_files
 from nano_inference.models import gguf_weights
-from nano_inference.models.gguf import convert_gguf
-from nano_inference.progress import Progress, told
+from nano_inference.models.gguf import describe_gguf, described_by
 from tests.models.tiny_gguf import (
     FFN,
     HEAD_DIM,
@@ -28,12 +24,13 @@ from tests.models.tiny_gguf import (
     LAYERS,
     METADATA,
     VOCAB,
+    described,
     hf_weights,
     permute_rows,
     stored_weights,
+    tensors_in,
     write_gguf,
 )
-from tests.test_progress import Clock
 
 gguf = pytest.importorskip("gguf")
 
@@ -42,18 +39,14 @@ def no_tokenizer(path: Path, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-def convert(path: Path, root: Path) -> Path:
-    return convert_gguf(path, root, tokenizer_writer=no_tokenizer)
-
-
 def files_in(folder: Path) -> list[Path]:
     return [each for each in folder.rglob("*") if each.is_file()]
 
 
 def test_round_trip_keeps_every_value(tmp_path: Path) -> None:
     weights = hf_weights(tied=False)
-    folder = convert(write_gguf(tmp_path / "m.gguf", stored_weights(weights)), tmp_path / "cache")
-    converted = load_file(folder / "model.safetensors")
+    folder = described(write_gguf(tmp_path / "m.gguf", stored_weights(weights)), tmp_path / "cache")
+    found = tensors_in(folder)
     expected = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -68,39 +61,10 @@ def test_round_trip_keeps_every_value(tmp_path: Path) -> None:
         "model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",
         "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
     }
-    assert len(converted) == len(weights)
+    assert len(found) == len(weights)
     for hf_name, gguf_name in expected.items():
-        assert converted[hf_name].dtype == np.float32
-        np.testing.assert_array_equal(converted[hf_name], weights[gguf_name])
-
-
-def test_header_is_padded_and_tensors_leave_no_gap(tmp_path: Path) -> None:
-    folder = convert(
-        write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache"
-    )
-    raw = (folder / "model.safetensors").read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    del header["__metadata__"]
-    offsets = sorted(entry["data_offsets"] for entry in header.values())
-    assert length % 8 == 0
-    assert [begin for begin, _ in offsets] == [0, *(end for _, end in offsets[:-1])]
-    assert offsets[-1][1] == len(raw) - 8 - length
-
-
-def bfloat16(values: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(values).to(torch.bfloat16).float().numpy()
-
-
-def converted_to(folder: Path) -> dict[str, np.ndarray]:
-    """The weights as float32, and their dtypes on disk."""
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name).float().numpy() for name in file.keys()}  # noqa: SIM118
-
-
-def dtypes_of(folder: Path) -> dict[str, str]:
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        assert found[hf_name].dtype == torch.float32
+        np.testing.assert_array_equal(found[hf_name], weights[gguf_name])
 
 
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1", "F16", "BF16"])
@@ -109,23 +73,23 @@ def test_quantised_tensors_equal_gguf_dequantize(tmp_path: Path, quantisation: s
     stored = stored_weights(hf_weights())
     # Values that the types round, and a permuted tensor among them.
     types = {"token_embd.weight": kind, "blk.0.attn_q.weight": kind}
-    folder = convert(write_gguf(tmp_path / "m.gguf", stored, types=types), tmp_path / "cache")
-    converted = converted_to(folder)
-    rounds = bfloat16 if quantisation.startswith("Q") else np.asarray
+    path = write_gguf(tmp_path / "m.gguf", stored, types=types)
+    found = tensors_in(described(path, tmp_path / "cache"))
 
-    def rounded(name: str) -> np.ndarray:
-        return rounds(gguf.dequantize(gguf.quantize(stored[name], kind), kind))
+    def dequantised(name: str) -> np.ndarray:
+        return gguf.dequantize(gguf.quantize(stored[name], kind), kind)
 
-    np.testing.assert_array_equal(
-        converted["model.embed_tokens.weight"], rounded("token_embd.weight")
+    embedding = found["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(embedding.float(), dequantised("token_embd.weight"))
+    permuted_back = permute_rows(
+        found["model.layers.0.self_attn.q_proj.weight"].float().numpy(), HEADS
     )
-    permuted_back = permute_rows(converted["model.layers.0.self_attn.q_proj.weight"], HEADS)
-    np.testing.assert_array_equal(permuted_back, rounded("blk.0.attn_q.weight"))
-    wanted = quantisation if quantisation == "F16" else "BF16"
-    assert dtypes_of(folder)["model.embed_tokens.weight"] == wanted
-    assert dtypes_of(folder)["model.layers.0.self_attn.k_proj.weight"] == "F32"  # as it came
-    config = json.loads((folder / "config.json").read_text())
-    assert config["torch_dtype"] == {"F16": "float16", "BF16": "bfloat16"}[wanted]
+    np.testing.assert_array_equal(permuted_back, dequantised("blk.0.attn_q.weight"))
+    kept = {"F16": torch.float16, "BF16": torch.bfloat16}
+    assert embedding.dtype == kept.get(quantisation, torch.float32)
+    assert found["model.layers.0.self_attn.k_proj.weight"].dtype == torch.float32  # as it came
+    config = json.loads((described(path, tmp_path / "cache") / "config.json").read_text())
+    assert config["torch_dtype"] == ("float16" if quantisation == "F16" else "bfloat16")
 
 
 WIDE = {**METADATA, "llama.feed_forward_length": 256}  # a block of the largest types
@@ -167,17 +131,14 @@ def test_every_type_is_read_as_the_gguf_package_reads_it_or_refused(
         with pytest.raises(
             ModelLoadError, match=rf"tensor blk\.0\.ffn_down\.weight has a type .*{name}"
         ):
-            convert(tmp_path / "m.gguf", tmp_path / "cache")
+            described(tmp_path / "m.gguf", tmp_path / "cache")
         assert files_in(tmp_path) == [tmp_path / "m.gguf"]
         return
-    folder = convert(tmp_path / "m.gguf", tmp_path / "cache")
-    expected = gguf.dequantize(raw, kind)
-    kept = name in ("F32", "F16", "BF16")
-    hf_name = "model.layers.0.mlp.down_proj.weight"
-    assert dtypes_of(folder)[hf_name] == (name if kept else "BF16")
-    np.testing.assert_array_equal(
-        converted_to(folder)[hf_name], expected if kept else bfloat16(expected)
-    )
+    found = tensors_in(described(tmp_path / "m.gguf", tmp_path / "cache"))
+    matrix = found["model.layers.0.mlp.down_proj.weight"]
+    kept = {"F16": torch.float16, "BF16": torch.bfloat16}
+    assert matrix.dtype == kept.get(name, torch.float32)
+    np.testing.assert_array_equal(matrix.float(), gguf.dequantize(raw, kind))
 
 
 def test_a_type_that_the_gguf_package_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -187,11 +148,11 @@ def test_a_type_that_the_gguf_package_does_not_know_is_refused(tmp_path: Path) -
     at = raw.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions, and two
     path.write_bytes(raw[:at] + (211).to_bytes(4, "little") + raw[at + 4 :])
     with pytest.raises(ModelLoadError, match=r"blk\.1\.ffn_up\.weight has a type .* type 211"):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 def test_config_from_metadata(tmp_path: Path) -> None:
-    folder = convert(
+    folder = described(
         write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights())), tmp_path / "cache"
     )
     config = json.loads((folder / "config.json").read_text())
@@ -225,7 +186,7 @@ def test_untied_head_and_missing_kv_heads(tmp_path: Path) -> None:
         for name in ("attn_k", "attn_v"):
             weights[f"blk.{layer}.{name}.weight"] = np.zeros((HEADS * HEAD_DIM, HIDDEN), np.float32)
     metadata = {key: value for key, value in METADATA.items() if not key.endswith("head_count_kv")}
-    folder = convert(write_gguf(tmp_path / "m.gguf", weights, metadata), tmp_path / "cache")
+    folder = described(write_gguf(tmp_path / "m.gguf", weights, metadata), tmp_path / "cache")
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     assert config["num_key_value_heads"] == HEADS
@@ -233,7 +194,7 @@ def test_untied_head_and_missing_kv_heads(tmp_path: Path) -> None:
 
 def test_linear_rope_scaling_is_mapped(tmp_path: Path) -> None:
     metadata = {**METADATA, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    folder = convert(
+    folder = described(
         write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), metadata), tmp_path / "cache"
     )
     config = json.loads((folder / "config.json").read_text())
@@ -269,14 +230,14 @@ def test_metadata_that_is_not_mapped_is_refused(
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), {**METADATA, **changes})
     with pytest.raises(ModelLoadError, match=message):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 def test_missing_metadata_is_named(tmp_path: Path) -> None:
     metadata = {key: value for key, value in METADATA.items() if key != "llama.block_count"}
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()), metadata)
     with pytest.raises(ModelLoadError, match=r"llama\.block_count is None"):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 def test_unknown_architecture_is_named(tmp_path: Path) -> None:
@@ -284,7 +245,7 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"architecture 'mamba'; known are .*gemma3, .*llama, .*qwen2, "
     ):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +254,7 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
 def test_unknown_tensor_is_named(tmp_path: Path, name: str) -> None:
     tensors = {**stored_weights(hf_weights()), name: np.ones(8, np.float32)}
     with pytest.raises(ModelLoadError, match=f"tensor {name} is not mapped"):
-        convert(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
+        described(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.ffn_up.weight"])
@@ -301,7 +262,7 @@ def test_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     tensors = stored_weights(hf_weights())
     del tensors[name]
     with pytest.raises(ModelLoadError, match=f"no tensor {name}"):
-        convert(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
+        described(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
 
 
 def test_tensor_type_that_is_not_read_is_refused(tmp_path: Path) -> None:
@@ -309,7 +270,7 @@ def test_tensor_type_that_is_not_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"tensor output_norm\.weight has a type that is not read"
     ):
-        convert(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
+        described(write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("content", [b"", b"GGU", b"not a GGUF file at all", b"PK\x03\x04 0000"])
@@ -317,16 +278,16 @@ def test_not_a_gguf_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelLoadError, match="is not a GGUF file"):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 def test_missing_file_and_unknown_version(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="cannot read the GGUF file"):
-        convert(tmp_path / "absent.gguf", tmp_path / "cache")
+        described(tmp_path / "absent.gguf", tmp_path / "cache")
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF" + (9).to_bytes(4, "little"))
     with pytest.raises(ModelLoadError, match="has GGUF version 9"):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 def test_truncated_anywhere_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -335,30 +296,8 @@ def test_truncated_anywhere_is_refused_and_leaves_nothing(tmp_path: Path) -> Non
     for length in (8, 12, 23, 24, 60, 300, 700, 1200, 2000, len(whole) // 2, len(whole) - 4000):
         path.write_bytes(whole[:length])
         with pytest.raises(ModelLoadError, match="truncated or damaged"):
-            convert(path, tmp_path / "cache")
+            described(path, tmp_path / "cache")
     assert files_in(tmp_path / "cache") == []
-
-
-def test_reading_and_converting_tell_all_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = Clock()
-
-    class Slow(Progress):
-        def add(self, count: int) -> None:
-            clock.now += 3.0
-            super().add(count)
-
-    for module in (gguf_files, gguf_weights):
-        monkeypatch.setattr(module, "Progress", partial(Slow, clock=clock))
-    caplog.set_level(logging.INFO, "nano_inference")
-    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
-    folder = convert(path, tmp_path / "cache")
-    lines = [record.getMessage() for record in caplog.records]
-    size = told(path.stat().st_size)
-    assert f"reading m.gguf: {size} in 3 s" in lines
-    written = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
-    assert [line for line in lines if line.startswith(f"converting m.gguf: {told(written)} in ")]
 
 
 def test_second_call_reuses_the_folder(tmp_path: Path) -> None:
@@ -368,60 +307,82 @@ def test_second_call_reuses_the_folder(tmp_path: Path) -> None:
         calls.append(path)
 
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
-    first = convert_gguf(path, tmp_path / "cache", tokenizer_writer=counting_writer)
-    before = (first / "model.safetensors").stat()
-    # The hash counts, not the name.
-    second = convert_gguf(
-        path.rename(tmp_path / "n.gguf"), tmp_path / "cache", tokenizer_writer=counting_writer
-    )
-    after = (second / "model.safetensors").stat()
-    assert (first, before.st_mtime_ns, before.st_ino) == (second, after.st_mtime_ns, after.st_ino)
+    folders = {
+        describe_gguf(path, tmp_path / "cache", tokenizer_writer=counting_writer) for _ in range(3)
+    }
+    assert len(folders) == 1
     assert calls == [path]
+
+
+def test_a_folder_says_where_its_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
+    monkeypatch.chdir(tmp_path)
+    folder = described(Path("m.gguf"), tmp_path / "cache")
+    assert described(path, tmp_path / "cache") == folder
+    assert described_by(folder) == path
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(tensors_in(folder)) == len(hf_weights())
+    assert described_by(tmp_path) is None
+    moved = path.rename(tmp_path / "n.gguf")
+    with pytest.raises(ModelLoadError, match=r"cannot read the GGUF file .*m\.gguf"):
+        tensors_in(folder)
+    assert described_by(described(moved, tmp_path / "cache")) == moved
 
 
 def test_other_contents_get_another_folder(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
-    first = convert(path, tmp_path / "cache")
-    path.unlink()
-    write_gguf(path, stored_weights(hf_weights(tied=False)))
-    assert convert(path, tmp_path / "cache") != first
+    first = described(path, tmp_path / "cache")
+    other = write_gguf(tmp_path / "o.gguf", stored_weights(hf_weights(tied=False)))
+    other.replace(path)
+    assert described(path, tmp_path / "cache") != first
 
 
-def test_leftover_of_a_killed_conversion_is_not_used(tmp_path: Path) -> None:
+def test_other_weights_under_the_same_header_get_another_folder(tmp_path: Path) -> None:
+    """What is kept of a model by its folder, as keys and values on the disk are, is of one file."""
+    weights = hf_weights()
+    path = write_gguf(tmp_path / "m.gguf", stored_weights(weights))
+    first = described(path, tmp_path / "cache")
+    other = {name: 2 * values for name, values in weights.items()}
+    write_gguf(tmp_path / "o.gguf", stored_weights(other)).replace(path)
+    assert described(path, tmp_path / "cache") != first
+    found = tensors_in(described(path, tmp_path / "cache"))["model.norm.weight"]
+    np.testing.assert_array_equal(found, other["output_norm.weight"])
+
+
+def test_leftover_of_a_killed_process_is_not_used(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
-    expected = convert(path, tmp_path / "elsewhere")
+    expected = described(path, tmp_path / "elsewhere")
     root = tmp_path / "cache"
     leftover = root / f".{expected.name}-abc.unfinished"
     leftover.mkdir(parents=True)
-    (leftover / "model.safetensors").write_bytes(b"half")
-    folder = convert(path, root)
-    assert (folder / "model.safetensors").read_bytes() == (
-        expected / "model.safetensors"
-    ).read_bytes()
+    (leftover / "config.json").write_bytes(b"half")
+    folder = described(path, root)
+    assert (folder / "config.json").read_bytes() == (expected / "config.json").read_bytes()
     assert leftover.is_dir()  # it may belong to a process that is still writing
 
 
-def test_a_failed_conversion_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_description_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     def failing_writer(path: Path, folder: Path) -> None:
         raise OSError("disk full")
 
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
     with pytest.raises(ModelLoadError, match="disk full"):
-        convert_gguf(path, tmp_path / "cache", tokenizer_writer=failing_writer)
+        describe_gguf(path, tmp_path / "cache", tokenizer_writer=failing_writer)
     assert files_in(tmp_path / "cache") == []
 
 
-def test_two_conversions_at_once_both_end_well(tmp_path: Path) -> None:
+def test_two_descriptions_at_once_both_end_well(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
-    both_are_converting = threading.Barrier(2, timeout=30)
+    both_are_writing = threading.Barrier(2, timeout=30)
     folders: list[Path] = []
 
     def writer(path: Path, folder: Path) -> None:
-        both_are_converting.wait()
+        both_are_writing.wait()
         no_tokenizer(path, folder)
 
     def run() -> None:
-        folders.append(convert_gguf(path, tmp_path / "cache", tokenizer_writer=writer))
+        folders.append(describe_gguf(path, tmp_path / "cache", tokenizer_writer=writer))
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
@@ -430,9 +391,10 @@ def test_two_conversions_at_once_both_end_well(tmp_path: Path) -> None:
         thread.join()
     assert len(folders) == 2
     assert folders[0] == folders[1]
-    assert sorted((tmp_path / "cache").iterdir()) == [folders[0], tmp_path / "cache" / "headers"]
-    assert {file.name for file in folders[0].iterdir()} >= {
+    assert list((tmp_path / "cache").iterdir()) == [folders[0]]
+    assert {file.name for file in folders[0].iterdir()} == {
         "config.json",
-        "model.safetensors",
+        "generation_config.json",
+        "model.gguf",
         "tokenizer.json",
     }

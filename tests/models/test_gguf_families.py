@@ -1,6 +1,4 @@
-"""Every family of GGUF files there and back: transformers' own weights, named by the gguf package,
-converted.
-"""
+"""Every family of GGUF files there and back: transformers' own weights, named by the gguf package."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +13,12 @@ import torch
 from safetensors.numpy import load_file
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.gguf import convert_gguf
 from nano_inference.models.gguf_families import FAMILIES
 from nano_inference.models.gguf_tokenizer import write_tokenizer
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.models.hf_to_gguf import PLUS_ONE, TOKEN_IDS, hf_to_gguf, tensors_of
 from tests.models.strong import TOLERANCE, disagreement, strong_model
-from tests.models.tiny_gguf import HEAD_DIM, gguf, write_gguf
+from tests.models.tiny_gguf import HEAD_DIM, described, gguf, tensors_in, write_gguf
 
 LAYERS = 7  # one more than Gemma's period
 COMMON: Mapping[str, Any] = {"rms_norm_eps": 2.0**-20, "num_hidden_layers": 3}
@@ -230,10 +227,6 @@ def strong(folder: Path, name: str, tied: bool = False) -> Any:
     return strong_model(folder, case.class_name, sizes=sizes, **deepcopy(config))
 
 
-def convert(path: Path, root: Path) -> Path:
-    return convert_gguf(path, root, tokenizer_writer=lambda path, folder: None)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 # the experts of gpt-oss get other names
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gpt-oss"])
@@ -242,14 +235,14 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
 
     model = strong(tmp_path / "hf", name, tied)
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", CASES[name].architecture)
-    folder = convert(path, tmp_path / "cache")
+    folder = described(path, tmp_path / "cache")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    converted = load_file(folder / "model.safetensors")
-    assert converted.keys() == weights.keys()
+    found = tensors_in(folder)
+    assert found.keys() == weights.keys()
     for tensor, values in weights.items():
         # 1 + w - 1 has the rounding of 1 + w
         rounding = 1.2e-7 if CASES[name].architecture in PLUS_ONE else 0
-        np.testing.assert_allclose(converted[tensor], values, rtol=0, atol=rounding, err_msg=tensor)
+        np.testing.assert_allclose(found[tensor], values, rtol=0, atol=rounding, err_msg=tensor)
 
     config = AutoConfig.from_pretrained(folder)
     assert type(config) is type(model.config)
@@ -274,7 +267,7 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
 def test_a_file_agrees_with_transformers_at_every_position(tmp_path: Path, name: str) -> None:
     oracle = strong(tmp_path / "hf", name)
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", CASES[name].architecture)
-    assert disagreement(convert(path, tmp_path / "cache"), oracle) < TOLERANCE
+    assert disagreement(described(path, tmp_path / "cache"), oracle) < TOLERANCE
 
 
 def test_a_file_from_before_latents_were_met_agrees(
@@ -305,7 +298,7 @@ def test_a_file_from_before_latents_were_met_agrees(
         "expert_group_used_count": None,
     }
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2", **changes)
-    assert disagreement(convert(path, tmp_path / "cache"), oracle) < TOLERANCE
+    assert disagreement(described(path, tmp_path / "cache"), oracle) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -323,7 +316,7 @@ def test_latents_that_do_not_fit_are_refused(
     strong(tmp_path / "hf", "deepseek-v2")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2", **changes)
     with pytest.raises(ModelLoadError, match=told):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 def test_keys_and_values_of_several_heads_are_refused(
@@ -338,7 +331,7 @@ def test_keys_and_values_of_several_heads_are_refused(
     strong(tmp_path / "hf", "deepseek-v2")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "deepseek2")
     with pytest.raises(ModelLoadError, match=r"attn_k_b.*attn_v_b.* must be of as many heads"):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1"])
@@ -351,7 +344,7 @@ def test_a_quantised_file_agrees_with_its_dequantised_weights(
 
     def rounded(numbers: torch.Tensor) -> torch.Tensor:
         coded = gguf.quantize(numbers.detach().contiguous().numpy(), kind)
-        return torch.from_numpy(gguf.dequantize(coded, kind)).bfloat16().float()
+        return torch.from_numpy(gguf.dequantize(coded, kind))
 
     for parameter_name, parameter in oracle.named_parameters():
         if "kv_b_proj" in parameter_name:  # what makes keys lies turned in the file
@@ -362,7 +355,7 @@ def test_a_quantised_file_agrees_with_its_dequantised_weights(
             parameter.data = rounded(parameter)
     architecture = CASES[name].architecture
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", architecture, matrices=kind)
-    folder = convert(path, tmp_path / "cache")
+    folder = described(path, tmp_path / "cache")
     assert disagreement(folder, oracle) < TOLERANCE
 
 
@@ -380,7 +373,7 @@ def test_gate_and_up_of_several_shapes_are_refused(
     strong(tmp_path / "hf", "granitemoe")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "granitemoe")
     with pytest.raises(ModelLoadError, match=r"ffn_gate_exps.*ffn_up_exps.* must have one shape"):
-        convert(path, tmp_path / "cache")
+        described(path, tmp_path / "cache")
 
 
 def test_experts_in_mxfp4_agree_with_their_dequantised_weights(tmp_path: Path) -> None:
@@ -390,9 +383,9 @@ def test_experts_in_mxfp4_agree_with_their_dequantised_weights(tmp_path: Path) -
         if name.endswith(("gate_up_proj", "down_proj")):
             rows = parameter.detach().swapaxes(1, 2).contiguous().numpy()
             coded = gguf.dequantize(gguf.quantize(rows, kind), kind)
-            parameter.data = torch.from_numpy(coded).bfloat16().float().swapaxes(1, 2).contiguous()
+            parameter.data = torch.from_numpy(coded).swapaxes(1, 2).contiguous()
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "gpt-oss", experts=kind)
-    folder = convert(path, tmp_path / "cache")
+    folder = described(path, tmp_path / "cache")
     assert disagreement(folder, oracle) < TOLERANCE
 
 
@@ -401,7 +394,7 @@ def gemma3_config(
 ) -> dict[str, Any]:
     strong(tmp_path / "hf", "gemma3", tied=True)
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "gemma3", extra=extra, **changes)
-    folder = convert(path, tmp_path / "cache")
+    folder = described(path, tmp_path / "cache")
     generation = json.loads((folder / "generation_config.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     assert generation["eos_token_id"] == config["eos_token_id"]

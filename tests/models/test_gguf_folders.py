@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.errors import ModelLoadError
-from nano_inference.models import gguf as conversion
 from nano_inference.models import gguf_weights
 from nano_inference.models.folders import describe_model, load_spec, resolve_model
-from nano_inference.models.gguf import convert_gguf, describe_gguf
+from nano_inference.models.gguf import describe_gguf
 from nano_inference.models.gguf_header import StoredTensor
+from nano_inference.models.gguf_weights import GgufReader
 from tests.cli.running import run
 from tests.models.test_gguf_llama3 import split
 from tests.models.tiny_gguf import (
@@ -124,7 +125,6 @@ def test_info_reads_the_header_alone(
     def read(*_: Any) -> Any:
         raise AssertionError("it reads what is behind the header")
 
-    monkeypatch.setattr(conversion, "_sha256", read)
     monkeypatch.setattr(StoredTensor, "rows", read)
     size = sparse_llama(tmp_path / "huge.gguf")
     assert size > 39 * 10**9
@@ -142,7 +142,12 @@ def test_info_reads_the_header_alone(
     found = json.loads(result.stdout)
     assert found["num_parameters"] == 70_553_706_496
     assert found["tokenizer"] is None
-    assert [each.name for each in cache.iterdir()] == ["headers"]
+    (folder,) = cache.iterdir()
+    assert sorted(each.name for each in folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.gguf",
+    ]
 
 
 def test_a_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> None:
@@ -153,55 +158,35 @@ def test_a_file_that_is_cut_short_is_refused_by_its_header(tmp_path: Path) -> No
         describe_gguf(tmp_path / "huge.gguf", tmp_path / "cache")
 
 
-def test_what_has_no_room_on_the_disk_is_refused_before_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_description_serves_loading_too(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
-    full = gguf_weights.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(gguf_weights.shutil, "disk_usage", lambda _: full)
-    with pytest.raises(ModelLoadError, match=r"takes 0\.0 GiB, and .* has 0\.0 GiB free"):
-        convert_gguf(path, tmp_path / "cache")
-    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
-
-
-def test_a_description_serves_the_conversion_too(tmp_path: Path, cache: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", stored_weights(hf_weights()))
-    described = describe_model(str(path))
-    assert not (described / "model.safetensors").exists()
-    folder = resolve_model(str(path))
-    assert load_spec(folder) == load_spec(described)
-    assert [each.parent.name for each in cache.rglob("config.json")].count("headers") == 0
-    assert {each.name for each in described.iterdir()} < {each.name for each in folder.iterdir()}
+    folder = describe_model(str(path))
+    assert resolve_model(str(path)) == folder
+    assert resolve_model(str(folder)) == folder
     other = write_gguf(
         tmp_path / "o.gguf", stored_weights(hf_weights()), {**METADATA, "llama.context_length": 64}
     )
-    assert describe_model(str(other)) != described
+    assert describe_model(str(other)) != folder
     assert load_spec(describe_model(str(other))).max_position == 64
+    assert len(list(cache.iterdir())) == 2
 
 
-def test_memory_and_disk_of_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised weights take 16 bits on the disk; and one piece at a time in memory."""
-    write, peaks = conversion.write_safetensors, list[int]()
-
-    def measured(*arguments: Any) -> None:
-        tracemalloc.start()
-        write(*arguments)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-
+def test_a_file_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor takes the memory of its numbers, and some pieces in float32 of what is dequantised
+    at a time.
+    """
     monkeypatch.setattr(gguf_weights, "CHUNK", 2**16)
     vocab = 2**16
     tensors = stored_weights(hf_weights())
     tensors["token_embd.weight"] = np.ones((vocab, HIDDEN), np.float32)
     kind = gguf.GGMLQuantizationType.Q8_0
     types = {name: kind for name, tensor in tensors.items() if tensor.ndim > 1}
-    warm = write_gguf(tmp_path / "w.gguf", stored_weights(hf_weights()), types=types)
-    convert_gguf(warm, tmp_path / "cache")  # brings in what is large to import
-    monkeypatch.setattr(conversion, "write_safetensors", measured)
     path = write_gguf(tmp_path / "m.gguf", tensors, types=types)
-    folder = convert_gguf(path, tmp_path / "cache")
-    assert peaks[0] < vocab * HIDDEN  # bytes: half of what the embedding takes on the disk
-    matrices = sum(tensor.size for tensor in tensors.values() if tensor.ndim > 1)
-    vectors = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 1)
-    header = 2**14
-    assert 0 <= (folder / "model.safetensors").stat().st_size - 2 * matrices - 4 * vectors < header
+    weight = GgufReader(path, torch.bfloat16).get_slice("model.embed_tokens.weight")
+    assert weight[:10].dtype == torch.bfloat16  # brings in what is large to import
+    tracemalloc.start()
+    whole = weight[:]  # torch's memory is not counted
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (whole == 1).all()
+    assert peak < 16 * 2**16

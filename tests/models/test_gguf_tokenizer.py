@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.errors import InvalidRequest, ModelLoadError
 from nano_inference.models.embedded import find_embedded
-from nano_inference.models.gguf import convert_gguf, describe_gguf
+from nano_inference.models.gguf import describe_config, describe_gguf
 from nano_inference.models.gguf_families import FAMILIES
 from nano_inference.models.gguf_header import read_header
 from nano_inference.models.gguf_splits import SPLIT_RULES
@@ -116,7 +116,7 @@ def test_a_file_of_every_architecture_opens_with_its_tokenizer(
     kind, pre = KINDS[architecture]
     extra = byte_level("<bos>", "<eos>", pre=pre) if kind == "gpt2" else pieces()
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", architecture, extra=extra)
-    tokenizer = load_tokenizer(convert_gguf(path, tmp_path / "cache"))
+    tokenizer = load_tokenizer(describe_gguf(path, tmp_path / "cache"))
     tokens = extra["tokenizer.ggml.tokens"]
     assert tokenizer.vocab_size == len(tokens)
     begins_with_a_space = kind == "llama" and architecture not in ("gemma", "gemma2", "gemma3")
@@ -131,7 +131,7 @@ def test_rope_factors_of_gpt_oss_do_not_meet_its_tokenizer(tmp_path: Path) -> No
     changes["rope.scaling.original_context_length"] = 64
     extra = byte_level("<|return|>", pre="gpt-4o")
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "gpt-oss", extra=extra, **changes)
-    assert load_tokenizer(convert_gguf(path, tmp_path / "cache")).encode("hell")
+    assert load_tokenizer(describe_gguf(path, tmp_path / "cache")).encode("hell")
 
 
 # -- beside transformers ---------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_a_description_does_not_need_the_tokenizer(tmp_path: Path) -> None:
     extra = byte_level("<eos>", pre="from-the-future", eos_token_id=260)
     extra["tokenizer.chat_template"] = "{{ messages }}"
     path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", extra=extra)
-    folder = describe_gguf(path, tmp_path / "cache")
+    folder = describe_config(path, tmp_path / "cache")
     assert not (folder / "tokenizer.json").exists()
     found = read_vocabulary(path)
     assert found is not None

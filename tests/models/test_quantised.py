@@ -226,8 +226,7 @@ def test_every_format_is_tried() -> None:
     told = {
         scheme.format for each in QUANTISERS.values() for _, scheme in said(each.fields).schemes
     }
-    # those of GGUF files: tests/models/test_gguf_codes.py
-    assert told | {"mxfp4", "gguf"} == FORMATS.keys()
+    assert told | {"mxfp4"} == FORMATS.keys()
 
 
 def said(fields: Any) -> Quantisation:

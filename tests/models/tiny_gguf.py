@@ -6,6 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
+
+from nano_inference.models.gguf import describe_gguf
+from nano_inference.models.gguf_weights import GgufReader
+from nano_inference.models.loading import read_tensors
 
 gguf = pytest.importorskip("gguf")
 
@@ -95,3 +100,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def described(path: Path, root: Path, *, coded: bool = False) -> Path:
+    """The folder that describes a file, without a tokenizer; all is checked that loading checks
+    before it takes memory.
+    """
+    folder = describe_gguf(path, root, tokenizer_writer=lambda *_: None, coded=coded)
+    GgufReader(path)
+    return folder
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """What loading reads of a file that a folder describes, or of any model's folder."""
+    return dict(read_tensors(folder))

@@ -91,6 +91,7 @@ CATCHES = {
     "kv_codes_of_the_whole_step": f"{KV_CODES} -k 'largest or stand_for'",
     "cpu_kv_scales_of_the_blocks_first_group": "tests/ops/test_cpu_attention.py -k double",
     "draft_codes_of_old_weights": f"{MODEL_DRAFTS} -k codes_of",
+    "gguf_blocks_always_in_bfloat16": "tests/models/test_gguf_numbers.py -k rounded_once",
     "gguf_minimum_is_added": "tests/models/test_gguf_codes.py -k stand_for",
     "gguf_neighbours_stay_together": "tests/models/test_gguf.py -k round_trip",
     "harmony_commentary_is_reasoning": "tests/serving/parsing/test_harmony.py",

@@ -18,7 +18,7 @@ from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.config import KVCacheDType
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.gguf import convert_gguf
+from nano_inference.models.gguf import describe_gguf
 from nano_inference.models.loading import load_params, load_spec
 from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.shard import shard_of
@@ -244,7 +244,7 @@ def test_ranks_share_the_blocks_of_a_gguf_file(tmp_path: Path, name: str) -> Non
     sizes = {**WIDE, "head_dim": 32, "intermediate_size": 256}
     plain = tiny_model(tmp_path / "hf", "llama", **sizes)
     path = hf_to_gguf(plain, tmp_path / "m.gguf", "llama", matrices=kind)
-    folder = convert_gguf(path, tmp_path / "cache", tokenizer_writer=lambda *_: None, coded=True)
+    folder = describe_gguf(path, tmp_path / "cache", tokenizer_writer=lambda *_: None, coded=True)
     check(folder, reference_ops(), torch.bfloat16, (2, 4), "file")
 
 

@@ -1,6 +1,7 @@
 """What parity means: a teacher-forced oracle, and configurations that must not change a bit."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.models.loading import resolve_model
+from nano_inference.rl.checkpoint import checkpoint_of
 from nano_inference.scheduling.commit import preempt
 from nano_inference.text.chat import encode_chat
 
@@ -169,13 +170,13 @@ def oracle_of(model: str) -> Any:
         return smollm2_oracle()
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=torch.float32).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = checkpoint_of(model, Path(folder))
+        return AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
 
 
 def smollm2_oracle() -> Any:
-    """SmolLM2 in float32 by transformers' own GGUF loader, with what was quantised rounded to
-    bfloat16 as ours.
-    """
+    """SmolLM2 in float32 by transformers' own GGUF loader."""
     from transformers import AutoModelForCausalLM
 
     from nano_inference.models.embedded import find_embedded
@@ -184,9 +185,6 @@ def smollm2_oracle() -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.data = parameter.data.bfloat16().float()
     return model.eval()
 
 

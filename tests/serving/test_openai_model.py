@@ -2,8 +2,10 @@
 lm-eval reads them.
 """
 
+import tempfile
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.models.loading import resolve_model
+from nano_inference.rl.checkpoint import checkpoint_of
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.depth import at_depth
 from tests.serving.streams import events, post
@@ -30,7 +33,9 @@ def scores(text: str) -> list[float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2-135m"), dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = checkpoint_of("smollm2-135m", Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     ids = torch.tensor([tokenizer().encode(text)])
     with torch.no_grad():
         logprobs = model(ids).logits[0].log_softmax(-1)

@@ -232,9 +232,7 @@ def _architecture(plan: "EnginePlan") -> Rows:
     head = "which is also the head" if spec.tie_word_embeddings else f"{embedding_size} the head"
     dtype = str(plan.dtype).removeprefix("torch.")
     source = (
-        "converted from a quantised file"
-        if spec.quantized_source
-        else f"checkpoint {spec.checkpoint_dtype}"
+        "blocks of a .gguf file" if spec.quantized_source else f"checkpoint {spec.checkpoint_dtype}"
     )
     coded = spec.quantisation
     return [

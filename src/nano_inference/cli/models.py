@@ -36,7 +36,7 @@ class Kept:
             found.stat().st_ino: found.stat().st_size
             for path in self.paths
             for found in (path.rglob("*") if path.is_dir() else (path,))
-            if found.is_file()
+            if found.is_file() and not found.is_symlink()
         }
         return sum(files.values())
 
@@ -57,9 +57,10 @@ def models(
 ) -> None:
     """List the models on this machine, or remove some.
 
-    Models come from packages, from the cache of huggingface_hub, and from `.gguf` files that were
-    converted. What packages carry is removed with pip. All else is made or loaded again when it is
-    asked for.
+    Models come from packages and from the cache of huggingface_hub. For a `.gguf` file the engine
+    keeps its config.json and its tokenizer, not its weights. What packages carry is removed with
+    pip. All else is made or loaded again when it is asked for; copies of `.gguf` files that earlier
+    versions made are not used any more.
 
     Examples:
 
@@ -140,15 +141,15 @@ def _hub() -> Iterator[Kept]:
                 yield Kept(repo.repo_id, "hub", (Path(repo.repo_path),), repo.repo_id)
 
 
-def _converted() -> Iterator[Kept]:
+def _gguf() -> Iterator[Kept]:
+    from nano_inference.models.gguf import described_by  # brings in numpy
+
     for folder in _folders("gguf"):
-        if folder.name != "headers" and (folder / "model.safetensors").is_file():
-            config = json.loads((folder / "config.json").read_text("utf-8"))
-            what = f"{config.get('model_type', 'model')} of a .gguf file"
-            yield Kept(f"gguf/{folder.name}", what, (folder,), str(folder))
-    headers = tuple(_folders("gguf/headers"))
-    if headers:
-        yield Kept("headers", f"what `info` read of .gguf files, {len(headers)}", headers, "")
+        name = f"gguf/{folder.name}"
+        if (file := described_by(folder)) is not None:
+            yield Kept(name, "config.json and tokenizer of a .gguf file", (folder,), str(file))
+        elif (folder / "model.safetensors").is_file() or folder.name == "headers":
+            yield Kept(name, "copy of a .gguf file, not used any more", (folder,), "")
     for file in _folders("embedded"):
         yield Kept(f"embedded/{file.name}", "joined parts of packages", (file,), str(file))
 
@@ -164,4 +165,4 @@ def _folders(name: str) -> list[Path]:
     return sorted(root.iterdir()) if root.is_dir() else []
 
 
-SOURCES: tuple[Callable[[], Iterator[Kept]], ...] = (_packages, _hub, _converted, _kernels)
+SOURCES: tuple[Callable[[], Iterator[Kept]], ...] = (_packages, _hub, _gguf, _kernels)

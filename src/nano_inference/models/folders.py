@@ -8,7 +8,7 @@ from typing import Any
 
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
-from nano_inference.models.gguf import convert_gguf, describe_gguf, gguf_in
+from nano_inference.models.gguf import describe_config, describe_gguf, described_by, gguf_in
 from nano_inference.models.names import plain_name
 from nano_inference.models.quantisation import quantisation_of
 from nano_inference.models.spec import ModelSpec, spec_from_config
@@ -18,9 +18,10 @@ from nano_inference.regular_files import read_json
 
 def resolve_model(model_path: str, coded: bool = False) -> Path:
     """The folder of a model named by folder, embedded name, `.gguf` file or hub id; of a `.gguf`
-    file with its matrices as codes (`coded`), or as numbers. Raises `ModelLoadError`.
+    file the folder that describes it (`describe_gguf`), with its matrices as codes (`coded`) or as
+    numbers. Raises `ModelLoadError`.
     """
-    of_gguf = partial(convert_gguf, coded=coded)
+    of_gguf = partial(describe_gguf, coded=coded)
     return _resolve(model_path, of_gguf, [*_DESCRIPTION, "*.safetensors"])
 
 
@@ -28,7 +29,7 @@ def describe_model(model_path: str) -> Path:
     """As `resolve_model`, without weights: of a `.gguf` file its header is read, and of a hub id
     only what is small is downloaded.
     """
-    return _resolve(model_path, describe_gguf, _DESCRIPTION)
+    return _resolve(model_path, describe_config, _DESCRIPTION)
 
 
 _DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id
@@ -37,7 +38,7 @@ _DESCRIPTION = ["*.json", "*.jinja"]  # files of a hub id
 def _resolve(model_path: str, of_gguf: Callable[[Path], Path], patterns: list[str]) -> Path:
     path = Path(model_path).expanduser()
     if path.is_dir():
-        inside = gguf_in(path)
+        inside = None if described_by(path) else gguf_in(path)
         return path if inside is None else of_gguf(inside)
     if (name := plain_name(model_path)) in EMBEDDED_MODELS:
         return of_gguf(find_embedded(name))
@@ -55,9 +56,7 @@ def gguf_of(model_path: str) -> Path | None:
     """
     path = Path(model_path).expanduser()
     if path.is_dir():
-        file = gguf_in(path)
-        is_described = file is not None and file.is_symlink() and (path / "config.json").exists()
-        return None if is_described else file
+        return None if described_by(path) else gguf_in(path)
     if (name := plain_name(model_path)) in EMBEDDED_MODELS:
         return find_embedded(name)
     return path if path.suffix == ".gguf" else None

@@ -1,35 +1,31 @@
-"""One-time conversion of a GGUF file into an ordinary Hugging Face folder in a cache.
+"""A GGUF file as a model: what its header says, and a small folder in a cache that describes it.
 
-Making a GGUF file's tokenizer takes a second, and dequantising its weights many. So both are done
-once: the folder is named by the file's hash, and every later start finds an ordinary safetensors
-checkpoint there. What describes a model (config.json, the tokenizer) follows from the header, and
-has a folder of its own.
+The folder holds what follows from the header: config.json, generation_config.json and the tokenizer
+as Hugging Face's files, which takes a second to make. It links to the file. Weights are
+not copied: `gguf_weights` reads them from the file at every load.
 """
 
 import hashlib
 import json
-import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nano_inference.cache_folder import cache_folder, unfinished
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.gguf_config import hf_config
+from nano_inference.models.gguf_config import hf_config, require_names
 from nano_inference.models.gguf_families import FAMILIES, Config, Family
-from nano_inference.models.gguf_header import GgufHeader, read_header
+from nano_inference.models.gguf_header import GgufHeader, StoredTensor, read_header, stamp
 from nano_inference.models.gguf_tokenizer import write_tokenizer_or_reason
-from nano_inference.models.gguf_weights import Stored, require_names, write_safetensors
-from nano_inference.models.spec import spec_from_config
-from nano_inference.progress import Progress
-from nano_inference.regular_files import open_regular, read_json
+from nano_inference.models.spec import CONVERTED, spec_from_config
+from nano_inference.regular_files import read_json
 
-logger = logging.getLogger("nano_inference")
-
-# part of the folder's name: raise it when the same file has to convert into something else
+# part of the folder's name: raise it when the same file has to become something else
 CONVERTER_VERSION = 4
 
 # as llama.cpp's gguf-split names them
@@ -38,64 +34,143 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 TokenizerWriter = Callable[[Path, Path], None]
 
 
-def convert_gguf(
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """What the headers of a model say.
+
+    Attributes:
+        parts: the files, in order, by absolute paths.
+        family: its architecture.
+        metadata: by key.
+        stored: the tensors of all parts, by GGUF's names.
+        digest: of the files' headers, paths, sizes and times of change.
+    """
+
+    parts: tuple[Path, ...]
+    family: Family
+    metadata: dict[str, Any]
+    stored: dict[str, StoredTensor]
+    digest: str
+
+    def config(self) -> Config:
+        """Hugging Face's config.json. Raises `ModelLoadError` for a model that is not supported, or
+        whose tensors are not those of its architecture.
+        """
+        try:
+            config = hf_config(self.family, self.metadata, self.stored)
+        except (TypeError, ValueError, LookupError, ArithmeticError) as problem:
+            raise ModelLoadError(
+                f"the metadata of {self.parts[0]} holds a value of the wrong kind: {problem}"
+            ) from problem
+        spec_from_config(config, token_ids(config))  # rejects what the decoder lacks
+        require_names(self.family, config, self.stored)
+        return config
+
+
+def token_ids(config: Config) -> Config:
+    """The part of a config.json that generation_config.json repeats."""
+    return {key: value for key, value in config.items() if key.endswith("_token_id")}
+
+
+def read_model(path: Path) -> GgufModel:
+    """Read the headers of a GGUF file, or of all parts of one that was split.
+
+    Args:
+        path: the file, or any part of one that was split (`-00001-of-00003.gguf`); the others lie
+            in the same folder.
+
+    Raises:
+        ModelLoadError: the file or a part of it is missing, truncated or not GGUF; its
+            architecture, or the type of a tensor, is not known.
+    """
+    parts = _parts(path.absolute())
+    headers = [read_header(part) for part in parts]
+    digest = hashlib.sha256()
+    for part, header in zip(parts, headers, strict=True):
+        digest.update(header.digest + f"{part} {stamp(part)[2:]}".encode())
+    family, metadata, stored = _model(parts, headers)
+    return GgufModel(tuple(parts), family, metadata, stored, digest.hexdigest()[:16])
+
+
+def describe_gguf(
     path: Path,
     cache_root: Path | None = None,
     *,
     tokenizer_writer: TokenizerWriter | None = None,
     coded: bool = False,
 ) -> Path:
-    """Convert a GGUF file once and return the Hugging Face folder; a later call finds that folder
-    and returns it.
+    """Describe a GGUF file by a folder; a later call finds that folder and returns it.
 
-    It holds `config.json`, `generation_config.json`, `model.safetensors` (Hugging Face names;
-    tensors of float32, float16 and bfloat16 as they are, quantised ones in bfloat16) and the
-    tokenizer's files. Any number of processes may convert the same file at once. Memory: what is
-    stored of one tensor, and some megabytes.
+    It holds `config.json`, `generation_config.json`, the tokenizer's files, and links to the file
+    or its parts, from which `loading` reads the weights. Some megabytes, nearly all of them the
+    tokenizer's. Any number of processes may describe the same file at once.
 
     Args:
-        path: the `.gguf` file, or any part of one that was split (`-00001-of-00003.gguf`); the
-            others lie beside it.
-        cache_root: where converted folders live; None: `cache_folder("gguf")`.
+        path: the `.gguf` file, or any part of one that was split, see `read_model`.
+        cache_root: where such folders lie; None: `cache_folder("gguf")`.
         tokenizer_writer: writes the tokenizer files, given the GGUF file and the folder; None:
             `write_tokenizer_or_reason`.
-        coded: matrices of the types in `gguf_codes.KINDS` are written as codes, scales and minima,
-            which config.json says (`quant_method` "gguf").
+        coded: config.json says that matrices of the types in `gguf_codes.KINDS` are codes
+            (`quant_method` "gguf").
 
     Raises:
         ModelLoadError: the file or a part of it is missing, truncated or not GGUF; its
-            architecture, a metadata key, a tensor or a tensor's type is not known; the cache cannot
-            be written, or has no room; the packages that convert are not installed.
+            architecture, a metadata key, a tensor's name or type is not known; the cache cannot be
+            written.
     """
-    parts = _parts(path)
-    headers = [read_header(part) for part in parts]
-    root = _root(cache_root)
-    folder = root / f"{_sha256(parts)[:16]}-v{CONVERTER_VERSION}{'-codes' if coded else ''}"
-    if (folder / "model.safetensors").is_file():
+    model = read_model(path)
+    root = cache_folder("gguf") if cache_root is None else cache_root
+    plain = root / f"{model.digest}-v{CONVERTER_VERSION}"
+    folder = root / f"{plain.name}-codes" if coded else plain
+    if (folder / "config.json").is_file():
         return folder
-    described = _described(parts, headers, root, tokenizer_writer or write_tokenizer_or_reason)
-    family, _, stored = _model(parts, headers)
-    config: Config = read_json(described / "config.json")
-    logger.info("converting %s once, into %s", path, folder)
-    with _made_once(folder, "model.safetensors", path) as new:
-        for file in described.iterdir():
-            shutil.copy(file, new)
-        weights = new / "model.safetensors"
-        write_safetensors(weights, family, config, stored, parts[0].name, coded)
-        if coded:
-            told = {**config, "quantization_config": {"quant_method": "gguf"}}
-            (new / "config.json").write_text(json.dumps(told, indent=2) + "\n", "utf-8")
+    if coded:
+        plain = describe_gguf(path, cache_root, tokenizer_writer=tokenizer_writer)
+        with _made_once(folder, "config.json", path) as new:
+            _repeat(plain, new)
+            told = {"quantization_config": {"quant_method": "gguf"}}
+            _write_json(new / "config.json", read_json(plain / "config.json") | told)
+        return folder
+    with _made_once(folder, "config.json", path) as new:
+        _write_config(model, new)
+        for number, part in enumerate(model.parts, 1):
+            of = "" if len(model.parts) == 1 else f"-{number:05}-of-{len(model.parts):05}"
+            (new / f"model{of}.gguf").symlink_to(part)
+        (tokenizer_writer or write_tokenizer_or_reason)(model.parts[0], new)
     return folder
 
 
-def describe_gguf(path: Path, cache_root: Path | None = None) -> Path:
-    """As `convert_gguf`, without weights and tokenizer: a folder of `config.json` and
-    `generation_config.json`. Of the file its header is read, and what stretches the rotary
-    frequencies. `read_vocabulary` has what the header says of the tokenizer.
+def describe_config(path: Path, cache_root: Path | None = None) -> Path:
+    """Write `config.json` and `generation_config.json` only, into a folder of their own; a later
+    call finds that folder. `read_vocabulary` has what the header says of the tokenizer.
+
+    Raises `ModelLoadError` as `describe_gguf` does.
     """
-    parts = _parts(path)
-    headers = [read_header(part) for part in parts]
-    return _described(parts, headers, _root(cache_root), None)
+    model = read_model(path)
+    root = cache_folder("gguf") if cache_root is None else cache_root
+    folder = root / f"{model.digest}-v{CONVERTER_VERSION}-config"
+    if not (folder / "config.json").is_file():
+        with _made_once(folder, "config.json", path) as new:
+            _write_config(model, new)
+    return folder
+
+
+def tensors_of(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a GGUF file, or of all parts of one that was split, by GGUF's names.
+    Raises `ModelLoadError`.
+    """
+    return read_model(path).stored
+
+
+def described_by(folder: Path) -> Path | None:
+    """The GGUF file, or the first part of the one, that a folder of `describe_gguf` describes.
+    None: it is another folder.
+    """
+    links = sorted(each for each in folder.glob("*.gguf") if each.is_symlink())
+    config = folder / "config.json"
+    if not links or not config.exists() or read_json(config).get(CONVERTED) != "gguf":
+        return None
+    return links[0].readlink()
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -113,18 +188,6 @@ def gguf_in(folder: Path) -> Path | None:
             f"{', '.join(sorted(each.name for each in models.values()))}"
         )
     return next(iter(models.values()), None)
-
-
-def tensors_of(path: Path) -> Stored:
-    """The tensors of a GGUF file, or of all parts of one that was split, by GGUF's names. Raises
-    `ModelLoadError`.
-    """
-    parts = _parts(path)
-    return _model(parts, [read_header(part) for part in parts])[2]
-
-
-def _root(cache_root: Path | None) -> Path:
-    return cache_folder("gguf") if cache_root is None else cache_root
 
 
 def _stem(path: Path) -> str:
@@ -153,52 +216,28 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _sha256(parts: list[Path]) -> str:
-    digest = hashlib.sha256()
-    size = sum(part.stat().st_size for part in parts)
-    with Progress(f"reading {parts[0].name}", size) as progress:
-        for part in parts:
-            with open_regular(part) as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-                    progress.add(len(chunk))
-    return digest.hexdigest()
+def _write_config(model: GgufModel, folder: Path) -> None:
+    config = model.config()
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", token_ids(config))
 
 
-def _described(
-    parts: list[Path],
-    headers: list[GgufHeader],
-    root: Path,
-    tokenizer_writer: TokenizerWriter | None,
-) -> Path:
-    """The folder of all but weights, named by what it follows from. Without a writer it has no
-    tokenizer.
+def _write_json(path: Path, content: Config) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _repeat(folder: Path, new: Path) -> None:
+    """The same files, but for config.json, without taking their space twice where that is
+    possible.
     """
-    family, metadata, stored = _model(parts, headers)
-    digest = hashlib.sha256()
-    for header in headers:
-        digest.update(header.content)
-    for name in sorted(family.rope_factors & stored.keys()):
-        digest.update(stored[name].rows().tobytes())
-    kind = "" if tokenizer_writer else "-config"
-    folder = root / "headers" / f"{digest.hexdigest()[:16]}-v{CONVERTER_VERSION}{kind}"
-    if (folder / "config.json").is_file():
-        return folder
-    try:
-        config = hf_config(family, metadata, stored)
-    except (TypeError, ValueError, LookupError, ArithmeticError) as problem:
-        raise ModelLoadError(
-            f"the metadata of {parts[0]} holds a value of the wrong kind: {problem}"
-        ) from problem
-    token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
-    spec_from_config(config, token_ids)  # refuses what the decoder lacks
-    require_names(family, config, stored)
-    with _made_once(folder, "config.json", parts[0]) as new:
-        for name, content in (("config.json", config), ("generation_config.json", token_ids)):
-            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        if tokenizer_writer:
-            tokenizer_writer(parts[0], new)
-    return folder
+    for file in folder.iterdir():
+        if file.is_symlink():
+            (new / file.name).symlink_to(file.readlink())
+        elif file.name != "config.json":
+            try:
+                os.link(file, new / file.name)
+            except OSError:  # a file system without links
+                shutil.copy(file, new)
 
 
 @contextmanager
@@ -213,10 +252,12 @@ def _made_once(folder: Path, name: str, source: Path) -> Iterator[Path]:
     except OSError as error:
         # The rename fails where another process was first: its folder holds the same and stays.
         if not (folder / name).is_file():
-            raise ModelLoadError(f"converting {source} into {folder} failed: {error}") from error
+            raise ModelLoadError(f"describing {source} in {folder} failed: {error}") from error
 
 
-def _model(parts: list[Path], headers: list[GgufHeader]) -> tuple[Family, dict[str, Any], Stored]:
+def _model(
+    parts: list[Path], headers: list[GgufHeader]
+) -> tuple[Family, dict[str, Any], dict[str, StoredTensor]]:
     """Its family; metadata, which the first part holds; and the tensors of all parts."""
     metadata, stored = headers[0].metadata, dict(headers[0].tensors)
     if (count := metadata.get("split.count", 1)) not in (0, 1, len(parts)):

@@ -127,3 +127,28 @@ def read_blocks(kind: str, rows: np.ndarray, columns: int) -> Blocks:
     """Stored rows uint8 [rows, bytes] of a type in `KINDS`."""
     each = KINDS[kind]
     return each.read(np.ascontiguousarray(rows).reshape(len(rows), columns // each.columns, -1))
+
+
+def numbers_of(kind: str, rows: np.ndarray, columns: int) -> np.ndarray:
+    """The numbers of stored rows uint8 [rows, bytes] of any type: float32 [rows, columns]."""
+    if kind in _FLOATS:
+        return _FLOATS[kind](np.ascontiguousarray(rows))
+    if kind not in KINDS:
+        from gguf import GGMLQuantizationType, dequantize  # slow to import
+
+        return dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind])
+    codes, scales, mins = read_blocks(kind, rows, columns)
+    found = codes.astype(np.float32)
+    groups = found.reshape(*scales.shape, -1)  # a view
+    with np.errstate(invalid="ignore", over="ignore"):  # of a damaged file
+        groups *= scales[..., None].astype(np.float32)
+        if mins is not None:
+            groups -= mins[..., None]
+    return found
+
+
+_FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "F32": lambda rows: rows.view(np.float32),
+    "F16": lambda rows: rows.view(np.float16).astype(np.float32),
+    "BF16": lambda rows: (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32),
+}

@@ -1,5 +1,6 @@
-"""Hugging Face's `config.json`, from the metadata of a GGUF file."""
+"""Hugging Face's `config.json`, from the metadata of a GGUF file; and its names of the tensors."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,9 @@ import numpy as np
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.config_checks import check_values
+from nano_inference.models.gguf_codes import numbers_of
 from nano_inference.models.gguf_families import (
+    OPTIONAL_NAMES,
     QUERY_BETA,
     ROPE_FREQS,
     ROPE_LONG,
@@ -93,7 +96,7 @@ def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Co
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in stored,
         **_token_ids(family, metadata),
-        "torch_dtype": _DTYPES.get(embedding.kind.name, "bfloat16"),
+        "torch_dtype": _DTYPES.get(embedding.kind, "bfloat16"),
         # the loader chooses a dtype by it: the one above is only how this is stored
         "nano_inference_converted_from": "gguf",
     }
@@ -256,7 +259,7 @@ def _long_rope(values: Mapping[str, Any], told: Mapping[str, Any], stored: Store
 
 
 def _factors(values: Mapping[str, Any], stored: StoredTensor) -> list[float]:
-    factors = stored.numbers(stored.rows()).reshape(-1)
+    factors = numbers_of(stored.kind, stored.rows(), stored.shape[-1]).reshape(-1)
     head_dim = values.get(
         "attention.key_length", values["embedding_length"] // values["attention.head_count"]
     )
@@ -266,3 +269,33 @@ def _factors(values: Mapping[str, Any], stored: StoredTensor) -> list[float]:
             f"the GGUF tensor {stored.name} must hold {size} numbers above 0, half of head_dim"
         )
     return [float(factor) for factor in factors]
+
+
+def require_names(family: Family, config: Config, stored: Stored) -> None:
+    """Raise `ModelLoadError` for a tensor that is not known, or is missing."""
+    names = tensor_names(family, config)
+    if unknown := sorted(stored.keys() - names.keys() - family.rope_factors):
+        raise ModelLoadError(
+            f"the GGUF tensor {unknown[0]} is not mapped for {family.architecture}"
+        )
+    optional = OPTIONAL_NAMES | family.optional_names
+    if missing := sorted(
+        name for name in names.keys() - stored.keys() if kind_of(name) not in optional
+    ):
+        raise ModelLoadError(
+            f"the GGUF file has no tensor {missing[0]}, which {family.architecture} needs"
+        )
+
+
+def tensor_names(family: Family, config: Config) -> dict[str, str]:
+    """GGUF name -> Hugging Face's of every tensor that a file of this configuration may hold."""
+    names = dict(family.global_names)
+    for layer in range(config["num_hidden_layers"]):
+        for key, hf_name in family.layer_names.items():
+            names[f"blk.{layer}.{key}"] = f"model.layers.{layer}.{hf_name}"
+    return names
+
+
+def kind_of(name: str) -> str:
+    """A tensor's name without its layer: `blk.7.attn_q.weight` -> `attn_q.weight`."""
+    return re.sub(r"^blk\.\d+\.", "", name)

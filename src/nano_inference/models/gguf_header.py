@@ -2,21 +2,20 @@
 quick however large the file is.
 """
 
+import hashlib
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.regular_files import open_regular
-
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
 
 MOST_HEADER = 2**28  # bytes: the token lists of the largest vocabularies take some ten million
 DEFAULT_ALIGNMENT = 32
@@ -31,6 +30,37 @@ _STRING, _ARRAY = 8, 9
 _TOKENIZER = "tokenizer."
 
 
+class Layout(NamedTuple):
+    """How a type of GGUF's stores numbers.
+
+    Attributes:
+        name: GGUF's name of the type.
+        block: numbers of a block.
+        block_bytes: bytes of a block.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+
+
+# Types that are read without the gguf package, which takes long to import, by GGUF's number. The
+# package knows the others.
+LAYOUTS = {
+    0: Layout("F32", 1, 4),
+    1: Layout("F16", 1, 2),
+    2: Layout("Q4_0", 32, 18),
+    3: Layout("Q4_1", 32, 20),
+    6: Layout("Q5_0", 32, 22),
+    7: Layout("Q5_1", 32, 24),
+    8: Layout("Q8_0", 32, 34),
+    12: Layout("Q4_K", 256, 144),
+    13: Layout("Q5_K", 256, 176),
+    14: Layout("Q6_K", 256, 210),
+    30: Layout("BF16", 1, 2),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor of a file, which is not read yet.
@@ -39,17 +69,25 @@ class StoredTensor:
         file: where it is.
         name: GGUF's.
         shape: the fastest dimension last, as Hugging Face has it.
-        kind: how its numbers are stored.
+        layout: how its numbers are stored.
         start: its first byte in the file.
-        row_bytes: that a row of the last dimension takes.
     """
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    kind: "GGMLQuantizationType"
+    layout: Layout
     start: int
-    row_bytes: int
+
+    @property
+    def kind(self) -> str:
+        """GGUF's name of its type."""
+        return self.layout.name
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the last dimension."""
+        return self.shape[-1] // self.layout.block * self.layout.block_bytes
 
     @property
     def num_rows(self) -> int:
@@ -66,13 +104,13 @@ class StoredTensor:
         if self.num_bytes == 0:
             return np.zeros((self.num_rows, self.row_bytes), np.uint8)
         shape = (self.num_rows, self.row_bytes)
-        return np.memmap(self.file, np.uint8, "r", offset=self.start, shape=shape)
-
-    def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """What stored rows mean, float32."""
-        from gguf import dequantize
-
-        return dequantize(np.ascontiguousarray(rows), self.kind)
+        try:
+            # private pages: torch warns of memory that it may not write
+            return np.memmap(self.file, np.uint8, "c", offset=self.start, shape=shape)
+        except (OSError, ValueError) as problem:  # it has become shorter since its header was read
+            raise ModelLoadError(
+                f"the GGUF tensor {self.name} of {self.file} cannot be read: {problem}"
+            ) from problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +118,19 @@ class GgufHeader:
     """What a file says of itself.
 
     Attributes:
-        content: the header's bytes: all of metadata and tensor table.
+        digest: SHA-256 of the header's bytes: all of metadata and tensor table.
         metadata: by key; the token lists are None, unless they were asked for.
         tensors: by name, in the file's order.
     """
 
-    content: bytes
+    digest: bytes
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
 
 def read_header(path: Path, *, token_lists: bool = False) -> GgufHeader:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file. The headers that were read last without token lists are kept
+    while their files stay as they are.
 
     Args:
         path: of the file.
@@ -101,6 +140,26 @@ def read_header(path: Path, *, token_lists: bool = False) -> GgufHeader:
         ModelLoadError: the file is missing, cut short or not GGUF; a tensor has a type that cannot
             be read; the gguf package is not installed.
     """
+    try:
+        if token_lists:
+            return _read_new(path, token_lists)
+        return _read_kept(path, stamp(path))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the GGUF file {path}: {error}") from error
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced. Raises `OSError`."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=64)
+def _read_kept(path: Path, _stamp: tuple[int, ...]) -> GgufHeader:
+    return _read_new(path, token_lists=False)
+
+
+def _read_new(path: Path, token_lists: bool) -> GgufHeader:
     try:
         with open_regular(path) as file:
             _check_start(path, file.read(8))
@@ -199,7 +258,8 @@ def _read(path: Path, cursor: _Cursor, file_size: int, token_lists: bool) -> Ggu
         tensors[name] = _stored(path, name, shape, kind, first + offset)
         if tensors[name].start + tensors[name].num_bytes > file_size:
             raise ValueError(f"the tensor {name} ends behind the file's {file_size:,} bytes")
-    return GgufHeader(cursor.data[: cursor.at], metadata, tensors)
+    digest = hashlib.sha256(cursor.data[: cursor.at]).digest()
+    return GgufHeader(digest, metadata, tensors)
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -213,20 +273,22 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def _stored(path: Path, name: str, shape: tuple[int, ...], number: int, start: int) -> StoredTensor:
     try:
-        kind, block, block_bytes = _layout(number)
+        layout = LAYOUTS.get(number) or _other_layout(number)
     except NotImplementedError as error:
         raise ModelLoadError(
             f"the GGUF tensor {name} has a type that is not read: {error}"
         ) from error
-    if shape[-1] % block:
-        raise ValueError(f"the tensor {name} has rows of {shape[-1]}, not in blocks of {block}")
-    return StoredTensor(path, name, shape, kind, start, shape[-1] // block * block_bytes)
+    if shape[-1] % layout.block:
+        raise ValueError(
+            f"the tensor {name} has rows of {shape[-1]}, not in blocks of {layout.block}"
+        )
+    return StoredTensor(path, name, shape, layout, start)
 
 
 @cache
-def _layout(number: int) -> "tuple[GGMLQuantizationType, int, int]":
-    """A type by its number, with the values and the bytes of its blocks. Raises
-    `NotImplementedError` for one that the gguf package does not know, or cannot read.
+def _other_layout(number: int) -> Layout:
+    """A type that the gguf package knows. Raises `NotImplementedError` for one that it does not
+    know, or cannot read.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
@@ -235,4 +297,4 @@ def _layout(number: int) -> "tuple[GGMLQuantizationType, int, int]":
         raise NotImplementedError(f"the gguf package here does not know type {number}")
     block, block_bytes = GGML_QUANT_SIZES[found[0]]
     dequantize(np.zeros((1, block_bytes), np.uint8), found[0])
-    return found[0], block, block_bytes
+    return Layout(found[0].name, block, block_bytes)

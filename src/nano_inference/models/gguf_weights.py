@@ -1,32 +1,34 @@
-"""The tensors of a GGUF file, written as a safetensors file: Hugging Face's names, order of rows
-and shapes.
+"""The tensors of a GGUF file under Hugging Face's names, in its order of rows and its shapes, read
+from the mapped file by slices. Nothing is written.
 """
 
-import json
-import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.gguf_codes import KINDS, read_blocks
-from nano_inference.models.gguf_families import OPTIONAL_NAMES, Config, Family
+from nano_inference.models.gguf import read_model
+from nano_inference.models.gguf_codes import KINDS, numbers_of, read_blocks
+from nano_inference.models.gguf_config import kind_of, tensor_names
+from nano_inference.models.gguf_families import Config, Family
 from nano_inference.models.gguf_header import StoredTensor
 from nano_inference.models.spec import spec_from_config
-from nano_inference.ops.formats import FORMATS
-from nano_inference.progress import Progress
+from nano_inference.models.weights import fused_tensors, named_slots, param_table
+from nano_inference.ops.formats import FORMATS, Format
+from nano_inference.ops.quantised import Codes
 
 Stored = Mapping[str, StoredTensor]
 
-CHUNK = 2**22  # numbers that are dequantised at a time
-# Types that are kept as they are: safetensors has them too, with their bytes of a number.
-_KEPT = {"F32": 4, "F16": 2, "BF16": 2}
+CHUNK = 2**20  # numbers that are dequantised at a time
+# Types that are numbers already, as safetensors names them too.
+_KEPT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class _Target:
     Attributes:
         name: its name.
         shape: its shape.
-        dtype: safetensors' name of what it is written in.
+        dtype: safetensors' name of the smallest type that holds its numbers.
         pieces: rows of stored tensors, in Hugging Face's order, one after the other.
     """
 
@@ -45,141 +47,210 @@ class _Target:
     dtype: str
     pieces: tuple[tuple[StoredTensor, range], ...]
 
+    @property
     def kinds(self) -> set[str]:
         """GGUF's types of what it is made of."""
-        return {tensor.kind.name for tensor, _ in self.pieces}
+        return {tensor.kind for tensor, _ in self.pieces}
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor that is written.
+class GgufReader:
+    """The tensors of a model in `.gguf` files, with the methods that loading uses of an open
+    safetensors file.
 
-    Attributes:
-        name, dtype, shape: in the header.
-        num_bytes: that it takes.
-        target: of which it holds the numbers, or a part of the codes.
-        part: number of that part in `Blocks`; None: the numbers.
+    Args:
+        path: the file, or any part of one that was split.
+        dtype: of the matrices that are stored in blocks. Vectors, and what is stored as numbers,
+            come with all their digits.
+        device: where the tensors go.
+
+    Raises `ModelLoadError` where the tensors contradict the metadata, or are not known.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    target: _Target
-    part: int | None = None
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+    ) -> None:
+        model = read_model(path)
+        self._family, self._config = model.family, model.config()
+        self._dtype, self._device = dtype, device
+        targets = _targets(self._family, self._config, model.stored)
+        self._targets = {target.name: target for target in targets}
 
-    def chunks(self, family: Family, config: Config) -> Iterator[np.ndarray]:
-        """What is written, piece by piece."""
-        for tensor, rows in self.target.pieces:
-            yield from _chunks(tensor, rows, self.target.dtype, family, config, self.part)
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._targets)
 
+    def get_slice(self, name: str) -> "GgufTensor":
+        """A tensor, to be read by slices."""
+        target = self._targets[name]
+        return GgufTensor(target, self._family, self._config, self._dtype, self._device)
 
-def require_names(family: Family, config: Config, stored: Stored) -> None:
-    """Raise `ModelLoadError` for a tensor that is not known, or is missing."""
-    names = _names(family, config)
-    if unknown := sorted(stored.keys() - names.keys() - family.rope_factors):
-        raise ModelLoadError(
-            f"the GGUF tensor {unknown[0]} is not mapped for {family.architecture}"
-        )
-    optional = OPTIONAL_NAMES | family.optional_names
-    if missing := sorted(
-        name for name in names.keys() - stored.keys() if _kind_of(name) not in optional
-    ):
-        raise ModelLoadError(
-            f"the GGUF file has no tensor {missing[0]}, which {family.architecture} needs"
-        )
+    def get_tensor(self, name: str) -> Tensor:
+        """All of a tensor, in memory of its own."""
+        found = self.get_slice(name)[:]
+        return found.clone() if set(_KEPT) >= self._targets[name].kinds else found
 
 
-def write_safetensors(
-    path: Path, family: Family, config: Config, stored: Stored, source: str, coded: bool = False
-) -> None:
-    """Write the tensors of a file, `source`, one at a time: the header follows from the shapes, so
-    no two are ever in memory at once. Coded: matrices as codes where their type has them.
+class GgufTensor:
+    """One tensor, which is read by slices."""
 
-    Raises `ModelLoadError` where shapes contradict the config, or the disk has no room, before
-    anything is written.
-    """
-    entries = [
-        entry
-        for target in _targets(family, config, stored)
-        for entry in (_coded(target, family) if coded else None) or [_plain(target)]
-    ]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for each in entries:
-        begin, end = end, end + each.num_bytes
-        header[each.name] = {
-            "dtype": each.dtype,
-            "shape": each.shape,
-            "data_offsets": [begin, end],
-        }
-    _require_room(path, end)
-    encoded = json.dumps(header).encode("utf-8")
-    encoded += b" " * (-len(encoded) % 8)  # the tensors start at a multiple of 8
-    with path.open("wb") as file, Progress(f"converting {source}", end) as progress:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for each in entries:
-            for chunk in each.chunks(family, config):
-                file.write(chunk.data)
-                progress.add(chunk.nbytes)
-        file.flush()
-        # the rename that publishes the folder must not reach the disk before its contents
-        os.fsync(file.fileno())
+    def __init__(
+        self,
+        target: _Target,
+        family: Family,
+        config: Config,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._target, self._family, self._config = target, family, config
+        self._device = device
+        in_blocks = len(target.shape) > 1 and not target.kinds <= _KEPT.keys()
+        self._dtype = dtype if in_blocks else _KEPT[target.dtype]
+        first, rows = target.pieces[0]
+        # numbers of a row as it is put together here; a shape may have dimensions of 1 besides
+        self._width = len(rows) if self._is_turned(first) else _columns(first)
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return self._target.dtype
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self._target.shape)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        """A part of it, or all: a view of the mapped file where the file holds it so."""
+        first, *others = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = first.indices(self._target.shape[0])
+        inner, width = prod(self._target.shape[1:]), self._width
+        if stop <= start or not inner:
+            shape = (max(stop - start, 0), *self._target.shape[1:])
+            return torch.empty(shape, dtype=self._dtype, device=self._device)[:, *others]
+        if len(self._target.shape) == 2 and len(others) == 1 and inner == width:
+            return self._rows(start, stop, range(width)[others[0]]).to(self._device)
+        at = start * inner // width
+        found = self._rows(at, -(-stop * inner // width), range(width)).reshape(-1)
+        found = found[start * inner - at * width : stop * inner - at * width]
+        found = found.view(stop - start, *self._target.shape[1:])
+        return (found[:, *others] if others else found).to(self._device)
+
+    @cached_property
+    def form(self) -> Format | None:
+        """The format of codes that products read as they are; None: they do not."""
+        target, family = self._target, self._family
+        named = {kind_of(tensor.name) for tensor, _ in target.pieces}
+        is_changed = bool(named & {*family.turned, *family.plus_one})
+        if is_changed or len(target.kinds) > 1 or target.shape[1:] != (self._width,):
+            return None
+        (name,) = target.kinds
+        kind = KINDS.get(name)
+        return None if kind is None else FORMATS[kind.form]
+
+    def codes(self, start: int, stop: int) -> Iterator[Codes]:
+        """The codes of rows [start, stop), some rows after the other, in `form`, which is not
+        None. Raises `ModelLoadError` for scales that are not finite.
+        """
+        form, columns = self.form, self._width
+        assert form is not None
+        for tensor, rows, part in self._parts(start, stop):
+            for stored in self._stored(tensor, rows, part):
+                found = read_blocks(tensor.kind, stored, columns)
+                if not np.isfinite(found.scales).all():
+                    raise ModelLoadError(
+                        f"the GGUF tensor {tensor.name} of {tensor.file} has scales that are not "
+                        "finite: the file is damaged; download it again."
+                    )
+                codes, scales, mins = (
+                    None if each is None else torch.from_numpy(each).to(self._device)
+                    for each in found
+                )
+                assert codes is not None
+                assert scales is not None
+                yield Codes(codes, scales.float(), form, (0, columns), mins)
+
+    def _is_turned(self, tensor: StoredTensor) -> bool:
+        return kind_of(tensor.name) in self._family.turned
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[StoredTensor, range, range]]:
+        """The pieces of rows [start, stop): a tensor, which of its rows the piece is made of, and
+        which rows of the piece are wanted.
+        """
+        at = 0
+        for tensor, rows in self._target.pieces:
+            count = _columns(tensor) if self._is_turned(tensor) else len(rows)
+            part = range(max(start - at, 0), min(stop - at, count))
+            at += count
+            if part:
+                yield tensor, rows, part
+
+    def _rows(self, start: int, stop: int, columns: range) -> Tensor:
+        """Rows [start, stop), of them some columns."""
+        parts = list(self._parts(start, stop))
+        if len(parts) == 1 and (mapped := self._mapped(*parts[0])) is not None:
+            return mapped[:, columns.start : columns.stop]
+        found = torch.empty((stop - start, len(columns)), dtype=self._dtype)
+        at = 0
+        for part in parts:
+            for numbers in self._numbers(*part, columns):
+                # rounds to the nearest, ties to even
+                found[at : at + len(numbers)] = torch.from_numpy(numbers)
+                at += len(numbers)
+        return found
+
+    def _mapped(self, tensor: StoredTensor, rows: range, part: range) -> Tensor | None:
+        """The rows as the file holds them, where these are the numbers."""
+        kind = kind_of(tensor.name)
+        is_moved = kind in {*self._family.row_orders, *self._family.turned, *self._family.plus_one}
+        if is_moved or tensor.kind != self._target.dtype:
+            return None
+        stored = _all_rows(tensor)[rows.start + part.start : rows.start + part.stop]
+        found = stored.view(_NUMPY[tensor.kind])
+        found = found if found.flags.aligned else found.copy()
+        return torch.from_numpy(found).view(self._dtype)
+
+    def _numbers(
+        self, tensor: StoredTensor, rows: range, part: range, columns: range
+    ) -> Iterator[np.ndarray]:
+        """Rows of a piece in float32, some at a time."""
+        kind = kind_of(tensor.name)
+        if kind in self._family.turned:
+            stored = _all_rows(tensor)[rows.start : rows.stop]
+            numbers = _cut(tensor, stored, part).T[:, columns.start : columns.stop]
+            yield np.ascontiguousarray(numbers)
+            return
+        for stored in self._stored(tensor, rows, part):
+            numbers = _cut(tensor, stored, columns)
+            yield numbers - np.float32(1) if kind in self._family.plus_one else numbers
+
+    def _stored(self, tensor: StoredTensor, rows: range, part: range) -> Iterator[np.ndarray]:
+        """Rows of a piece as they are stored, some at a time, in Hugging Face's order."""
+        order = self._family.row_orders.get(kind_of(tensor.name))
+        places, stored = None if order is None else order(self._config), _all_rows(tensor)
+        step = max(1, CHUNK // _columns(tensor))
+        for at in range(rows.start + part.start, rows.start + part.stop, step):
+            some = slice(at, min(at + step, rows.start + part.stop))
+            yield stored[some] if places is None else stored[places[some]]
 
 
-def _plain(target: _Target) -> _Entry:
-    size = prod(target.shape) * _KEPT[target.dtype]
-    return _Entry(target.name, target.dtype, target.shape, size, target)
+def _all_rows(tensor: StoredTensor) -> np.ndarray:
+    return tensor.rows().reshape(_num_rows(tensor), -1)
 
 
-def _coded(target: _Target, family: Family) -> list[_Entry] | None:
-    """Codes, scales and minima of a matrix; None: it cannot be written so."""
-    kinds = target.kinds()
-    named = {_kind_of(tensor.name) for tensor, _ in target.pieces}
-    if len(kinds) != 1 or len(target.shape) != 2 or named & {*family.turned, *family.plus_one}:
-        return None
-    kind = KINDS.get(kinds.pop())
-    if kind is None:
-        return None
-    rows, columns = target.shape
-    form = FORMATS[kind.form]
-    parts = [("codes", "I8", columns), ("scales", "F32" if form.wide else "F16", 0)]
-    if form.bits == 4:
-        parts[0] = ("codes", "U8", columns // 2)
-    if form.mins:
-        parts.append(("mins", "F32", 0))
-    stem = target.name.removesuffix(".weight")
-    return [
-        _Entry(
-            f"{stem}.{name}",
-            dtype,
-            (rows, size or columns // form.group),
-            rows * (size or columns // form.group) * _KEPT.get(dtype, 1),
-            target,
-            part,
-        )
-        for part, (name, dtype, size) in enumerate(parts)
-    ]
-
-
-def _names(family: Family, config: Config) -> dict[str, str]:
-    """GGUF name -> Hugging Face's of every tensor that a file of this configuration may hold."""
-    names = dict(family.global_names)
-    for layer in range(config["num_hidden_layers"]):
-        for key, hf_name in family.layer_names.items():
-            names[f"blk.{layer}.{key}"] = f"model.layers.{layer}.{hf_name}"
-    return names
-
-
-def _kind_of(name: str) -> str:
-    """A tensor's name without its layer: `blk.7.attn_q.weight` -> `attn_q.weight`."""
-    return re.sub(r"^blk\.\d+\.", "", name)
+def _cut(tensor: StoredTensor, stored: np.ndarray, columns: range) -> np.ndarray:
+    """Some columns of stored rows in float32; no more blocks are read than hold them."""
+    _, block, size = tensor.layout
+    first, last = columns.start // block, -(-columns.stop // block)
+    stored = stored[:, first * size : last * size]
+    numbers = numbers_of(tensor.kind, stored, (last - first) * block)
+    return numbers[:, columns.start - first * block : columns.stop - first * block]
 
 
 def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
-    """All that is to be written, checked against what the decoder wants."""
+    """All tensors, checked against what the decoder wants."""
     sources: dict[str, list[StoredTensor]] = {}
-    for name, hf_name in _names(family, config).items():
+    for name, hf_name in tensor_names(family, config).items():
         if name in stored:
             _require_order(stored[name], family, config)
             sources.setdefault(hf_name, []).append(stored[name])
@@ -198,7 +269,7 @@ def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
                 for i, pieces in enumerate(each)
             ]
             continue
-        if any(_kind_of(tensor.name) in family.turned for tensor in tensors):
+        if any(kind_of(tensor.name) in family.turned for tensor in tensors):
             _require_groups(tensors, shapes)
             shape = (sum(prod(each[:-1]) for each in shapes), shape[-1])
         elif len(tensors) > 1:
@@ -213,7 +284,7 @@ def _targets(family: Family, config: Config, stored: Stored) -> list[_Target]:
 
 def _shape_of(tensor: StoredTensor, family: Family) -> tuple[int, ...]:
     """As Hugging Face has it: columns of what is turned are rows."""
-    if _kind_of(tensor.name) not in family.turned or len(tensor.shape) < 2:
+    if kind_of(tensor.name) not in family.turned or len(tensor.shape) < 2:
         return tensor.shape
     return (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
 
@@ -234,18 +305,17 @@ def _expert(tensor: StoredTensor, number: int, experts: int) -> tuple[StoredTens
 
 def _num_rows(tensor: StoredTensor) -> int:
     """Vectors are rows of one number, so that they can be reordered as matrices are."""
-    is_vector = len(tensor.shape) == 1 and tensor.kind.name in _KEPT
+    is_vector = len(tensor.shape) == 1 and tensor.kind in _KEPT
     return tensor.shape[0] if is_vector else tensor.num_rows
+
+
+def _columns(tensor: StoredTensor) -> int:
+    """Numbers of a row, see `_num_rows`."""
+    return 1 if _num_rows(tensor) != tensor.num_rows else tensor.shape[-1]
 
 
 def _checked_all(targets: list[_Target], config: Config) -> list[_Target]:
     """Raise `ModelLoadError` unless they are what the decoder reads, one by one or fused."""
-    from nano_inference.models.weights import (  # brings in torch
-        fused_tensors,
-        named_slots,
-        param_table,
-    )
-
     table = param_table(spec_from_config(config))
     slots, fused = named_slots(table), fused_tensors(table)
     shapes = {name: each.shape for name, each in (*slots.items(), *fused.items())}
@@ -278,7 +348,7 @@ def _checked(target: _Target, shapes: Mapping[str, tuple[int, ...]]) -> _Target:
 
 
 def _require_order(tensor: StoredTensor, family: Family, config: Config) -> None:
-    order = family.row_orders.get(_kind_of(tensor.name))
+    order = family.row_orders.get(kind_of(tensor.name))
     if order is not None and len(order(config)) != tensor.shape[0]:
         raise ModelLoadError(
             f"the GGUF tensor {tensor.name} has {tensor.shape[0]} rows, and its metadata asks for "
@@ -287,73 +357,7 @@ def _require_order(tensor: StoredTensor, family: Family, config: Config) -> None
 
 
 def _stored_as(tensor: StoredTensor, family: Family) -> str:
-    """safetensors' dtype of what is written of a tensor."""
-    if _kind_of(tensor.name) in family.plus_one:
+    """safetensors' name of the smallest dtype that holds a tensor's numbers."""
+    if kind_of(tensor.name) in family.plus_one:
         return "F32"  # 1 + w - 1 in 16 bits would lose the digits of a small w
-    return tensor.kind.name if tensor.kind.name in _KEPT else "BF16"
-
-
-def _require_room(path: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if num_bytes > free:
-        raise ModelLoadError(
-            f"the converted model takes {num_bytes / 2**30:.1f} GiB, and {path.parent.parent} has "
-            f"{free / 2**30:.1f} GiB free; XDG_CACHE_HOME moves the cache elsewhere"
-        )
-
-
-def _chunks(
-    tensor: StoredTensor,
-    wanted: range,
-    dtype: str,
-    family: Family,
-    config: Config,
-    part: int | None,
-) -> Iterator[np.ndarray]:
-    """Rows of a tensor in Hugging Face's order, piece by piece, as they are written: numbers, or a
-    part of their codes.
-    """
-    kind = _kind_of(tensor.name)
-    rows = tensor.rows().reshape(_num_rows(tensor), -1)
-    order = family.row_orders[kind](config) if kind in family.row_orders else None
-    turned = kind in family.turned
-    # what is turned is a matrix a head
-    step = len(wanted) if turned else max(1, CHUNK * _num_rows(tensor) // prod(tensor.shape))
-    for start in range(wanted.start, wanted.stop, step):
-        some = slice(start, min(start + step, wanted.stop))
-        stored = rows[some] if order is None else rows[order[some]]
-        if part is None:
-            yield _written(stored, tensor, dtype, minus_one=kind in family.plus_one, turned=turned)
-        else:
-            yield _code_part(stored, tensor, part)
-
-
-def _code_part(rows: np.ndarray, tensor: StoredTensor, part: int) -> np.ndarray:
-    """Codes (those of 4 bits two in a byte, the first in its lower half), scales or minima."""
-    found = read_blocks(tensor.kind.name, rows, tensor.shape[-1])[part]
-    assert found is not None
-    form = FORMATS[KINDS[tensor.kind.name].form]
-    if part == 0 and form.bits == 4:
-        bits = (found + (0 if form.mins else form.middle)).view(np.uint8)
-        found = bits[:, ::2] | bits[:, 1::2] << 4
-    return np.ascontiguousarray(found)
-
-
-def _written(
-    rows: np.ndarray, tensor: StoredTensor, dtype: str, minus_one: bool, turned: bool
-) -> np.ndarray:
-    """Stored rows as they are written, contiguous."""
-    if tensor.kind.name == dtype and not minus_one:
-        if turned:
-            rows = rows.reshape(len(rows), -1, _KEPT[dtype]).swapaxes(0, 1)
-        return np.ascontiguousarray(rows)
-    numbers = tensor.numbers(rows)
-    if turned:
-        numbers = np.ascontiguousarray(numbers.T)
-    if minus_one:
-        numbers = numbers - np.float32(1)
-    if dtype == "F32":
-        return np.ascontiguousarray(numbers)
-    from torch import bfloat16, from_numpy, int16  # rounds to the nearest, ties to even
-
-    return from_numpy(numbers).to(bfloat16).view(int16).numpy()
+    return tensor.kind if tensor.kind in _KEPT else "F32"

@@ -1,4 +1,7 @@
-"""From a model path to parameters: find the files, read the spec, stream one tensor at a time."""
+"""From a model path to parameters: find the files, read the spec, stream one tensor at a time.
+
+Tensors come from safetensors files, or from `.gguf` files by a reader with the same methods.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +17,9 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.folders import held_instead, require_plain_weights
 from nano_inference.models.folders import load_spec as load_spec
 from nano_inference.models.folders import resolve_model as resolve_model
-from nano_inference.models.quantisation import quantisation_of
+from nano_inference.models.gguf import described_by, gguf_in
+from nano_inference.models.gguf_weights import GgufReader
+from nano_inference.models.quantisation import GGUF, quantisation_of
 from nano_inference.models.quantised_weights import ACTIVATIONS, quantised_weight
 from nano_inference.models.shard import ModelShard
 from nano_inference.models.spec import ModelSpec
@@ -38,7 +43,7 @@ from nano_inference.models.weights import (
 )
 from nano_inference.ops import reference
 from nano_inference.ops.formats import FILE, Format, widest
-from nano_inference.ops.quantised import widened
+from nano_inference.ops.quantised import Codes, widened
 from nano_inference.progress import Progress
 from nano_inference.regular_files import open_regular, read_json
 
@@ -79,10 +84,10 @@ def load_params(
     part: ModelShard | None = None,
     quantization: Formats = None,
 ) -> dict[str, Any]:
-    """All parameters of a model, or of a rank's part of it, streamed from its safetensors files,
-    dequantised where they hold codes, and quantised as `quantization` says; codes that its format
-    of a parameter holds are kept as they are. Of other ranks' parts nothing is read. Memory: the
-    parameters and one tensor, both on the device.
+    """All parameters of a model, or of a rank's part of it, streamed from its safetensors or
+    `.gguf` files, dequantised where they hold codes, and quantised as `quantization` says; codes
+    that its format of a parameter holds are kept as they are. Of other ranks' parts nothing is
+    read. Memory: the parameters and one tensor, both on the device.
 
     Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor, or the one whose
     codes are not computed as they are, before any memory is taken for the parameters; `ConfigError`
@@ -136,7 +141,7 @@ def _file_formats(
         known = [form for form in forms.values() if form is not None]
         if len(known) == len(forms):
             found[param.name] = widest(known)
-        elif said.method != "gguf":
+        elif said.method != GGUF:
             _require_no_codes(given, forms)
     return found
 
@@ -190,7 +195,7 @@ def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None, quantizatio
     in_codes = quantization and not isinstance(quantization, str)
     doing = "loading" if in_codes or spec.quantisation is None else "dequantising and loading"
     rank = "" if part is None or part.place.mesh.world_size == 1 else f" (rank {part.place.rank})"
-    return f"{doing} {folder.name}{rank}"
+    return f"{doing} {(described_by(folder) or folder).name}{rank}"
 
 
 class _PlainWeight:
@@ -222,6 +227,19 @@ class _PlainWeight:
             return self._slice[index]
 
 
+class _Blocks(_PlainWeight):
+    """A tensor of a `.gguf` file of which products may read the codes as they are."""
+
+    @property
+    def form(self) -> Format | None:
+        """The format of its codes; None: it has none that products read."""
+        return self._slice.form
+
+    def codes(self, start: int, stop: int) -> Iterator[Codes]:
+        """The codes of rows [start, stop), some rows after the other."""
+        return self._slice.codes(start, stop)
+
+
 def _weights(
     folder: Path,
     spec: ModelSpec,
@@ -233,16 +251,23 @@ def _weights(
     read. Raises `ModelLoadError`.
     """
     said = quantisation_of(folder)
+    in_blocks = said is not None and said.method == GGUF
+    if in_blocks and described_by(folder) is None:
+        raise ModelLoadError(
+            f"{folder} is a copy of a .gguf file that an earlier version made; name the .gguf file "
+            "itself, and remove the copy."
+        )
     tensors = {
-        name: _PlainWeight(name, file, opened)
-        for name, file, opened in _tensors_of(folder, device)
+        name: (_Blocks if in_blocks else _PlainWeight)(name, file, opened)
+        for name, file, opened in _tensors_of(folder, device, dtype)
         if not name.startswith(spec.unused) and not (spec.is_text_part and is_of_another_part(name))
     }
     used: set[str] = set()
 
     def stored(name: str, shape: tuple[int, ...], slot: Slot | None) -> Any:
-        coded = said and quantised_weight(name, shape, tensors, said, dtype)
-        weight = coded or tensors.get(name)
+        weight = tensors.get(name)
+        if said is not None and not in_blocks:
+            weight = quantised_weight(name, shape, tensors, said, dtype) or weight
         if weight is not None:
             used.update(weight.tensors)
         if isinstance(weight, _PlainWeight):
@@ -286,8 +311,8 @@ def _require_all(folder: Path, places: Mapping[str, Slot], found: Mapping[str, A
 
 
 def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of a model folder or a .safetensors file, one at a time; a head
-    that may be tied last.
+    """(checkpoint name, tensor) of a model folder, a .safetensors or a `.gguf` file, one at a time;
+    a head that may be tied last. Blocks of a `.gguf` file are dequantised to float32.
 
     They are on `device`; on CUDA each goes there straight from the file's pages. Raises
     `ModelLoadError` naming the file that is missing, cut short or something else, or what a folder
@@ -302,8 +327,8 @@ def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str,
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a model folder or a .safetensors file, by checkpoint name. Raises
-    `ModelLoadError`.
+    """Shapes of the tensors of a model folder, a .safetensors or a `.gguf` file, by checkpoint
+    name. Raises `ModelLoadError`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, file, opened in _tensors_of(path, _CPU):
@@ -320,15 +345,18 @@ def _reading(name: str, file: Path) -> Iterator[None]:
         raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
 
 
-def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, Any]]:
-    """(checkpoint name, file, the open file) of each tensor; a head that may be tied last. Raises
-    `ModelLoadError`, also where two files have a tensor of one name.
+def _tensors_of(
+    path: Path, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Path, Any]]:
+    """(checkpoint name, file, the open file) of each tensor; a head that may be tied last; matrices
+    in blocks of a `.gguf` file in `dtype`. Raises `ModelLoadError`, also where two files have a
+    tensor of one name.
     """
     handles: list[tuple[str, Path, Any]] = []
     files: dict[str, Path] = {}
     for file in _weight_files(path) if path.is_dir() else [path]:
         try:
-            opened = _opened(file, device)
+            opened = _opened(file, device, dtype)
         except (SafetensorError, OSError) as problem:
             raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
         for name in opened.keys():  # noqa: SIM118 (not a dict)
@@ -343,11 +371,13 @@ def _tensors_of(path: Path, device: torch.device) -> Iterator[tuple[str, Path, A
             yield name, file, opened
 
 
-def _opened(file: Path, device: torch.device) -> Any:
-    """An open safetensors file. safetensors keeps the interpreter while it opens one and reads its
-    header: so both are done before, by calls that let other threads run, however long a share
-    takes. Raises `OSError`, `SafetensorError`.
+def _opened(file: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """An open safetensors or `.gguf` file. safetensors keeps the interpreter while it opens one and
+    reads its header: so both are done before, by calls that let other threads run, however long a
+    share takes. Raises `OSError`, `SafetensorError`, `ModelLoadError`.
     """
+    if file.suffix == ".gguf":
+        return GgufReader(file, dtype, device)
     with open_regular(file) as source:
         length = int.from_bytes(source.read(8), "little")
         source.read(min(length, MOST_HEADER))
@@ -374,6 +404,8 @@ def _weight_files(folder: Path) -> list[Path]:
             ) from problem
     else:
         files = sorted(folder.glob("*.safetensors"))
+    if not files and (whole := described_by(folder) or gguf_in(folder)) is not None:
+        return [whole]
     if not files:
         raise ModelLoadError(
             held_instead(folder)

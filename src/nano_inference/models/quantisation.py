@@ -104,6 +104,7 @@ _TRACES = {
     "desc_act": "gptq",
     "bits": "mlx",
 }
+GGUF = "gguf"  # what `models.gguf` writes of a file whose blocks products read as they are
 _NONE = (None, "", "none", "no_quant")
 _ANY = ""  # matches every name
 
@@ -395,8 +396,7 @@ _READERS: dict[str, Callable[[_Description], Quantisation]] = {
         _read_one, scheme=Scheme("fp8", 8, (1, None)), activations="fp8, dynamic"
     ),
     "fp8": _read_fp8,
-    # what this package writes of a GGUF file (`gguf_codes`)
-    "gguf": partial(_read_one, scheme=Scheme("gguf", 8), left_out=()),
+    GGUF: partial(_read_one, scheme=Scheme("gguf", 8), left_out=()),
     "gptq": _read_gptq,
     "modelopt": _read_modelopt,
     "mxfp4": partial(_read_one, scheme=Scheme("mxfp4", 4, (1, 32))),

@@ -16,10 +16,9 @@ from torch import Tensor
 from nano_inference.errors import ModelLoadError, one_line
 from nano_inference.models import dequantise
 from nano_inference.models.quantisation import FormatName, Quantisation, Scheme
-from nano_inference.ops.formats import FORMATS as CODE_FORMATS
 from nano_inference.ops.formats import Format as CodeFormat
 from nano_inference.ops.formats import fitting, groups_of
-from nano_inference.ops.quantised import Codes, unpacked
+from nano_inference.ops.quantised import Codes
 
 Shape = tuple[int, ...]
 Place = tuple[slice, ...]  # which of several matrices; empty: there is one
@@ -646,43 +645,6 @@ def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:
     return Layout(parts, decode)
 
 
-def _gguf(stored: Stored) -> Layout:
-    """Codes, scales and minima of one of the formats of `ops.formats`."""
-    rows, columns = stored.matrix
-    form = gguf_form(stored.tensors, stored.stem, columns)
-    if form is None:
-        raise stored.wrong(".codes", "is of no format that GGUF files have")
-    groups = columns // form.group
-    parts = {
-        ".codes": Part(("U8",), (rows, columns // 2), 0)
-        if form.bits == 4
-        else Part(("I8",), (rows, columns), 0),
-        ".scales": Part(("F32",) if form.wide else ("F16",), (rows, groups), 0),
-    }
-    if form.mins:
-        parts[".mins"] = Part(("F32",), (rows, groups), 0)
-    codes = Coded(form, lambda cut, _: gguf_codes(cut, form))
-    return Layout(parts, lambda cut, _: gguf_codes(cut, form).numbers(), lambda: codes)
-
-
-def gguf_form(tensors: Mapping[str, Any], stem: str, columns: int) -> CodeFormat | None:
-    """The format in which tensors whose names begin so hold a weight; None: in none."""
-    codes, scales = tensors.get(f"{stem}.codes"), tensors.get(f"{stem}.scales")
-    if codes is None or scales is None or not (groups := tuple(scales.get_shape())[-1]):
-        return None
-    bits = 4 if codes.get_dtype() == "U8" else 8
-    wanted = bits, columns // groups, scales.get_dtype() == "F32", f"{stem}.mins" in tensors
-    known = CODE_FORMATS.values()
-    return next((f for f in known if (f.bits, f.group, f.wide, f.mins) == wanted), None)
-
-
-def gguf_codes(cut: Cut, form: CodeFormat) -> Codes:
-    """Stored rows as codes."""
-    columns = cut[".codes"].shape[1] * 8 // form.bits
-    codes = unpacked(cut[".codes"], columns, form)
-    return Codes(codes, cut[".scales"].float(), form, (0, columns), cut.get(".mins"))
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A way to store a weight.
@@ -703,7 +665,6 @@ FORMATS: dict[FormatName, Format] = {
     "bitsandbytes-4bit": Format(_STATE, _bitsandbytes_4bit),
     "bitsandbytes-int8": Format(".weight", _bitsandbytes_int8),
     "fp8": Format(".weight", _fp8),
-    "gguf": Format(".codes", _gguf),
     "gptq": Format(".qweight", _gptq),
     "int8": Format(".weight", _int8),
     "mxfp4": Format("_blocks", _mxfp4, weight="_blocks"),

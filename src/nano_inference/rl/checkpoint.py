@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.errors import ConfigError
-from nano_inference.models.loading import read_tensors
+from nano_inference.models.gguf import described_by
+from nano_inference.models.loading import load_spec, read_tensors, resolve_model
 from nano_inference.models.quantisation import KEYS
 from nano_inference.models.spec import CONVERTED, ModelSpec
-from nano_inference.models.weights import ParamSpec, fused_tensors
+from nano_inference.models.weights import ParamSpec, fused_tensors, param_table
 
 COPIED = (
     "tokenizer*",
@@ -56,6 +57,27 @@ def as_stored(
             name = param.fused[0].name
             found[name] = fused[name].join([found.pop(each.name) for each in param.sources])
     return found
+
+
+def checkpoint_of(model_path: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """The folder of a model as transformers loads it: the model's own, or, of a model that a
+    `.gguf` file holds, a checkpoint that is saved into `folder`.
+
+    Args:
+        model_path: as `EngineConfig.model_path`.
+        folder: a new one.
+        dtype: of the tensors that are saved; float32 keeps all digits of the file.
+
+    Raises `ModelLoadError`, and `ConfigError` as `save_checkpoint`.
+    """
+    source = resolve_model(model_path)
+    if described_by(source) is None:
+        return source
+    spec = load_spec(source)
+    require_savable(source, spec)
+    weights = {name: tensor.to(dtype) for name, tensor in read_tensors(source)}
+    save_checkpoint(folder, source, as_stored(weights, spec, param_table(spec)), dtype)
+    return folder
 
 
 def save_checkpoint(
