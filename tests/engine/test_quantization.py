@@ -170,7 +170,8 @@ def test_a_sleep_and_old_weights_change_no_bit(build: Build, model: Path, backen
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_memory_is_counted_by_format(tmp_path: Path, quantization: str, tie: bool) -> None:
     folder = tiny_llama(tmp_path / "m", tie=tie)
-    config = EngineConfig(str(folder), backend="reference", quantization=quantization)  # pyright: ignore
+    given: Any = {"dtype": "float32", "quantization": quantization}
+    config = EngineConfig(str(folder), backend="reference", **given)
     plain = plan_engine(replace(config, quantization=None)).memory_budget.weights
     with InferenceEngine(config) as engine:
         params = engine.model.params.values()
@@ -211,7 +212,9 @@ def test_a_card_has_no_kernels_for_codes(model: Path) -> None:
 
 def test_other_names_are_refused(model: Path) -> None:
     for wrong in ("fp8", "int8-64", True, 8):
-        with pytest.raises(ConfigError, match=r"choose one of None, 'int8', 'int8-32', 'int4'"):
+        with pytest.raises(
+            ConfigError, match=r"one of None, 'auto', 'none', 'int8', 'int8-32', 'int4'"
+        ):
             EngineConfig(str(model), quantization=wrong)  # pyright: ignore
 
 
