@@ -146,7 +146,6 @@ def test_info_reads_the_header_alone(
     assert sorted(each.name for each in folder.iterdir()) == [
         "config.json",
         "generation_config.json",
-        "model.gguf",
     ]
 
 
