@@ -38,7 +38,7 @@ def test_generate_plans_memory_for_as_many_sequences_as_there_are(
 
     monkeypatch.setattr("nano_inference.cli.generate.load_engine", load)
     given = [each for _ in range(prompts) for each in ("-p", "hi")]
-    run("generate", "some/model", *given, "-n", str(samples))
+    run("generate", "smollm2-135m", *given, "-n", str(samples))
     assert [each.max_batch_size for each in asked] == [most]
 
 

@@ -53,7 +53,7 @@ def test_read_gives_what_was_made_and_raises_what_was_raised() -> None:
     async def test(_: Standing) -> None:
         readers = GrammarReaders(20.0)
         assert await readers.read(lambda: 3, 10) == 3
-        for _ in range(2 * THREADS):  # a thread that raised is free again
+        for _number in range(2 * THREADS):  # a thread that raised is free again
             with pytest.raises(ZeroDivisionError):
                 await readers.read(lambda: 1 // 0, 10)
 

@@ -206,7 +206,7 @@ def _of_targets(
         return None
     columns = values if in_columns else values[:, None]
     rows = columns.tolist()[max(position, 1) - position :]
-    return SequenceTargets(rows, columns.shape[1], in_columns)
+    return SequenceTargets(rows, columns.shape[-1], in_columns)
 
 
 def _routed(

@@ -196,7 +196,7 @@ def test_a_stream_says_of_an_item_what_the_response_says(
             tools=TOOLS,
         )
     )
-    done = [each.item.status for each in events if each.type == "response.output_item.done"]
+    done = [each.item.status for each in events if each.type == "response.output_item.done"]  # pyright: ignore
     last = events[-1]
     assert last.type == "response.incomplete"
     assert done == [each.status for each in last.response.output]  # pyright: ignore
