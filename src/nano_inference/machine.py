@@ -43,7 +43,7 @@ def free_memory(root: Path = ROOT) -> FreeMemory:
     groups above them have left, and what RLIMIT_AS leaves.
 
     Files that a group has read count as free, as they do in the machine's own figure: the system
-    drops them when somebody needs memory. Files that are mapped do not, since their pages are in
+    drops them when a process needs memory. Files that are mapped do not, since their pages are in
     use.
 
     Args:

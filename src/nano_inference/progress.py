@@ -125,8 +125,8 @@ class Progress:
 
 
 def say(line: str) -> None:
-    """State what begins now and has no parts, such as waiting: in the terminal's line if somebody
-    has that, else in the log.
+    """State what begins now and has no parts, such as waiting: in the terminal's line if there is
+    one, else in the log.
     """
     for hear in _heard_by:
         hear(line)

@@ -136,7 +136,7 @@ class InferenceEngine:
         return not self._is_settled and self.config.codes is not None
 
     def _tell_of_rounding(self) -> None:
-        """Warn once that new weights are rounded, where nobody has asked for codes."""
+        """Warn once that new weights are rounded, if codes are only the default."""
         if self.in_blocks_by_default and not self._told_of_rounding:
             self._told_of_rounding = True
             logger.warning(

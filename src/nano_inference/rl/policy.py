@@ -445,7 +445,7 @@ class _TrainerWeights:
 
 def require_chosen_codes(engine: InferenceEngine, what: str) -> None:
     """Raise `ConfigError` where `quantization="auto"` put the weights into the blocks of their
-    file: a trainer's weights would be rounded to such blocks, and nobody has asked for that.
+    file: a trainer's weights would be rounded to such blocks, and no setting has asked for that.
     """
     if engine.in_blocks_by_default:
         raise ConfigError(

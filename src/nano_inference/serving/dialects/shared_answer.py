@@ -41,6 +41,6 @@ class SharedAnswer(Generic[Told]):
 
 
 def _look_at(asked: "asyncio.Task[object]") -> None:
-    """Take note of its error, for which nobody may wait any more."""
+    """Retrieve its error: all callers may have left."""
     if not asked.cancelled():
         asked.exception()

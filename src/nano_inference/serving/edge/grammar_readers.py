@@ -129,7 +129,7 @@ class _Job(Generic[Made]):
                 self._lane.free.release()
             if not self._made.done():
                 settle()
-                self._made.exception()  # nobody may wait for it any more
+                self._made.exception()  # all callers may have left
 
         with suppress(RuntimeError):  # the server has ended
             self._loop.call_soon_threadsafe(end)
