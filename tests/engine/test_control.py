@@ -34,7 +34,8 @@ def drawn(max_tokens: int = LENGTH, **more: Any) -> SamplingParams:
 
 def same(one: TrainingSample, other: TrainingSample) -> bool:
     """All that follows from the arithmetic, to the bit."""
-    own = {"request_id": 0, "cached_tokens": 0, "kv_versions": (), "sampling_params": None}
+    own: dict[str, Any] = {"request_id": 0, "group_id": 0, "cached_tokens": 0, "kv_versions": ()}
+    own |= {"sampling_params": None}
     one, other = replace(one, **own), replace(other, **own)
     return repr(one) == repr(other)  # nan equals nan
 

@@ -50,7 +50,9 @@ async def finished(stream: RequestStream, deltas: Sequence[Delta] = ()) -> list[
 
 def core_of(samples: list[TrainingSample]) -> str:
     """What must be the same wherever it was made, to the bit."""
-    return repr([replace(sample, request_id=0, cached_tokens=0) for sample in samples])
+    return repr(
+        [replace(sample, request_id=0, group_id=None, cached_tokens=0) for sample in samples]
+    )
 
 
 async def until(condition: Callable[[], object], patience: float = PATIENCE) -> float:

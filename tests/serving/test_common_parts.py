@@ -82,7 +82,10 @@ def samples_of(outputs: list[Outputs], message: Any) -> list[TrainingSample]:
 
 def core_of(samples: list[TrainingSample]) -> str:
     return repr(
-        [replace(sample, request_id=0, cached_tokens=0, kv_versions=()) for sample in samples]
+        [
+            replace(sample, request_id=0, group_id=None, cached_tokens=0, kv_versions=())
+            for sample in samples
+        ]
     )
 
 

@@ -235,4 +235,4 @@ def told(deltas: list[Delta]) -> tuple[list[int], str]:
 
 def plain(sample: TrainingSample) -> TrainingSample:
     """What must be the same wherever it was made."""
-    return replace(sample, request_id=0, cached_tokens=0, kv_versions=())
+    return replace(sample, request_id=0, group_id=None, cached_tokens=0, kv_versions=())
