@@ -89,7 +89,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "kv_cache_dtype": "auto",
         "gpu_memory_utilization": 0.9,
         "dtype": "auto",
-        "quantization": None,
+        "quantization": "auto",
         "device": "auto",
         "backend": "auto",
         "attention": "auto",
@@ -176,6 +176,7 @@ FIELDS: dict[type, dict[str, Any]] = {
         "adapter_versions": (),
         "routed_experts": None,
         "routed_experts_unknown": None,
+        "group_id": None,
     },
     SchedulerConfig: {
         "max_batch_size": 256,

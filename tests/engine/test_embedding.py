@@ -73,7 +73,7 @@ def test_new_weights_are_seen(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with InferenceEngine(config(tiny_model(tmp_path, "llama"), "cpu")) as engine:
         with pytest.raises(RequestTooLarge):
-            engine.embed([list(range(3, 67))])
+            engine.embed([list(range(3, 68))])
         with pytest.raises(InvalidRequest):
             engine.embed([[]])
         assert engine.loop.watches == ()

@@ -873,12 +873,9 @@ def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
         build()
 
 
-@pytest.mark.parametrize(
-    ("device", "told"),
-    [("tpu", "not a device"), ("cpu:x", "not a device"), ("meta", "not supported")],
-)
-def test_a_device_that_is_not_there_is_a_config_error(build: Build, device: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"device='{device}' is {told}"):
+@pytest.mark.parametrize("device", ["tpu", "cpu:x", "meta"])
+def test_a_device_that_is_not_there_is_a_config_error(build: Build, device: str) -> None:
+    with pytest.raises(ConfigError, match=rf"device='{device}' is not supported; use 'auto'"):
         build(device=device)
 
 
