@@ -15,6 +15,7 @@ import torch
 from nano_inference import EngineConfig
 from nano_inference.serving import paths
 from nano_inference.serving.config import ServerConfig
+from nano_inference.serving.edge.layers import LEVELS, RL_LEVELS, Level
 from nano_inference.serving.main import running_server
 from tests.docs.test_docs import ROOT
 from tests.ports import free_port
@@ -133,3 +134,36 @@ def test_there_is_a_trainer() -> None:
 @pytest.mark.parametrize("path", sorted(paths.CONTROL | paths.GENERATION))
 def test_every_route_for_trainers_is_named(path: str) -> None:
     assert re.search(rf"{re.escape(path)}`", TEXT)
+
+
+LEVEL_OF = {"none": Level.OPEN, "API": Level.KEY, "admin": Level.ADMIN}
+
+
+def told_keys() -> Iterator[tuple[str, Level]]:
+    """Each route of the tables, with the key that its row says; parts of a row have `;` between."""
+    for line in TEXT.splitlines():
+        routes, *_, keys = line.strip("|").split("|") if line.startswith("| `") else ("", "")
+        told = [LEVEL_OF[each] for key in keys.split(";") if (each := key.strip()) in LEVEL_OF]
+        parts = routes.split(";")
+        if told:
+            for part, level in zip(
+                parts, told * len(parts) if len(told) == 1 else told, strict=True
+            ):
+                for path in re.findall(r"`(?:[A-Z]+ )?(/[^`]*)`", part):
+                    yield path, level
+
+
+def test_the_tables_say_which_key_a_route_needs() -> None:
+    levels = LEVELS | RL_LEVELS
+    told = dict(told_keys())
+    assert len(told) > 60
+    wrong = {path for path, level in told.items() if levels.get(path, Level.KEY) is not level}
+    assert not wrong
+
+
+def test_the_routes_without_a_key_are_named() -> None:
+    (said,) = re.findall(r"^- If the server has keys, .*?\. ", TEXT, flags=re.M | re.S)
+    levels = LEVELS | RL_LEVELS
+    is_open = {path for path, level in levels.items() if level is Level.OPEN}
+    files = {f"/page/{name}" for name in paths.PAGE_FILES} | {"/"}
+    assert set(re.findall(r"`(/[^`]*)`", said)) == is_open - files

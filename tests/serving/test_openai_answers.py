@@ -174,7 +174,7 @@ def test_a_model_without_a_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedClient(Script([5, 6]))
     engine.folder = None
     with caplog.at_level("INFO", "nano_inference.serving"), running_server(engine):
-        assert "has no tokenizer: token ids alone" in caplog.text
+        assert "has no tokenizer: only token ids" in caplog.text
     engine = ScriptedClient(Script([5, 6]))
     engine.folder = None
     with running_server(engine) as url:
@@ -350,10 +350,11 @@ def test_only_the_template_and_completions_write_special_tokens(
 
 
 def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None:
-    """SDKs make attributes of what is there, and of nothing else."""
+    """vLLM's clients read it: SDKs make attributes of what is there, and of nothing else."""
     engine.script = Script("One two")
     chat, text = f"{url}/v1/chat/completions", f"{url}/v1/completions"
-    whole = post(chat, HELLO)
+    vllms = {"return_token_ids": False}
+    whole = post(chat, HELLO | vllms)
     nothing = ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params")
     assert [whole[name] for name in nothing] == [None] * 3
     (choice,) = whole["choices"]
@@ -363,7 +364,7 @@ def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None
     assert [choice["message"][name] for name in ("refusal", "reasoning", "reasoning_content")] == [
         None
     ] * 3
-    (choice,) = post(text, PROMPT)["choices"]
+    (choice,) = post(text, PROMPT | vllms)["choices"]
     names = (
         "logprobs",
         "stop_reason",
@@ -378,11 +379,12 @@ def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None
         (text, PROMPT, ("stop_reason", "prompt_token_ids")),
     ):
         for options in ({}, {"logprobs": 1 if path == text else True}):
-            told = [choice for chunk in events(path, body | options) for choice in chunk["choices"]]
+            chunks = events(path, body | vllms | options)
+            told = [choice for chunk in chunks for choice in chunk["choices"]]
             for news in told:
                 assert {"index", "logprobs", "finish_reason", "token_ids", *more} <= set(news)
             assert {"seed", "weight_version"} <= set(told[-1])
-    assert events(chat, HELLO)[0]["prompt_token_ids"] is None
+    assert events(chat, HELLO | vllms)[0]["prompt_token_ids"] is None
 
 
 def test_the_token_itself_is_the_first_of_a_row(url: str, engine: ScriptedClient) -> None:

@@ -8,11 +8,14 @@ import re
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from msgspec.structs import replace
 
+from nano_inference.models.generation_defaults import generation_defaults
 from nano_inference.serving.app import build_routes
 from nano_inference.serving.config import ServerConfig
 from nano_inference.serving.edge.layers import LEVELS, RL_LEVELS, Level
@@ -34,8 +37,10 @@ from nano_inference.serving.page.api_docs import (
     python,
     routes_of,
 )
-from nano_inference.serving.page.routes import FILES
+from nano_inference.serving.page.routes import FILES, page_settings
+from nano_inference.serving.parsing import ChatFormat
 from nano_inference.serving.paths import CHANGING, PAGE, PAGE_FILES
+from nano_inference.serving.protocols.generation import Served
 from nano_inference.serving.server import Server
 from nano_inference.types import SamplingParams
 from tests.serving.engines import stats_with
@@ -185,6 +190,31 @@ def test_page_settings_are_the_defaults_of_requests(tmp_path: Path) -> None:
     params = client.requests[0].params
     assert said == {name: getattr(params, name) for name in said}
     assert said.items() >= told.items()
+
+
+def neutral() -> dict[str, float]:
+    """What the engine samples with if nobody says anything."""
+    names = ("temperature", "top_p", "top_k", "min_p")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return {name: getattr(SamplingParams(), name) for name in (*names, *penalties)}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "told"),
+    [
+        ("scripted", {}, {"temperature": 0.7}),  # recommends nothing
+        ("smollm2-135m", {}, {"temperature": 0.2, "top_p": 0.9}),
+        ("smollm2-135m", {"generation_config": "none"}, {}),
+        ("scripted", {"rl": True}, {}),
+    ],
+)
+def test_page_settings_are_the_defaults_of_generate_and_chat(
+    model: str, config: dict[str, Any], told: dict[str, float], tmp_path: Path
+) -> None:
+    client = ScriptedClient()
+    info = replace(client._engine_info(), sampling_defaults=generation_defaults(tmp_path, model))
+    served = Served(model, info, client.tokenizer, ChatFormat(), ServerConfig(**config))
+    assert page_settings(served)["sampling"] == neutral() | told
 
 
 def test_a_proxys_prefix_is_before_every_link() -> None:

@@ -49,8 +49,8 @@ class ServerConfig:
         served_model_name: the `model` that clients name, or several, of which answers name the
             first; None: the engine's `model_path`.
         chat_template: Jinja source, instead of the model's own.
-        api_keys: any of them opens every route but `/health` and the page, which are open to all;
-            none: no key is asked for.
+        api_keys: any of them opens every route for clients; `/health`, `/ping`, `/liveness`,
+            `/docs` and the page are open to all. None given: no key is needed.
         admin_key: opens the routes that change the engine; None: they are off.
         in_process: run the engine in the server's process instead of one of its own.
         restart_engine: start a new engine when the old one has died.

@@ -131,7 +131,6 @@ async def _stats(server: Server) -> dict[str, Any]:
         "status": server.lifecycle.status,
         "restarting": server.lifecycle.status == "dead" and not server.lifecycle.is_lost,
         "model": server.metrics.model_name,
-        "sampling_defaults": {} if server.served is None else server.served.defaults_for_people,
         "engine": engine,
         "queue": queue,
     }

@@ -338,7 +338,7 @@ def test_a_chat_has_a_history_and_survives_a_reload() -> None:
         seen = look(address, "chat")
     shown = ["One\ntwo", "Fine.", "Three", "Fine."]
     assert seen["first"] == "chat"
-    assert seen["hint"] == "1"
+    assert seen["hint"] == "0.7"  # the model recommends nothing
     assert seen["typed"] == "One\ntwo"
     assert seen["shown"] == shown
     # tokens that come all at once have no speed
@@ -441,6 +441,7 @@ def test_a_link_fills_in_and_sends_nothing() -> None:
     assert seen["samples"] == ["The sky", "raw", "2", "5"]
     assert seen["url"].endswith("#/samples")
     assert len(client.requests) == 3
+    assert client.requests[0].params.temperature == 0.7  # the field is empty
     assert client.requests[1].params.seed == 7
     assert client.requests[1].params.temperature == 0.3
     assert "Be brief." in asked(client)[1]

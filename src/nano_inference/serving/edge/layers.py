@@ -1,8 +1,8 @@
 """The layers around the routes, as plain ASGI: ids and logs outside, then CORS, then the gate of
 keys and limits.
 
-Who may call what: API keys on every route but `/health` and the page, the admin key on routes that
-change the engine.
+Access: routes need an API key, those that change the engine the admin key; the routes that report
+health and the page are open to all.
 """
 
 import asyncio

@@ -71,7 +71,7 @@ def page_routes(router: APIRouter, server: Server) -> None:
         _add_file(router, name)
 
 
-# What the page shows for fields that are left empty.
+# Empty fields of the page that have a default.
 _SHOWN = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -79,11 +79,11 @@ _SHOWN = (
 
 
 def page_settings(served: Served) -> dict[str, Any]:
-    """What the page says of the model, and what holds where its settings are left empty: the
-    defaults of OpenAI's routes.
+    """Values of the model that the page shows, and what the page samples with if its settings are
+    empty: the defaults of `generate` and `chat`.
     """
     engine = served.engine
-    neutral = SamplingParams()
+    sampling = {name: getattr(SamplingParams(), name) for name in _SHOWN}
     return {
         "model": served.name,
         "dtype": engine.dtype,
@@ -91,8 +91,7 @@ def page_settings(served: Served) -> dict[str, Any]:
         "max_model_len": engine.max_model_len,
         "max_samples": served.config.max_samples,
         "eos_token_ids": engine.eos_token_ids,
-        "sampling": {name: getattr(neutral, name) for name in _SHOWN}
-        | {name: value for name, value in served.sampling_defaults.items() if name in _SHOWN},
+        "sampling": {**sampling, **served.defaults_for_people},
     }
 
 

@@ -20,7 +20,11 @@ from nano_inference.serving.protocols.answers import (
     version_spans,
 )
 from nano_inference.serving.protocols.generation import Ask, Builder, RequestUsage, Served
-from nano_inference.serving.protocols.openai_schema import OpenAIFields, StreamOptions
+from nano_inference.serving.protocols.openai_schema import (
+    BEYOND_OPENAI,
+    OpenAIFields,
+    StreamOptions,
+)
 from nano_inference.serving.protocols.requests import (
     adapter_of,
     checked_stop,
@@ -80,6 +84,15 @@ def stop_reason(
 _CUT = "truncate_prompt_tokens"
 
 
+# Fields that vLLM sends as null if there is nothing to say; OpenAI does not send them.
+_NULLS_OF_VLLM = frozenset(
+    (
+        *("token_ids", "prompt_token_ids", "prompt_logprobs", "routed_experts", "stop_reason"),
+        *("kv_transfer_params", "reasoning", "reasoning_content"),
+    )
+)
+
+
 class OpenAIBuilder(Builder):
     """What builders of both routes have in common.
 
@@ -92,8 +105,6 @@ class OpenAIBuilder(Builder):
         prefix: of the answer's id.
     """
 
-    # what stands around a new text in its choice, behind the index
-    around_text: tuple[bytes, bytes]
     names: ClassVar[Names] = {"num_samples": "n", "prompt_top_logprobs": "prompt_logprobs"}
 
     def __init__(
@@ -111,6 +122,10 @@ class OpenAIBuilder(Builder):
         self.client_id = request.request_id
         request_id = request.request_id or request_id
         self.num_samples = request.n or 1
+        # clients of vLLM read fields without asking whether they are there
+        self._sends_nulls = served.config.rl or not BEYOND_OPENAI.isdisjoint(
+            request.model_fields_set
+        )
         if request.best_of is not None and request.best_of != self.num_samples:
             raise bad_request(
                 "best_of must equal n: this server returns all samples that it draws.", "best_of"
@@ -229,23 +244,25 @@ class OpenAIBuilder(Builder):
         self, choice: Mapping[str, Any], usage: RequestUsage, more: Mapping[str, Any] | None = None
     ) -> bytes:
         """One choice's news as an event; `more` stands beside the choices."""
-        close = self.close
-        if self.continuous_usage or more:
-            beside = dict(more or {})
+        close, choice = self.close, self.without_nulls(choice)
+        beside = self.without_nulls(more or {})
+        if self.continuous_usage or beside:
             if self.include_usage:
                 beside["usage"] = self.usage_of(usage) if self.continuous_usage else None
             close = b"]," + encode_line(beside)[1:] + b"\n\n"
         return self._open + encode_line(choice) + close
 
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """One choice's new text, with nothing else to tell."""
+        raise NotImplementedError
+
     def text_event(self, index: int, text: str) -> bytes:
         """One choice's new text as an event that tells nothing else."""
         around = self._around.get(index)
         if around is None:
-            before, after = self.around_text
-            around = self._around[index] = (
-                self._open + b'{"index":%d,%b' % (index, before),
-                after + self.close,
-            )
+            choice = encode_line(self.without_nulls(self.text_choice(index, "")))
+            before, _, after = choice.partition(b'""')  # the only empty string
+            around = self._around[index] = (self._open + before, after + self.close)
         return around[0] + encode_line(text) + around[1]
 
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
@@ -253,6 +270,16 @@ class OpenAIBuilder(Builder):
         if not self.include_usage:
             return DONE
         return self._no_choice + encode_line(self.usage_of(usage, choices)) + b"}\n\n" + DONE
+
+    def without_nulls(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """A part of an answer without the nulls that only vLLM sends, unless the server has `--rl`
+        or the request has a field that OpenAI does not have.
+        """
+        return {
+            name: value
+            for name, value in told.items()
+            if self._sends_nulls or value is not None or name not in _NULLS_OF_VLLM
+        }
 
     def ending(self, sample: TrainingSample) -> dict[str, Any]:
         """What else is told of a choice that has ended."""

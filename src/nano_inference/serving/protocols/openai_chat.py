@@ -186,11 +186,6 @@ def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
 class ChatBuilder(OpenAIBuilder):
     """One request."""
 
-    around_text = (
-        b'"delta":{"content":',
-        b'},"logprobs":null,"finish_reason":null,"token_ids":null}',
-    )
-
     def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
         super().__init__(
             request,
@@ -267,6 +262,10 @@ class ChatBuilder(OpenAIBuilder):
             for place, each in enumerate(events)
         )
 
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """One choice's new text, with nothing else to tell."""
+        return _choice(index, {"content": text})
+
     def _deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         if piece.reasoning and self._shows_reasoning:
@@ -291,14 +290,17 @@ class ChatBuilder(OpenAIBuilder):
     def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
         """The answer."""
         first, scored = choices[0].finished, self.request.prompt_logprobs is not None
-        return self.head | {
-            "choices": LazyArray(map(self._finished, choices)),
-            "usage": self.usage_of(usage, choices),
+        beside = {
             "prompt_logprobs": self.prompt_logprobs(first)
             if scored and first is not None
             else None,
             "prompt_token_ids": self._prompt if self.request.return_token_ids else None,
             "kv_transfer_params": None,
+        }
+        return self.head | {
+            "choices": LazyArray(map(self._finished, choices)),
+            "usage": self.usage_of(usage, choices),
+            **self.without_nulls(beside),
         }
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
@@ -315,11 +317,12 @@ class ChatBuilder(OpenAIBuilder):
         )
         if calls:
             message["tool_calls"] = [_tool_call(call) for call in calls]
+        message = self.without_nulls(message)
         told = _choice(choice.index, message, self._reason(sample, bool(calls)), "message")
         told |= {"routed_experts": None} | self.ending(sample)
         if self._extras:
             told |= self._extras_of(choice.whole)
-        return told
+        return self.without_nulls(told)
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -51,11 +51,6 @@ _Rows = dict[str, list[Any]]
 class CompletionBuilder(OpenAIBuilder):
     """One request."""
 
-    around_text = (
-        b'"text":',
-        b',"logprobs":null,"finish_reason":null,"stop_reason":null,'
-        b'"prompt_token_ids":null,"token_ids":null}',
-    )
     names = OpenAIBuilder.names | {
         "top_logprobs": "logprobs",
         "prompt_top_logprobs": "prompt_logprobs (with echo also logprobs)",
@@ -171,6 +166,10 @@ class CompletionBuilder(OpenAIBuilder):
         self._correct(usage)
         return self.event(self._whole(piece, text), usage)
 
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """One choice's new text, with nothing else to tell."""
+        return self._choice(index, text, None)
+
     def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
         """The usage, if it is wanted, and the end's mark."""
         self._correct(usage)
@@ -185,12 +184,13 @@ class CompletionBuilder(OpenAIBuilder):
         return self.head | {
             "choices": told,
             "usage": self.usage_of(usage),
-            "kv_transfer_params": None,
+            **self.without_nulls({"kv_transfer_params": None}),
         }
 
     def _finished(self, choice: Choice) -> dict[str, Any]:
         text = "" if self._hides else choice.content
-        return self._whole(choice.whole, self._echo_of(choice.index) + text if self.echo else text)
+        text = self._echo_of(choice.index) + text if self.echo else text
+        return self.without_nulls(self._whole(choice.whole, text))
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -277,6 +277,19 @@ class ChatRequest(OpenAIFields, ChatTemplateFields):
     )
 
 
+# Fields that OpenAI's document has. A request with any other is of a client of vLLM, or of ours.
+_OPENAIS = frozenset(
+    (
+        *("model", "messages", "prompt", "echo", "best_of", "n", "stop", "stream"),
+        *("stream_options", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "seed", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens"),
+        *("response_format", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
+        "prompt_cache_retention",
+    )
+)
+BEYOND_OPENAI = {*CompletionRequest.model_fields, *ChatRequest.model_fields} - _OPENAIS
+
+
 _REASON = {"enum": ["stop", "length", "tool_calls", "abort"]}
 _USAGE = thing(
     "prompt_tokens",
@@ -313,8 +326,6 @@ _MESSAGE = thing(
     "role",
     "content",
     "refusal",
-    "reasoning_content",
-    "reasoning",
     role={"const": "assistant"},
     content=nullable(STRING),
     refusal={"type": "null"},

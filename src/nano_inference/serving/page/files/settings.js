@@ -1,6 +1,6 @@
 // Sampling settings, as both views have them: a table of fields, the form that is made of it, and
-// what a request holds of it. An empty field leaves its value out, so that the server's default for
-// the model holds; that default stands in the field, in grey.
+// what a request holds of it. An empty field shows the default for the model in grey, which is sent:
+// it may differ from the default of the route.
 
 import { byId, html } from "./dom.js";
 import { keep, kept } from "./store.js";
@@ -209,6 +209,7 @@ export class Settings {
   #controls = new Map(); // name -> its element
   #view;
   #hints;
+  #sampling = {}; // the server's defaults: name -> value
 
   constructor(view, { shown, hints, without = [] }) {
     this.#view = view;
@@ -268,14 +269,15 @@ export class Settings {
     this.#fit();
   }
 
-  /** Empty all fields, so that the server's defaults hold. */
+  /** Empty all fields, so that the defaults hold. */
   reset() {
     this.fill({});
     keep(`${this.#view} settings`, {});
   }
 
-  /** Show what the server takes where a field is empty; `sampling`: name -> value. */
+  /** Show and send these values for empty fields; `sampling`: name -> value. */
   expect(sampling) {
+    this.#sampling = sampling;
     for (const [name, value] of Object.entries({ ...sampling, ...this.#hints })) {
       const control = this.#controls.get(name);
       if (control) control.placeholder = String(value);
@@ -289,7 +291,7 @@ export class Settings {
 
   /** The fields of a request. `takesTools`: of a chat. Throws an Error that names the field. */
   body({ takesTools }) {
-    const body = {};
+    const body = { ...this.#sampling };
     for (const field of FIELDS) {
       const text = this.text(field.name);
       if (!this.#controls.has(field.name) || !text.trim()) continue;
