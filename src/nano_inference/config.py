@@ -109,7 +109,7 @@ class EngineConfig:
         quantization: keep the weights of layers and head as codes of 8 or 4 bits with scales, and
             multiply codes (docs/models.md). `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
-            reference model ask for plain weights; else None. `"int8"`: 8 bits, a scale a row (o and
+            reference model ask for plain weights; else None, as for embedded models. `"int8"`: 8 bits, a scale a row (o and
             down: one a segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4
             bits in layers, 8 in the head, a scale for 32 weights; `"file"`: the blocks of a `.gguf`
             file, or the codes of a quantised checkpoint, as they are. Updates are quantised as they

@@ -18,6 +18,7 @@ from nano_inference import (
 from nano_inference.config import with_plain_weights
 from nano_inference.engine import backends, quantization
 from nano_inference.engine.quantization import blocks_bytes, settle_quantization, told_weights
+from nano_inference.models.embedded import find_embedded
 from nano_inference.models.weights import formats_of
 from nano_inference.rl import LoraPolicy, PolicyModel
 from tests.models.hf_to_gguf import hf_to_gguf
@@ -68,6 +69,14 @@ def test_engine_of_a_gguf_file_computes_its_blocks(folder: Path) -> None:
             found[asked] = engine.generate([5, 6, 7], GREEDY)[0]
     assert found["auto"] == found["file"]
     assert found["auto"].numerics != found["none"].numerics
+
+
+@NEEDS_COMPILER
+def test_auto_is_plain_for_models_that_packages_carry() -> None:
+    asked = EngineConfig("SmolLM2-135M", device="cpu")
+    assert settle_quantization(asked, CPU).quantization is None
+    file = str(find_embedded("smollm2-135m"))
+    assert settle_quantization(replace(asked, model_path=file), CPU).quantization == "file"
 
 
 @NEEDS_COMPILER

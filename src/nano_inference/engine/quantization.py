@@ -10,9 +10,11 @@ import torch
 from nano_inference.config import SELF, EngineConfig
 from nano_inference.engine.backends import bf16_gains, no_cpu_kernels_for, wants_cpu_kernels
 from nano_inference.engine.memory import gibibytes
+from nano_inference.models.embedded import EMBEDDED_MODELS
 from nano_inference.models.folders import describe_model, gguf_of, load_spec
 from nano_inference.models.gguf import tensors_of
 from nano_inference.models.gguf_codes import KINDS
+from nano_inference.models.names import plain_name
 from nano_inference.ops.cpu.build import available_instruction_set
 from nano_inference.ops.formats import FILE, FORMATS
 from nano_inference.scheduling.sequence import POLICY
@@ -93,13 +95,15 @@ def _name(dtype: torch.dtype) -> str:
 
 def _allows_blocks(config: EngineConfig) -> bool:
     """Whether no other option asks for plain weights: for weights of a dtype, for several ranks,
-    for models beside this one that a trainer compares it with or that have no blocks.
+    for models beside this one that a trainer compares it with or that have no blocks. A model that
+    a package carries is named like a checkpoint, and trainers name it: it is plain too.
     """
     ranks = config.tensor_parallel * config.pipeline_parallel
     ranks *= config.context_parallel * config.expert_parallel
     others = (config.ref_model_path, config.draft_quantization)
     return (
         config.dtype == "auto"
+        and plain_name(config.model_path) not in EMBEDDED_MODELS
         and ranks == 1
         and all(each is None for each in others)
         and wants_cpu_kernels(config)

@@ -48,6 +48,7 @@ def test_options_that_both_have() -> None:
     assert engine_config(told, "some/model", 3) == EngineConfig(
         "some/model",
         dtype="float32",
+        quantization=None,
         max_model_len=900,
         max_batch_size=64,
         max_tokens_per_batch=8192,
