@@ -109,12 +109,12 @@ class EngineConfig:
         quantization: keep the weights of layers and head as codes of 8 or 4 bits with scales, and
             multiply codes (docs/models.md). `"auto"`: `"file"` for a `.gguf` file on a CPU whose
             kernels multiply its blocks, unless `dtype`, another backend, several ranks or a
-            reference model ask for plain weights; else None, as for embedded models. `"int8"`: 8 bits, a scale a row (o and
-            down: one a segment of a row); `"int8-32"`: 8 bits, a scale for 32 weights; `"int4"`: 4
-            bits in layers, 8 in the head, a scale for 32 weights; `"file"`: the blocks of a `.gguf`
-            file, or the codes of a quantised checkpoint, as they are. Updates are quantised as they
-            come, which an engine that `"auto"` put into blocks warns of. None or `"none"`: weights
-            of `dtype`. For `backend="cpu"` and `"reference"`.
+            reference model ask for plain weights; else None, as for embedded models. `"int8"`: 8
+            bits, a scale a row (o and down: one a segment of a row); `"int8-32"`: 8 bits, a scale
+            for 32 weights; `"int4"`: 4 bits in layers, 8 in the head, a scale for 32 weights;
+            `"file"`: the blocks of a `.gguf` file, or the codes of a quantised checkpoint, as they
+            are. Updates are quantised as they come, which an engine that `"auto"` put into blocks
+            warns of. None or `"none"`: weights of `dtype`. For `backend="cpu"` and `"reference"`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"` …, or `"auto"`: cuda if there is one, else cpu.
         backend: which operations run. `"cpu"`: kernels in C++, built on first use (seconds; it
             needs a C++ compiler); `"cuda"`: kernels in Triton, built on first use, and cuBLAS;
