@@ -102,21 +102,25 @@ class Engines:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: dict[EngineConfig, InferenceEngine] = {}
+        self._kept: dict[EngineConfig, tuple[InferenceEngine, contextlib.ExitStack]] = {}
 
     @contextlib.contextmanager
     def open(self, config: EngineConfig) -> Iterator[InferenceEngine]:
         """An engine without requests, and with an empty prefix cache."""
-        engine = self._kept.pop(config, None) or InferenceEngine(config)
+        engine, closing = self._kept.pop(config, None) or self._build(config)
         try:
             yield engine
             engine.flush_cache()
         except BaseException:
-            engine.close()
+            closing.close()
             raise
-        self._kept[config] = engine  # the newest is last
+        self._kept[config] = engine, closing  # the newest is last
         if len(self._kept) > self._most:
-            self._kept.pop(next(iter(self._kept))).close()
+            self._kept.pop(next(iter(self._kept)))[1].close()
+
+    def _build(self, config: EngineConfig) -> tuple[InferenceEngine, contextlib.ExitStack]:
+        closing = contextlib.ExitStack()
+        return closing.enter_context(InferenceEngine(config)), closing
 
     def opener(
         self, schedule: Schedule
@@ -129,8 +133,8 @@ class Engines:
 
     def close(self) -> None:
         """Close all of them."""
-        for engine in self._kept.values():
-            engine.close()
+        for _, closing in self._kept.values():
+            closing.close()
 
 
 @pytest.fixture
