@@ -184,11 +184,9 @@ part() { stage "$1" "$python" -m benchmarks.gpu part "$1" --out "$out" --models 
 "$python" -m benchmarks.gpu missing --out "$out" --models "$models" "${dry[@]}" 2>&1 | tee -a "$out/log.txt"
 [ "${PIPESTATUS[0]}" -eq 0 ] || die "nothing can be run here: see above."
 
-law=("$python" -m pytest -q tests/gpu/test_gpu_law.py -m gpu -p no:cacheprovider -W default)
-[ ${#dry[@]} -eq 0 ] || law+=(--gpu-dry-run)
 stage precompile "$python" -m tests.gpu.precompile --seconds @LIMIT "${dry[@]}"
 stage smoke "$python" -m tests.gpu.smoke --models "$models" "${dry[@]}"
-stage law "${law[@]}"
+stage law "$python" -m tests.gpu.run --law --out "$out/shards" --seconds @LIMIT "${dry[@]}"
 stage tests "$python" -m tests.gpu.run --out "$out/shards" --seconds @LIMIT "${dry[@]}"
 stage sanitize "$python" tests/gpu/sanitize.py --tool memcheck --seconds 35 "${dry[@]}"
 for name in rates engine variants large torch-loop kernels pdl sweep rl transformers; do

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu.run [--out FOLDER] [--seconds N] [--jobs N] [--dry-run]`: the tests of this
+"""`python -m tests.gpu.run [--law] [--out FOLDER] [--seconds N] [--jobs N] [--dry-run]`: the tests of this
 folder in several processes at once.
 
 The tests of memory need the card to themselves and run first. Each shard writes to a file of its
@@ -58,8 +58,13 @@ TOGETHER = (
     Shard("test_gpu_kernels.py", "8b"),
     Shard("test_gpu_kernels.py", "gemma3"),
 )
-# `scripts/gpu_check.sh` has a stage of its own for the law; the compiler's tests need no card.
-ELSEWHERE = ("test_gpu_law.py", "test_triton_compile.py")
+LAW = (
+    *(Shard("test_gpu_law.py", f"product and {model}") for model in ("0.6b", "8b", "head")),
+    *(Shard("test_gpu_law.py", f"attention and {model}") for model in ("0.6b", "8b", "gemma3")),
+    Shard("test_gpu_law.py", "logprobs"),
+)
+# What the rest of a dry run leaves out: the law has a run of its own; the others need no card.
+ELSEWHERE = ("test_gpu_law.py", "test_triton_compile.py", "test_kernel_sets.py")
 
 
 def command_of(shard: Shard, dry: bool) -> list[str]:
@@ -132,16 +137,19 @@ def main() -> int:
         default=0,
         help="processes at once; not given: as many as there are cores",
     )
+    parser.add_argument(
+        "--law", action="store_true", help="only test_gpu_law.py; not given: all others"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     # this process needs a moment to show what the last ones wrote
     end = time.monotonic() + options.seconds - PATIENCE - 2
     jobs = options.jobs or min(len(TOGETHER), os.cpu_count() or 1)
+    alone, together = ((), LAW) if options.law else (ALONE, TOGETHER)
     if options.dry_run:  # nothing is compiled, and starting costs more than the tests
-        codes = run_all((Shard("", marked=True),), 1, options.out, end, dry=True)
-    else:
-        codes = run_all(ALONE, 1, options.out, end, dry=False)
-        codes += run_all(TOGETHER, jobs, options.out, end, dry=False)
+        alone, together = (Shard("test_gpu_law.py" if options.law else ""),), ()
+    codes = run_all(alone, 1, options.out, end, options.dry_run)
+    codes += run_all(together, jobs, options.out, end, options.dry_run)
     print(f"verdict: {codes.count(0)} of {len(codes)} shards", flush=True)
     return int(any(codes))
 
