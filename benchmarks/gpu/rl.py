@@ -65,7 +65,10 @@ def measure_rl(run: "Run") -> None:
     with ours.opened(scale, run.small(), **memory) as engine:
         samples = timer("generate", lambda: engine.generate(prompts, params, progress=False))
         weights = weights_of(run.small(), scale.device)
-        timer("update_weights, all, from the card", lambda: engine.update_weights(weights, blocking=True))
+        timer(
+            "update_weights, all, from the card",
+            lambda: engine.update_weights(weights, blocking=True),
+        )
         weights.clear()
         for kept in (True, False):
             words = "KV cache" if kept else "KV cache and weights"

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 REPEATS, CALLS = 3, 10
 BLOCK_SIZE = 16
 BEST = 3  # settings of a case that have a row, with the one that the engine has
+
+
+# Applies a setting; within it the function runs what is timed.
+Opened = Callable[[], contextlib.AbstractContextManager[Callable[[], Any]]]
 
 
 class _Tuned(attention.Attention):
@@ -59,7 +63,7 @@ class Sweep:
     def case(
         self,
         name: str,
-        settings: dict[str, Callable[[], contextlib.AbstractContextManager[Callable[[], Any]]]],
+        settings: Mapping[str, Opened],
     ) -> None:
         """Time each setting by its captured run; the first is the engine's."""
         found: dict[str, list[float]] = {}
@@ -155,8 +159,11 @@ def products(sweep: Sweep, run: "Run", rows: int) -> None:
 
     @contextlib.contextmanager
     def opened(programs: int, tile: int, vector_rows: int) -> Iterator[Callable[[], Tensor]]:
-        changes = {"PROGRAMS": programs, "VECTOR_TILE": tile, "VECTOR_ROWS": vector_rows}
-        with patch.multiple(few_rows, **changes):
+        with (
+            patch.object(few_rows, "PROGRAMS", programs),
+            patch.object(few_rows, "VECTOR_TILE", tile),
+            patch.object(few_rows, "VECTOR_ROWS", vector_rows),
+        ):
             yield layer_by_layer
 
     grid = list(itertools.product((256, 132, 512), (32 << 10, 16 << 10, 64 << 10), (2, 1)))
