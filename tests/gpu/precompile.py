@@ -100,7 +100,9 @@ def compile_all(only: str, jobs: int, arch: int, seconds: float) -> int:
         print(f"no set of kernels has {only!r} in its name", flush=True)
         return 2
     with ThreadPoolExecutor(jobs) as pool:
-        ended = list(pool.map(lambda each: run_one(*each, arch, began + seconds), parts))
+        ended = list(
+            pool.map(lambda each: run_one(each[0], each[1], each[2], arch, began + seconds), parts)
+        )
     kernels = sum(int(each) for each in ended if each.isdecimal())
     print(
         f"verdict: {kernels} kernels of {len(parts)} parts by {jobs} processes in "

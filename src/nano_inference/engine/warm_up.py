@@ -72,11 +72,17 @@ def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
         return [min(most, 64)]
     from nano_inference.ops.cuda.matmul import kinds_of_rows  # brings in Triton
 
-    weights = [
+    matrices = (
         each for each in model.params.values() if isinstance(each, Tensor) and each.dim() == 2
-    ]
-    shapes = {(*weight.shape, weight.dtype) for weight in weights}
-    return sorted({rows for shape in shapes for rows in kinds_of_rows(*shape, most, model.device)})
+    )
+    shapes = {(len(each), each.shape[1], each.dtype) for each in matrices}
+    return sorted(
+        {
+            rows
+            for columns, depth, dtype in shapes
+            for rows in kinds_of_rows(columns, depth, dtype, most, model.device)
+        }
+    )
 
 
 def _step(rows: int, block_size: int, weight_set: str) -> ForwardBatch:
