@@ -1,14 +1,14 @@
 """The kernels that an engine launches, found without a GPU: its own steps, graphs and draws on
 tensors that have shapes and no memory.
 
-`recorded` counts the different kernels; `tests/gpu/precompile.py` compiles them. What decides about
+`python -m tests.gpu.kernel_sets` counts the different kernels, `tests/gpu/precompile.py` compiles
+them. Triton's interpreter must be off (`TRITON_INTERPRET`). What decides about
 a kernel here is Triton's own key: constants, dtypes, alignments and options.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -242,5 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     main()

@@ -8,7 +8,7 @@ with two rows; compiled kernels stay in Triton's cache on the disk, and later st
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.columns import to_device
 from nano_inference.config import EngineConfig
+from nano_inference.engine.memory import longest_asked
 from nano_inference.engine.storage import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
@@ -54,6 +55,7 @@ def run_all_kinds(
     config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
 ) -> None:
     """Run each kind of draw, and a step of each number of rows that has kernels of its own."""
+    longest = longest_asked(config, [model.spec for model in models.values()])
     for name, model in models.items():
         hidden = torch.zeros(
             (SAMPLES, model.spec.hidden_size), dtype=model.dtype, device=model.device
@@ -61,13 +63,13 @@ def run_all_kinds(
         for batch in kinds_of_draws():
             model.draw(hidden, to_device(batch, model.device))
         for rows in kinds_of_steps(config, model):
-            batch = to_device(_step(rows, config.block_size, name), model.device)
-            model.draw(model.forward(batch, storages[name]).hidden, _plain(model.device))
+            batch = _step(rows, longest, config.block_size, name)
+            model.forward(to_device(batch, model.device), storages[name])
 
 
 def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
-    """Numbers of rows, of one prompt and of one decode beside it."""
-    most = min(config.max_tokens_per_batch, config.max_chunk_tokens or model.spec.max_position)
+    """Numbers of rows that have kernels of their own."""
+    most = config.max_tokens_per_batch
     if not model.ops.schedule_invariant:
         return [min(most, 64)]
     from nano_inference.ops.cuda.matmul import kinds_of_rows  # brings in Triton
@@ -85,14 +87,12 @@ def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
     )
 
 
-def _step(rows: int, block_size: int, weight_set: str) -> ForwardBatch:
-    """A prompt of `rows` - 1 tokens and a decode, all in the same block."""
-    chunks = [Rows([0], block_size, (0, 0))]
-    if rows > 1:
-        chunks.append(Rows([0] * (rows - 1), 0, [0] * -(-(rows - 1) // block_size)))
-    draws = [0, rows - 1] if rows > 1 else [0]
+def _step(rows: int, longest: int, block_size: int, weight_set: str) -> ForwardBatch:
+    """A decode, and prompts of at most `longest` tokens for all other rows; all in one block."""
+    lengths = [min(longest, rows - 1 - done) for done in range(0, rows - 1, longest)]
+    position = min(block_size, longest - 1)
+    chunks = [Rows([0], position, [0] * (position // block_size + 1))]
+    chunks += [Rows([0] * length, 0, [0] * -(-length // block_size)) for length in lengths]
+    ends = accumulate(len(chunk.token_ids) for chunk in chunks)
+    draws = [end - 1 for end in ends]
     return batch_of_rows(chunks, block_size, draws=draws, weight_set=weight_set)
-
-
-def _plain(device: torch.device) -> Any:
-    return to_device(sampling_batch([DrawRequest(SamplingParams(), 0)]), device)
