@@ -23,7 +23,7 @@ set -uo pipefail
 
 # name, group, limit in seconds
 stages=(
-    "precompile right 60" "smoke right 80" "law right 60" "tests right 230" "sanitize right 90"
+    "precompile right 75" "smoke right 80" "law right 60" "tests right 230" "sanitize right 90"
     "rates speed 20" "engine speed 150" "variants speed 150" "large speed 110" "torch-loop speed 100"
     "kernels causes 80" "pdl causes 40" "sweep causes 150" "rl causes 80" "transformers causes 90" "races causes 80"
 )
