@@ -123,7 +123,7 @@ some-mutants: $(INSTALLED) ## an eighth of them; the commit decides which
 sanitize: ## the CPU kernels under address, undefined-behaviour and thread sanitizers
 	bash tests/sanitize/run.sh
 
-gpu-check: ## everything that a machine with a GPU can tell, in ten minutes; results in out/gpu/
+gpu-check: ## everything that a machine with a GPU can show, in half an hour; results in out/gpu/
 	bash scripts/gpu_check.sh
 
 pictures: $(INSTALLED) $(PAGE) ## the pictures of the documents, from today's code and the committed reports; a quiet machine

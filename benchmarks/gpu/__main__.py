@@ -39,7 +39,10 @@ def missing(out: Out = Path("out/gpu"), dry_run: DryRun = False, models: Models 
 @app.command()
 def part(
     name: Annotated[
-        str, typer.Argument(help="rates, engine, variants, torch-loop, transformers, large")
+        str,
+        typer.Argument(
+            help="rates, engine, variants, large, torch-loop, kernels, pdl, sweep, rl, transformers"
+        ),
     ],
     out: Out = Path("out/gpu"),
     dry_run: DryRun = False,

@@ -2,13 +2,16 @@
 runs.
 """
 
+import hashlib
 import importlib.metadata
+import os
 import platform
 import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +30,8 @@ PACKAGES = (
     "pytest",
     "hypothesis",
 )
+IGNORED_FOLDERS = frozenset({"__pycache__", "prebuilt"})
+CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_throttle_reasons.active"
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -35,6 +40,7 @@ def describe(device: str) -> dict[str, Any]:
         "device": device,
         "python": platform.python_version(),
         "commit": machine.commit(),
+        "tree_of_src": tree_hash(machine.ROOT / "src"),
         "processor": machine.processor(),
     }
     found["memory_gib"] = str(round(psutil.virtual_memory().total / 2**30))
@@ -45,6 +51,30 @@ def describe(device: str) -> dict[str, Any]:
         if device != "cpu"
         else {"card": "none: a dry run on the CPU, whose figures mean nothing"}
     )
+
+
+def tree_hash(folder: Path) -> str:
+    """The name that git has for a folder of sources: `git rev-parse COMMIT:src`, where there is no
+    .git. Files that git ignores are not counted.
+    """
+    entries: list[tuple[bytes, bytes]] = []
+    for path in folder.iterdir():
+        if path.is_dir():
+            if path.name in IGNORED_FOLDERS or path.name.endswith(".egg-info"):
+                continue
+            entries.append(
+                (
+                    path.name.encode() + b"/",
+                    b"40000 %b\0%b" % (path.name.encode(), bytes.fromhex(tree_hash(path))),
+                )
+            )
+        elif path.suffix != ".pyc":
+            mode = b"100755" if os.access(path, os.X_OK) else b"100644"
+            data = path.read_bytes()
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).digest()
+            entries.append((path.name.encode(), b"%b %b\0%b" % (mode, path.name.encode(), blob)))
+    body = b"".join(entry for _, entry in sorted(entries))
+    return hashlib.sha1(b"tree %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
 
 
 def version_of(name: str) -> str:
@@ -78,6 +108,11 @@ def ask_driver(fields: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip()
+
+
+def clocks(device: str) -> str:
+    """Clocks, temperature, power and why it is throttled, right after work: `CLOCKS`."""
+    return "none" if device == "cpu" else ask_driver(CLOCKS)
 
 
 def wait(device: str) -> None:
@@ -140,7 +175,8 @@ def measure_rates(
 
 def _bandwidth(device: str, copy_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds of a copy and of a sum."""
-    source = torch.zeros(copy_bytes // 4, dtype=torch.float32, device=device)
+    # random: zeros cost less power, and a card that compresses would move fewer bytes
+    source = torch.randn(copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copies = seconds_of(lambda: target.copy_(source), device, repeats, calls=4)
     return copies, seconds_of(lambda: source.sum(), device, repeats, calls=4)

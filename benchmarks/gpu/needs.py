@@ -17,16 +17,24 @@ GIB = 1 << 30
 CARD_FOR_LARGE = 40 * GIB
 OLDEST_TORCH, OLDEST_TRITON, OLDEST_CARD = (2, 11), (3, 4), (8, 0)
 STAGES = (
+    "precompile",
+    "smoke",
+    "law",
     "tests",
     "sanitize",
     "rates",
     "engine",
     "variants",
-    "torch-loop",
-    "transformers",
     "large",
+    "torch-loop",
+    "kernels",
+    "pdl",
+    "sweep",
+    "rl",
+    "transformers",
     "races",
 )
+GRAMMARS = ("llguidance", "msgspec")  # what requests with a grammar need
 
 
 @dataclass(frozen=True)
@@ -60,13 +68,28 @@ def packages() -> list[Need]:
     required = dict.fromkeys(
         ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "typer", "rich"), STAGES
     )
-    optional = {"pytest": ("tests",), "hypothesis": ("tests",), "transformers": ("transformers",)}
+    optional = {
+        "pytest": ("law", "tests"),
+        "hypothesis": ("tests",),
+        "transformers": ("transformers",),
+    }
     found: list[Need] = []
-    for name, skips in (required | optional).items():
+    for name, skips in (required | optional | dict.fromkeys(GRAMMARS, ())).items():
         absent = importlib.util.find_spec(name) is None
         problem = f"{name} is not installed" if absent else too_old(name, version_of(name))
+        if problem and name in GRAMMARS:
+            problem += ": no request of the tests has a grammar"
         found.append(Need(name, version_of(name), problem, skips, fatal=name in required))
-    return found
+    return [*found, peer()]
+
+
+def peer() -> Need:
+    """FlashInfer, whose attention the plain torch loop takes where it is installed."""
+    absent = importlib.util.find_spec("flashinfer") is None
+    return Need(
+        "flashinfer",
+        "none: the loop takes torch's attention" if absent else version_of("flashinfer-python"),
+    )
 
 
 def too_old(name: str, version: str) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import card
 from benchmarks.gpu.card import wait
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.workload import nano_vllm
@@ -15,6 +16,7 @@ from benchmarks.ours import run
 from benchmarks.roofline import Rates, Shape
 from benchmarks.workloads import WARM_UP_TOKENS, Workload
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.types import EngineStats
 
 WARM_STEPS = 10  # decode steps before the timed ones
 BLOCKS = 5  # the timed steps are cut into so many blocks, for their spread
@@ -23,12 +25,19 @@ MOST_STEPS = 2000  # until all prompts are computed
 
 @dataclass(frozen=True)
 class Decoded:
-    """A steady decode: seconds of a step, block by block, and the mean context of all sequences
-    together.
+    """A steady decode.
+
+    Attributes:
+        seconds: of a step, block by block.
+        context: mean of all sequences' tokens together.
+        phases: microseconds of the host in an average step, by phase of the loop.
+        clocks: of the card right after it.
     """
 
     seconds: list[float]
     context: float
+    phases: dict[str, float]
+    clocks: str
 
     def rates(self, batch: int) -> list[float]:
         """Tokens a second."""
@@ -115,6 +124,7 @@ def decode(
     start_decode(engine, batch, scale, params)
     context = lengths = sum(len(seq.token_ids) for seq in engine.loop.sequences.running)
     each = max(1, scale.steps // BLOCKS)
+    before = engine.stats()
     seconds: list[float] = []
     for _ in range(BLOCKS):
         wait(scale.device)
@@ -123,11 +133,22 @@ def decode(
             engine.step()
         wait(scale.device)
         seconds.append((time.perf_counter() - began) / each)
+    clocks, after = card.clocks(scale.device), engine.stats()
     if len(engine.loop.sequences.running) != batch:
         raise RuntimeError("a sequence ended while it was timed.")
     lengths = sum(len(seq.token_ids) for seq in engine.loop.sequences.running)
     engine.abort()
-    return Decoded(seconds, (context + lengths) / 2)
+    return Decoded(seconds, (context + lengths) / 2, phases_between(before, after), clocks)
+
+
+def phases_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Microseconds of the host in an average step since `before`, by phase."""
+    steps = after.num_steps - before.num_steps
+    old = before.step_microseconds
+    return {
+        name: (each * after.num_steps - old.get(name, 0.0) * before.num_steps) / max(steps, 1)
+        for name, each in after.step_microseconds.items()
+    }
 
 
 def decode_bound(shape: Shape, rates: Rates, batch: int, context: float) -> float:

@@ -6,6 +6,7 @@ import gc
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import card, few_rows, head, hf, idle, ours
+from benchmarks.gpu import card, few_rows, flash_loop, head, hf, idle, ours
+from benchmarks.gpu.kernels import measure_kernels
 from benchmarks.gpu.models import random_model
+from benchmarks.gpu.pdl import measure_pdl
 from benchmarks.gpu.report import Part, median_of, ratio, runs_of
+from benchmarks.gpu.rl import measure_rl
 from benchmarks.gpu.scale import Scale
+from benchmarks.gpu.sweep import measure_sweep
 from benchmarks.gpu.torch_loop import TorchLoop
 from benchmarks.gpu.workload import TEMPERATURE, nano_vllm
 from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
@@ -75,7 +80,9 @@ def attempt(part: Part, name: str, measure: Callable[[], None]) -> None:
     try:
         measure()
     except Exception as error:
-        part.fail(name, f"{type(error).__name__}: {error}")
+        stack = traceback.format_exc()
+        print(stack, flush=True)
+        part.fail(name, f"{type(error).__name__}: {error}", stack)
     gc.collect()
 
 
@@ -152,6 +159,7 @@ def started(part: Part, engine: InferenceEngine, began: float, scale: Scale) -> 
         table=str(engine.memory_budget),
         numerics=engine.numerics.fingerprint,
     )
+    part.add("CUDA graphs", [engine.memory_budget.graphs / 2**20], "MiB")
 
 
 def sampling_of(tokens: int) -> Any:
@@ -171,7 +179,11 @@ def decoded(
         found.rates(batch),
         "tok/s",
         note=f"{found.context / batch:.0f} tokens of context each",
+        clocks=found.clocks,
     )
+    whole = sum(found.phases.values())
+    phases = ", ".join(f"{name} {each:.0f}" for name, each in found.phases.items())
+    part.add(f"decode, batch {batch}, host", [whole], "µs a step", note=f"µs by phase: {phases}")
     share = [ratio(bound, each) for each in found.seconds]
     target = 0.8 if batch == 1 and part.name == "engine" else None
     part.add(
@@ -301,7 +313,7 @@ def measure_variants(run: Run) -> None:
 def varied(part: Part, name: str, changes: dict[str, Any], folder: Path, run: Run) -> None:
     with ours.opened(run.scale, folder, **changes) as engine:
         load = run.nano()
-        seconds = ours.timed(engine, load, run.scale, max(1, run.scale.repeats - 1))
+        seconds = ours.timed(engine, load, run.scale, 1)  # a run takes ten seconds
         rate = part.add(
             f"nano-vllm, {name}", [load.output_tokens / each for each in seconds], "output tok/s"
         )
@@ -334,24 +346,35 @@ def measure_large(run: Run) -> None:
 
 
 def measure_loop(run: Run) -> None:
-    """The plain torch loop."""
-    scale, part, folder, load = run.scale, Part(run.out, "torch-loop"), run.small(), run.nano()
-    # Batches of like lengths, which it could not know beforehand: to its advantage.
-    requests = sorted(load.requests, key=lambda request: request.max_tokens)
+    """The plain torch loop: with torch's attention, and with FlashInfer's where that is
+    installed.
+    """
+    part = Part(run.out, "torch-loop")
+    kinds: dict[str, type[TorchLoop]] = {"": TorchLoop}
+    if flash_loop.is_there():
+        kinds[", FlashInfer"] = flash_loop.FlashLoop
+    for name, kind in kinds.items():
+        looped(part, run, name, kind)
+
+
+def looped(part: Part, run: Run, name: str, kind: type[TorchLoop]) -> None:
+    """Steady decodes and the nano-vllm workload of one kind of loop."""
+    scale, folder, load = run.scale, run.small(), run.nano()
     for batch in scale.batches:
-        context = scale.context + scale.steps
         attempt(
             part,
-            f"decode, batch {batch}",
-            lambda b=batch, c=context: loop_decode(part, folder, b, c, scale),
+            f"decode, batch {batch}{name}",
+            lambda b=batch: loop_decode(part, folder, b, scale, name, kind),
         )
         card.release(scale.device)
+    # Batches of like lengths, which it could not know beforehand: to its advantage.
+    requests = sorted(load.requests, key=lambda request: request.max_tokens)
     size = min(LOOP_BATCH, len(requests))
     groups = [requests[i : i + size] for i in range(0, len(requests), size)]
     most = max(len(r.prompt) for r in requests) + max(r.max_tokens for r in requests)
 
     def whole() -> None:
-        loop = TorchLoop(folder, size, most, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
+        loop = kind(folder, size, most, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
         loop.capture_all(most) if scale.device != "cpu" else None
         loop.prefill([request.prompt for request in groups[0]])
         card.wait(scale.device)
@@ -363,17 +386,21 @@ def measure_loop(run: Run) -> None:
         card.wait(scale.device)
         rate = load.output_tokens / (time.perf_counter() - began)
         part.add(
-            "nano-vllm",
+            f"nano-vllm{name}",
             [rate],
             "output tok/s",
             note=f"batches of {size} sorted by length; no logprobs",
         )
 
-    attempt(part, "nano-vllm", whole)
+    attempt(part, f"nano-vllm{name}", whole)
+    card.release(scale.device)
 
 
-def loop_decode(part: Part, folder: Path, batch: int, longest: int, scale: Scale) -> None:
-    loop = TorchLoop(folder, batch, longest, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
+def loop_decode(
+    part: Part, folder: Path, batch: int, scale: Scale, name: str, kind: type[TorchLoop]
+) -> None:
+    longest = scale.context + scale.steps
+    loop = kind(folder, batch, longest, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
     if scale.device != "cpu":
         loop.capture_all(longest)
     loop.prefill([[1 + i % 7] * scale.context for i in range(batch)])
@@ -386,7 +413,7 @@ def loop_decode(part: Part, folder: Path, batch: int, longest: int, scale: Scale
         card.wait(scale.device)
         rates.append(batch * each / (time.perf_counter() - began))
     part.add(
-        f"decode, batch {batch}",
+        f"decode, batch {batch}{name}",
         rates,
         "tok/s",
         note=f"from {scale.context} tokens of context; no logprobs",
@@ -446,4 +473,8 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "torch-loop": measure_loop,
     "transformers": measure_transformers,
     "large": measure_large,
+    "kernels": measure_kernels,
+    "pdl": measure_pdl,
+    "sweep": measure_sweep,
+    "rl": measure_rl,
 }

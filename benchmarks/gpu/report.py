@@ -11,6 +11,7 @@ from benchmarks.gpu.published import PUBLISHED
 from benchmarks.measure import Row, cell, console, spread
 
 PARTS = "parts"
+MOST_STACK = 4000  # characters of an exception's stack
 
 
 class Part:
@@ -52,9 +53,10 @@ class Part:
         self._write(row)
         return figure["median"]
 
-    def fail(self, name: str, problem: str) -> None:
-        """Note what could not be measured, and why."""
-        self._write({"part": self.name, "name": name, "problem": problem[:500]})
+    def fail(self, name: str, problem: str, stack: str = "") -> None:
+        """Note what could not be measured, and why; `stack` is the end of the exception's."""
+        row = {"part": self.name, "name": name, "problem": problem[:500]}
+        self._write(row | ({"stack": stack[-MOST_STACK:]} if stack else {}))
 
     def _write(self, row: Row) -> None:
         self.rows.append(row)

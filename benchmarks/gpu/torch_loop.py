@@ -47,14 +47,21 @@ class TorchLoop:
         self.embed, self.norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
         self.head = weights.get("lm_head.weight", self.embed)
         self.layers = [_layer(weights, f"model.layers.{i}.") for i in range(spec.num_layers)]
-        shape = (spec.num_layers, batch, spec.num_kv_heads, self.longest, spec.head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.dtype = dtype
+        self._make_cache()
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         # of the tokens in `tokens`
         self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch, device=device)
         self.cos, self.sin = _rotary(spec.head_dim, self.longest, spec.ropes[0].theta, device)
         self.steps: dict[int, Callable[[], None]] = {}
+
+    def _make_cache(self) -> None:
+        spec = self.spec
+        shape = (spec.num_layers, self.batch, spec.num_kv_heads, self.longest, spec.head_dim)
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)
+        )
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -74,8 +81,7 @@ class TorchLoop:
             cos, sin = self.cos[:width, None], self.sin[:width, None]
             for i, layer in enumerate(self.layers):
                 q, k, v = self._project(layer, x, cos, sin)  # [B, T, heads, D]
-                self.keys[i, start : start + len(part), :, :width] = k.transpose(1, 2)
-                self.values[i, start : start + len(part), :, :width] = v.transpose(1, 2)
+                self._store_prompts(i, start, k, v)
                 found = functional.scaled_dot_product_attention(
                     q.transpose(1, 2),
                     k.transpose(1, 2),
@@ -112,23 +118,33 @@ class TorchLoop:
         return self.steps[bucket]
 
     def _step(self, reach: int) -> None:
-        spec, batch = self.spec, self.batch
         x = self.embed[self.tokens][:, None]
         cos, sin = self.cos[self.positions][:, None, None], self.sin[self.positions][:, None, None]
         # [B, 1, 1, reach]
         mask = (torch.arange(reach, device=self.device) <= self.positions[:, None])[:, None, None]
-        group = spec.num_heads // spec.num_kv_heads
         for i, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, cos, sin)
-            self.keys[i, self.rows, :, self.positions] = k[:, 0]
-            self.values[i, self.rows, :, self.positions] = v[:, 0]
-            # Query heads of a key head stand as rows of it: no key is copied.
-            grouped = q.view(batch, spec.num_kv_heads, group, spec.head_dim)
-            keys, values = self.keys[i, :, :, :reach], self.values[i, :, :, :reach]
-            found = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-            x = self._after(layer, x, found.reshape(batch, 1, -1))
+            found = self._attend(i, q, k, v, mask)
+            x = self._after(layer, x, found.reshape(self.batch, 1, -1))
         self.tokens.copy_(self._draw(x[:, 0]))
         self.positions.add_(1).clamp_(max=self.longest - 1)
+
+    def _store_prompts(self, i: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Keep keys and values [B, T, heads, D] of a layer, from sequence `start` on."""
+        places = slice(start, start + len(k))
+        self.keys[i, places, :, : k.shape[1]] = k.transpose(1, 2)
+        self.values[i, places, :, : v.shape[1]] = v.transpose(1, 2)
+
+    def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Keep the newest key and value of each sequence, and attend to all that `mask` shows."""
+        spec, reach = self.spec, mask.shape[-1]
+        self.keys[i, self.rows, :, self.positions] = k[:, 0]
+        self.values[i, self.rows, :, self.positions] = v[:, 0]
+        # Query heads of a key head stand as rows of it: no key is copied.
+        group = spec.num_heads // spec.num_kv_heads
+        grouped = q.view(self.batch, spec.num_kv_heads, group, spec.head_dim)
+        keys, values = self.keys[i, :, :, :reach], self.values[i, :, :, :reach]
+        return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
 
     def _project(
         self, layer: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor

@@ -1,16 +1,23 @@
-"""Launch every kernel at small shapes: `compute-sanitizer python tests/gpu/sanitize.py
+"""Launch every kernel at small shapes: `python tests/gpu/sanitize.py [--tool memcheck]
 [--dry-run]`.
 
 Every tensor is an allocation of its own (torch's cache is off), so that an access beyond one is
 seen. What nobody may read holds NaN. No graphs: what they replay is launched here, or where rows
 are few by the probe of each engine.
+
+With `--tool` the cases run twice: once plainly, which compiles their kernels, then under
+compute-sanitizer, so that the tool's time goes to launches and not to Triton's compiler.
 """
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 # torch reads it when it makes its first tensor
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
@@ -75,30 +82,81 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             return steps
 
 
-def main() -> None:
+class Case(NamedTuple):
+    """A model and how it is computed."""
+
+    family: str
+    dtype: str
+    batch_invariant: bool
+
+
+def cases_of(dry_run: bool) -> list[Case]:
+    """All of them; the first four have both dtypes, invariant and not, in case time is short."""
+    if dry_run:
+        return [
+            Case(family, "float32", exact) for family, exact in (("qwen3", False), ("gemma3", True))
+        ]
+    families = list(MODELS)
+    return [
+        Case(families[(turn + place) % len(families)], dtype, exact)
+        for turn in range(len(families))
+        for place, (dtype, exact) in enumerate(
+            (dtype, exact) for dtype in ("bfloat16", "float32") for exact in (False, True)
+        )
+    ]
+
+
+def run_cases(cases: Sequence[Case], seconds: float, device: str) -> None:
+    """Run cases until the time is over, and say after each how many are done."""
+    began = time.monotonic()
+    for done, case in enumerate(cases, start=1):
+        steps = exercise(case.family, case.dtype, device, case.batch_invariant)
+        print(f"{case.family}, {case.dtype}, batch_invariant={case.batch_invariant}: {steps} steps")
+        print(f"verdict: {done} of {len(cases)} cases", flush=True)
+        if time.monotonic() - began > seconds:
+            break
+
+
+def under(tool: str, seconds: float, dry_run: bool) -> int:
+    """Run the cases plainly, then under a tool of compute-sanitizer; returns its exit code."""
+    again = [sys.executable, __file__, "--seconds", str(seconds), *["--dry-run"][: int(dry_run)]]
+    if dry_run:  # nothing is compiled, and there is no tool
+        return subprocess.run(again, check=False).returncode
+    began = time.monotonic()
+    warm = subprocess.run(again, check=False, capture_output=True, text=True)
+    print(
+        f"without the tool: {time.monotonic() - began:.0f} s, exit code {warm.returncode}",
+        flush=True,
+    )
+    if warm.returncode:
+        print(warm.stdout, warm.stderr, sep="\n", flush=True)
+        return warm.returncode
+    # The tool would follow compilers and drivers that Triton starts, and slow those down, too.
+    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
+    command += ["--report-api-errors", "no", "--error-exitcode", "9"]
+    return subprocess.run([*command, *again], check=False).returncode
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description="Launch every kernel at small shapes.")
     parser.add_argument(
         "--dry-run", action="store_true", help="on the CPU, through Triton's interpreter"
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="nothing is begun after so many"
+        "--seconds", type=float, default=60.0, help="no case is begun after so many"
+    )
+    parser.add_argument(
+        "--tool", choices=("memcheck", "racecheck", "initcheck"), help="of compute-sanitizer"
     )
     options = parser.parse_args()
+    if options.tool:
+        return under(options.tool, options.seconds, options.dry_run)
     if options.dry_run:
         interpret()
     device = "cpu" if options.dry_run else "cuda"
-    dtypes = ("float32",) if options.dry_run else ("bfloat16", "float32")
-    cases = [
-        (family, dtype, exact) for dtype in dtypes for exact in (False, True) for family in MODELS
-    ]
-    began = time.monotonic()
-    for place, (family, dtype, exact) in enumerate(cases[:2] if options.dry_run else cases):
-        if time.monotonic() - began > options.seconds:
-            print(f"no time is left for {len(cases) - place} of {len(cases)} cases", flush=True)
-            break
-        steps = exercise(family, dtype, device, exact)
-        print(f"{family}, {dtype}, batch_invariant={exact}: {steps} steps", flush=True)
+    run_cases(cases_of(options.dry_run), options.seconds, device)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -60,6 +60,8 @@ def moved(batch: ForwardBatch, device: str) -> ForwardBatch:
 def numbers(
     seed: int, *shape: int, device: str, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> Tensor:
-    """Normal numbers that are the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
+    """Normal numbers, drawn on the device: a CPU takes seconds for the head of a large model. They
+    are the same whenever they are drawn on the same device.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)

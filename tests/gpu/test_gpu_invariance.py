@@ -2,13 +2,22 @@
 
 As `tests/invariance`, with batch_invariant=True: many more drawn schedules than an interpreter has
 time for, graphs and updates included. Each test draws until its seconds are over, so that a slow
-card checks less and a fast one more.
+card checks less and a fast one more. The first example compiles kernels, and the clock starts when
+it is done.
+
+Building an engine takes longer than most examples. So few graph sizes are captured, schedules come
+from a pool, and an engine stays for the next example of its schedule. Tiles and splits are small
+(`small_tiles`): a tiny model has several of each, whose sums are merged. `test_gpu_law.py` has the
+sizes of real models.
 """
 
 import contextlib
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,11 +25,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from nano_inference import InferenceEngine, TrainingSample
+from nano_inference import EngineConfig, InferenceEngine, TrainingSample
+from nano_inference.engine import graphs
 from nano_inference.models.loading import load_spec
 from tests.gpu.target import Target
 from tests.invariance import test_update_invariance as updates
-from tests.invariance.scenario import Request, Schedule, run, same_bits
+from tests.invariance.scenario import Request, Schedule, run, same_bits, small_tiles
 from tests.invariance.test_schedule_invariance import requests, schedules
 from tests.invariance.test_window_invariance import bytes_of_a_unit_token, fitted
 from tests.models.tiny import tiny_llama, tiny_model
@@ -29,7 +39,11 @@ from tests.structured.vocabularies import with_tokenizer
 pytestmark = pytest.mark.gpu
 
 FAMILIES = ("llama", "gemma3", "mistral")  # windows in no layer, in some, in all
-SECONDS = 22.0  # for each of the drawn tests
+SECONDS = 22.0  # for each of the drawn tests, after its first example
+POOL = 24  # schedules of a test
+KEPT = 12  # engines that a test keeps
+GRAPH_SIZES = frozenset({1, 4, 16, 64})  # that are captured, with the largest batch
+HAS_GRAMMARS = all(find_spec(name) for name in ("llguidance", "msgspec"))
 MANY = settings(
     max_examples=100_000,
     phases=[Phase.generate],
@@ -54,13 +68,15 @@ class Clock:
     """Draws until the time is over; hypothesis by itself would go on to a number of examples."""
 
     def __init__(self, seconds: float, most: int) -> None:
-        self.end, self.most, self.drawn, self.failed = time.monotonic() + seconds, most, 0, False
+        self.seconds, self.most, self.drawn, self.failed = seconds, most, 0, False
+        self._end: float | None = None  # once the first example has compiled its kernels
 
     def check(self, run: Callable[[], None]) -> None:
         """One example. Raises `Over` instead, but not where a failure is run again to be
         reported.
         """
-        if not self.failed and (self.drawn >= self.most or time.monotonic() > self.end):
+        over = self._end is not None and time.monotonic() > self._end
+        if not self.failed and (self.drawn >= self.most or over):
             raise Over
         self.drawn += 1
         try:
@@ -68,6 +84,8 @@ class Clock:
         except BaseException:
             self.failed = True
             raise
+        if self._end is None:
+            self._end = time.monotonic() + self.seconds
 
     def draw(self, test: Callable[[], None]) -> None:
         """All examples of a test that checks them by this clock."""
@@ -77,9 +95,98 @@ class Clock:
         assert self.drawn
 
 
+class Engines:
+    """Engines kept by what they were built from; those with a cache of a request's own size are
+    not.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: dict[EngineConfig, tuple[InferenceEngine, contextlib.ExitStack]] = {}
+
+    @contextlib.contextmanager
+    def open(self, config: EngineConfig) -> Iterator[InferenceEngine]:
+        """An engine without requests, and with an empty prefix cache."""
+        engine, closing = self._kept.pop(config, None) or self._build(config)
+        try:
+            yield engine
+            engine.flush_cache()
+        except BaseException:
+            closing.close()
+            raise
+        self._kept[config] = engine, closing  # the newest is last
+        if len(self._kept) > self._most:
+            self._kept.pop(next(iter(self._kept)))[1].close()
+
+    def _build(self, config: EngineConfig) -> tuple[InferenceEngine, contextlib.ExitStack]:
+        closing = contextlib.ExitStack()
+        return closing.enter_context(InferenceEngine(config)), closing
+
+    def opener(
+        self, schedule: Schedule
+    ) -> Callable[[EngineConfig], AbstractContextManager[InferenceEngine]]:
+        """How a scenario gets its engine. Drafts change one for good, and a tight cache fits one
+        example only.
+        """
+        keeps = schedule.num_blocks is None and schedule.drafts == "none"
+        return self.open if keeps else InferenceEngine
+
+    def close(self) -> None:
+        """Close all of them."""
+        for _, closing in self._kept.values():
+            closing.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    kept = Engines(KEPT)
+    yield kept
+    kept.close()
+
+
 @pytest.fixture
 def clock(target: Target) -> Clock:
     return Clock(SECONDS, 1 if target.dry else 10**9)
+
+
+@pytest.fixture(autouse=True)
+def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing all sizes takes seconds."""
+    sizes = graphs.graph_sizes
+    monkeypatch.setattr(
+        graphs,
+        "graph_sizes",
+        lambda largest: tuple(size for size in sizes(largest) if size in {*GRAPH_SIZES, largest}),
+    )
+
+
+def pool_of(size: int) -> list[Schedule]:
+    """Some schedules: half of them with engines that can be kept."""
+    draw = random.Random(0)
+    found: list[Schedule] = []
+    for place in range(size):
+        tight = place % 4 == 1
+        drafts = ("none", "none", "none", "right", "none", "changing", "none", "self")[place % 8]
+        found.append(
+            Schedule(
+                block_size=draw.choice((1, 4, 16, 24, 64)),
+                max_batch_size=draw.choice((1, 2, 8, 64, 256)),
+                max_tokens_per_batch=draw.choice((3, 17, 64, 8192)),
+                max_chunk_tokens=draw.choice((None, 1, 7, 33, 64)),
+                enable_prefix_caching=draw.random() < 0.5,
+                lookahead=draw.choice((0, 1)),
+                num_blocks=1 if tight else None,
+                cache_type=draw.choice(("paged", "radix")),
+                drafts=drafts,
+                max_drafts=draw.choice((1, 3, 5)),
+            )
+        )
+    return found
+
+
+def without_grammars(work: list[Request]) -> list[Request]:
+    """The same requests where what compiles grammars is not installed."""
+    return [replace(each, params=replace(each.params, grammar=None)) for each in work]
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +226,18 @@ class Alone:
         return self._found[key]
 
 
-def compare(model: Path, dtype: str, work: list[Request], schedule: Schedule, alone: Alone) -> None:
+def compare(
+    model: Path,
+    dtype: str,
+    work: list[Request],
+    schedule: Schedule,
+    alone: Alone,
+    engines: Engines,
+) -> None:
     spec = load_spec(model)
     bytes_per_token = bytes_of_a_unit_token(spec) * getattr(torch, dtype).itemsize // 4
-    together, _ = run(model, dtype, work, fitted(schedule, work, spec), bytes_per_token)
+    own = fitted(schedule, work, spec)
+    together, _ = run(model, dtype, work, own, bytes_per_token, make=engines.opener(schedule))
     for place, request in enumerate(work):
         for expected in alone.samples(request):
             got = together.get((place, expected.sample_index))
@@ -150,19 +265,28 @@ def smaller(work: list[Request]) -> list[Request]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits_under_any_schedule(
-    models: dict[str, Path], family: str, dtype: str, target: Target, clock: Clock
+    models: dict[str, Path],
+    family: str,
+    dtype: str,
+    target: Target,
+    clock: Clock,
+    engines: Engines,
 ) -> None:
     if target.dry and (dtype, family) != ("float32", "gemma3"):
         pytest.skip("a dry run has one model")
-    alone = Alone(models[family], dtype, target)
 
     @MANY
-    @given(work=requests(), schedule=schedules)
+    @given(work=requests(), schedule=st.sampled_from(pool_of(POOL)))
     def drawn(work: list[Request], schedule: Schedule) -> None:
         mine = smaller(work) if target.dry else work
-        clock.check(lambda: compare(models[family], dtype, mine, target.on(schedule), alone))
+        mine = mine if HAS_GRAMMARS else without_grammars(mine)
+        clock.check(
+            lambda: compare(models[family], dtype, mine, target.on(schedule), alone, engines)
+        )
 
-    clock.draw(drawn)
+    with small_tiles():
+        alone = Alone(models[family], dtype, target)
+        clock.draw(drawn)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""A module in FlashInfer's place: the wrapper that we call, in plain torch, after its
+"""A module in FlashInfer's place: the wrappers that we call, in plain torch, after its
 documentation.
 
 It computes what the documentation says the wrapper computes, and refuses what it says the wrapper
@@ -92,3 +92,55 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if self.window_left >= 0:
             seen &= at >= own - self.window_left  # the left, inclusive
         return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 0)
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """Attention of one query a sequence over pages, as captured graphs use it: the plan goes to
+    buffers of the caller.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+    ) -> None:
+        buffers = (
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+        )
+        assert not use_cuda_graph or None not in buffers
+        self._buffers = buffers
+        self._inner = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+    ) -> None:
+        for buffer, values in zip(self._buffers, (indptr, indices, last_page_len), strict=True):
+            assert buffer is not None
+            assert len(values) <= len(buffer), "more than the graph's buffer holds"
+            buffer[: len(values)] = values
+        rows = torch.arange(len(indptr), dtype=torch.int32)
+        self._inner.plan(
+            rows, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+            causal=True, sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        return self._inner.run(q, paged_kv_cache)

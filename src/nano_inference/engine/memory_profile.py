@@ -14,6 +14,7 @@ from nano_inference.columns import to_device
 from nano_inference.config import EngineConfig
 from nano_inference.engine.memory import Claims, gibibytes, longest_asked
 from nano_inference.engine.storage import KVStorage, kv_shape
+from nano_inference.engine.warm_up import run_all_kinds
 from nano_inference.errors import ConfigError, one_line
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec import ModelSpec
@@ -120,8 +121,8 @@ def measure(
     memory: DeviceMemory,
     graph_memory: GraphMemory | None = None,
 ) -> Claims:
-    """What the card's memory is for beside the KV cache: run the largest step once, and capture
-    graphs once.
+    """What the card's memory is for beside the KV cache: run the largest step and every kind of
+    draw once, so that none compiles kernels later, and capture graphs once.
 
     Args:
         config: of the engine.
@@ -139,6 +140,7 @@ def measure(
     before = memory.read()
     try:
         run_largest_steps(config, models, storages)
+        run_all_kinds(config, models, storages)
     except torch.OutOfMemoryError:
         raise ConfigError(_too_large(config, models, weights, before)) from None
     except Exception as problem:

@@ -110,6 +110,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     tile = few if num_rows <= few.rows else many
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, cut.columns)
     split = is_split(cut, num_tiles)
+    programs = num_tiles * (cut.num_segments if split else 1)
     sums = torch.empty((cut.num_segments, num_rows, num_columns), device=x.device) if split else out
     _product_kernel[num_tiles, cut.num_segments if split else 1](
         x,
@@ -130,7 +131,7 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         GROUP,
         "ieee" if weight.dtype == torch.float32 else "tf32",  # no choice but for float32
         num_warps=tile.num_warps,
-        num_stages=_num_stages(cut, tile, num_tiles * (cut.num_segments if split else 1), weight),
+        num_stages=_num_stages(cut, tile, programs, weight.element_size(), weight.device),
         enable_fp_fusion=False,
     )
     if split:
@@ -168,12 +169,38 @@ def is_split(cut: WeightCut, num_tiles: int) -> bool:
     return cut.num_segments > 1 and num_tiles <= MOST_SPLIT_TILES
 
 
-def _num_stages(cut: WeightCut, tile: RowTile, programs: int, weight: Tensor) -> int:
+def kinds_of_rows(
+    num_columns: int, depth: int, dtype: torch.dtype, most: int, device: torch.device
+) -> list[int]:
+    """Numbers of rows up to `most`, one for each kernel that `invariant_product` is compiled to for
+    a weight [num_columns, depth].
+    """
+    cut = tiling(num_columns, depth, dtype)
+    few, many = _ROW_TILES[dtype == torch.float32]
+    found: dict[tuple[RowTile, bool, int], int] = {}
+    rows = 1
+    while rows <= most:
+        tile = few if rows <= few.rows else many
+        num_tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_columns, cut.columns)
+        split = is_split(cut, num_tiles)
+        programs = num_tiles * (cut.num_segments if split else 1)
+        found.setdefault(
+            (tile, split, _num_stages(cut, tile, programs, dtype.itemsize, device)), rows
+        )
+        if not split and programs > PROCESSORS and tile is many:
+            break  # nothing changes any more
+        rows = few.rows + 1 if tile is few else (rows - 1) // tile.rows * tile.rows + tile.rows + 1
+    return list(found.values())
+
+
+def _num_stages(
+    cut: WeightCut, tile: RowTile, programs: int, itemsize: int, device: torch.device
+) -> int:
     """As many tiles on their way as fit, where two programs share an SM or each has one to
     itself.
     """
-    stage = (tile.rows + cut.columns) * cut.depth * weight.element_size()
-    memory = shared_memory(weight.device) // (1 if programs <= PROCESSORS else 2)
+    stage = (tile.rows + cut.columns) * cut.depth * itemsize
+    memory = shared_memory(device) // (1 if programs <= PROCESSORS else 2)
     return max(2, min(MOST_STAGES, memory // stage))
 
 

@@ -464,6 +464,7 @@ def _mask_kernel(
 
 
 _TILE = 16  # samples ranked at once: bounds the memory of a large vocabulary, 8 bytes a token
+_SHOWN = 32  # best tokens of one kernel; more have kernels by powers of two
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -508,8 +509,8 @@ def best_tokens(
         )  # fmt: skip
         best = ranks[:count].topk(k, dim=-1).values
         _show_kernel[count,](
-            best, batch.temperature, shown, draw.top_ids, draw.top_logprobs, num, first,
-            K=k, WIDTH=triton.next_power_of_2(k), num_warps=4, enable_fp_fusion=False,
+            best, batch.temperature, shown, draw.top_ids, draw.top_logprobs, num, first, k,
+            WIDTH=max(_SHOWN, triton.next_power_of_2(k)), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -559,8 +560,8 @@ def _rank_kernel(
     tl.store(ranks + place * V + ids, rank, mask=ids < V)
 
 
-@triton.jit(
-    do_not_specialize=["num", "first"],
+@triton.jit(  # how many are shown has no kernel of its own
+    do_not_specialize=["num", "first", "K"],
     do_not_specialize_on_alignment=["temperatures", "best", "shown", "top_ids", "top_logprobs"],
 )
 def _show_kernel(
@@ -571,8 +572,8 @@ def _show_kernel(
     top_logprobs,  # float32 [R, K], written
     num,
     first,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
+    K,
+    WIDTH: tl.constexpr,  # K at least
 ):
     """Grid (samples of the tile,): ids and logprobs of rank values."""
     place = tl.program_id(0).to(tl.int64)

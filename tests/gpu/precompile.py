@@ -1,0 +1,147 @@
+"""`python -m tests.gpu.precompile [--jobs N] [--seconds N] [--arch 90] [--only WORD] [--dry-run]`:
+compile the kernels of the engines that a check of a GPU builds, in several processes.
+
+It needs no GPU: a stand-in for Triton's driver names the target, and the binaries go to Triton's
+cache (`TRITON_CACHE_DIR`). So it also makes a cache for a machine elsewhere. Triton finds them there if it
+has the same version, and if the folder has the same path.
+
+Triton's launchers are not among them: a C compiler makes those on the machine that launches.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+PARTS = 6  # processes that share the kernels of a set, of which an engine has about 80
+TINY = ("llama", "gemma3", "mistral", "qwen3", "olmo2", "granite", "mixtral")
+
+
+def names_of_sets() -> list[str]:
+    """By what a check needs first: models, dtype, mode."""
+    exact = ("fast", "invariant")
+    real = [f"{size}/bfloat16/{mode}" for size in ("small", "large") for mode in exact]
+    return [*real, *(f"tiny/{dtype}/{mode}" for dtype in ("bfloat16", "float32") for mode in exact)]
+
+
+def configs_of(models: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each config.json, and options of its engine. Tiny models share most of their kernels, so one
+    process counts all of them.
+    """
+    from benchmarks.gpu.scale import REAL
+    from tests.models.tiny import tiny_model
+
+    if models in ("small", "large"):
+        options = {"max_model_len": REAL.options["max_model_len"]}
+        return [(getattr(REAL, models), options)]
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for family in TINY:
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny_model(Path(folder), family) / "config.json"
+            found.append((json.loads(path.read_text()), {"max_batch_size": 64}))  # as `Target` has
+    return found
+
+
+def compile_part(name: str, part: int, parts: int, arch: int) -> int:
+    """Compile each `parts`-th kernel of a set; returns how many."""
+    from tests.gpu.kernel_sets import KernelSet, engine_of, recording
+
+    models, dtype, mode = name.split("/")
+    with recording(arch, lambda place: place % parts == part) as names:
+        for config, options in configs_of(models):
+            engine_of(KernelSet(name, config, dtype, mode == "invariant", options)).start()
+    return len(range(part, len(names), parts))
+
+
+def work(only: str) -> Iterator[tuple[str, int, int]]:
+    for name in names_of_sets():
+        if only in name:
+            for part in range(PARTS):
+                yield name, part, PARTS
+
+
+def run_one(name: str, part: int, parts: int, arch: int, end: float) -> str:
+    """Compile a part in a process of its own; returns what became of it."""
+    left = end - time.monotonic()
+    if left < 5:
+        return "no time"
+    command = [sys.executable, "-m", "tests.gpu.precompile", "--arch", str(arch)]
+    command += ["--part", name, str(part), str(parts)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=left, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "no time"
+    if done.returncode:
+        print(f"{name}, part {part}: {done.stderr[-600:]}", flush=True)
+        return "failed"
+    return done.stdout.split()[-1]
+
+
+def compile_all(only: str, jobs: int, arch: int, seconds: float) -> int:
+    """Compile all parts; returns an exit code."""
+    began = time.monotonic()
+    parts = list(work(only))
+    if not parts:
+        print(f"no set of kernels has {only!r} in its name", flush=True)
+        return 2
+    with ThreadPoolExecutor(jobs) as pool:
+        ended = list(
+            pool.map(lambda each: run_one(each[0], each[1], each[2], arch, began + seconds), parts)
+        )
+    kernels = sum(int(each) for each in ended if each.isdecimal())
+    print(
+        f"verdict: {kernels} kernels of {len(parts)} parts by {jobs} processes in "
+        f"{time.monotonic() - began:.0f} s; {ended.count('failed')} parts failed, "
+        f"{ended.count('no time')} had no time",
+        flush=True,
+    )
+    return int("failed" in ended)
+
+
+def architecture() -> int:
+    """Of the GPU here, 10 times its compute capability; an H100's where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def main() -> int:
+    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+    parser = argparse.ArgumentParser(description="Compile kernels into Triton's cache.")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no part runs longer")
+    parser.add_argument("--arch", type=int, help="90: an H100; not given: of the GPU here")
+    parser.add_argument("--only", default="", metavar="WORD", help="sets whose names contain it")
+    parser.add_argument("--dry-run", action="store_true", help="one part of one set")
+    parser.add_argument("--part", nargs=3, metavar=("SET", "PART", "PARTS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        name, part, parts = options.part
+        print(compile_part(name, int(part), int(parts), options.arch))
+        return 0
+    if options.dry_run:
+        print(
+            "verdict: "
+            + run_one("small/bfloat16/fast", 0, 40, 90, time.monotonic() + 240)
+            + " kernels"
+        )
+        return 0
+    arch = options.arch or architecture()
+    return compile_all(options.only, options.jobs, arch, options.seconds - 5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

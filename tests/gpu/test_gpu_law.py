@@ -1,0 +1,211 @@
+"""The law at the widths of real models, operation by operation: a row has the same bits whatever it
+is computed with.
+
+Tiny models (`test_gpu_invariance.py`) have one segment of a product and one split of keys unless
+their tiles are made small. Here the sizes are those that are served: tiles of few and of many rows,
+segments that are programs of their own, splits that are merged in registers and in memory.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import SamplingParams
+from nano_inference.batch import Rows, batch_of_rows
+from nano_inference.columns import to_device
+from nano_inference.engine.device import queue_of
+from nano_inference.engine.storage import KVStorage
+from nano_inference.models.spec import spec_from_config
+from nano_inference.ops.cuda import sampling
+from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.cuda.matmul import invariant_product
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from tests.gpu.target import Target, moved, numbers
+from tests.invariance.scenario import small_tiles
+from tests.models.tiny import llama_config
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = 16
+# columns of the result, columns of x: qkv, o, gate and up, down
+WEIGHTS = {
+    "0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+    "8b": ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)),
+    "head": ((151_936, 1024),),
+}
+HEADS = {"0.6b": (16, 8, 128), "8b": (32, 8, 128), "gemma3-270m": (4, 1, 256)}
+CONTEXTS = (1, 2, 16, 63, 64, 255, 256, 257, 1000, 4096, 32_768)
+ROWS = 70  # of the end of each context
+CHUNKS = (1, 7, 33)
+
+
+@pytest.fixture(params=["float32", "bfloat16", "float16"])
+def dtype(request: pytest.FixtureRequest, target: Target) -> torch.dtype:
+    if target.dry and request.param == "bfloat16":
+        pytest.skip("the interpreter multiplies matrices of bfloat16 wrongly")
+    return getattr(torch, request.param)
+
+
+@pytest.fixture(autouse=True)
+def tiles(target: Target) -> Iterator[None]:
+    """In a dry run small ones, of which a few numbers fill several."""
+    if not target.dry:
+        yield
+        return
+    with small_tiles():
+        yield
+
+
+@pytest.mark.parametrize("model", WEIGHTS)
+def test_invariant_product_gives_a_row_the_same_bits_among_any_others(
+    target: Target, dtype: torch.dtype, model: str
+) -> None:
+    if target.dry and model != "0.6b":
+        pytest.skip("a dry run has one shape")
+    most, few = target.size(1024, 70), target.size(300, 66)
+    counts = (1, 2, 64, 65, 300) if model == "head" else range(1, few + 1, target.size(1, 16))
+    for columns, depth in ((40, 96),) if target.dry else WEIGHTS[model]:
+        weight = numbers(1, columns, depth, device=target.device, dtype=dtype, scale=0.05)
+        bias = numbers(2, columns, device=target.device, dtype=dtype)
+        x = numbers(3, most, depth, device=target.device, dtype=dtype)
+        for own_bias, result in ((None, torch.float32), (bias, dtype)):
+            whole = invariant_product(x, weight, own_bias, result)
+            for rows in counts:
+                first = (7 * rows) % (most - rows)
+                part = slice(first, first + rows)
+                found = invariant_product(x[part], weight, own_bias, result)
+                assert torch.equal(found, whole[part]), f"{rows} rows of [{columns}, {depth}]"
+
+
+class Context:
+    """The keys and values of sequences of several lengths, and queries of their last rows."""
+
+    def __init__(self, target: Target, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+        num_heads, kv_heads, width = heads
+        config = llama_config(hidden=64) | {
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": width,
+            "num_hidden_layers": 1,
+        }
+        self.device, self.scale = target.device, width**-0.5
+        self.contexts = (1, 33, 70, 90, 100, 110) if target.dry else CONTEXTS
+        self.rows = target.size(ROWS, 6)
+        counts = [-(-length // BLOCK) for length in self.contexts]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+        blocks = iter(order)
+        self.tables = [[next(blocks) for _ in range(count)] for count in counts]
+        self.storage = KVStorage(
+            spec_from_config(config), sum(counts), BLOCK, dtype, torch.device(target.device)
+        )
+        self.storage.keys.copy_(numbers(1, *self.storage.keys.shape, device=target.device))
+        self.storage.values.copy_(numbers(2, *self.storage.values.shape, device=target.device))
+        self.queries = [
+            numbers(10 + place, min(length, self.rows), num_heads, width, device=target.device).to(
+                dtype
+            )
+            for place, length in enumerate(self.contexts)
+        ]
+
+    def attend(
+        self, attention: Attention, parts: Sequence[tuple[int, int, int]], window: int
+    ) -> list[Tensor]:
+        """Attention of parts, each (sequence, first row, rows) of its queries, in one batch."""
+        chunks, queries = [], []
+        for place, first, rows in parts:
+            own = self.queries[place]
+            start = self.contexts[place] - len(own) + first
+            used = self.tables[place][: -(-(start + rows) // BLOCK)]
+            chunks.append(Rows([1] * rows, start, used))
+            queries.append(own[first : first + rows])
+        batch = moved(batch_of_rows(chunks, BLOCK), self.device)
+        plan = attention.plan(batch, BLOCK, window)
+        out = attention.attend(torch.cat(queries), self.storage, 0, plan, self.scale)
+        return list(out.split([rows for _, _, rows in parts]))
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("shape", HEADS)
+def test_attention_gives_a_row_the_same_bits_alone_chunked_and_beside_others(
+    target: Target, dtype: torch.dtype, shape: str, window: int
+) -> None:
+    if target.dry and shape != "0.6b":
+        pytest.skip("a dry run has one shape")
+    window = min(window, 20) if target.dry else window
+    context = Context(target, dtype, (4, 2, 16) if target.dry else HEADS[shape])
+    attention = Attention(batch_invariant=True)
+    wholes = [(place, 0, len(own)) for place, own in enumerate(context.queries)]
+    expected = context.attend(attention, wholes, window)  # all sequences in one batch
+    for place, own in enumerate(context.queries):
+        name = f"{context.contexts[place]} keys, window {window}"
+        (alone,) = context.attend(attention, [(place, 0, len(own))], window)
+        assert torch.equal(alone, expected[place]), f"alone, {name}"
+        for size in CHUNKS:
+            if target.dry and size == 1:
+                continue  # as the last row below
+            parts = [
+                (place, first, min(size, len(own) - first)) for first in range(0, len(own), size)
+            ]
+            found = torch.cat([context.attend(attention, [part], window)[0] for part in parts])
+            assert torch.equal(found, expected[place]), f"chunks of {size}, {name}"
+    last = [(place, len(own) - 1, 1) for place, own in enumerate(context.queries)]
+    for rows, own in zip(context.attend(attention, last, window), expected, strict=True):
+        assert torch.equal(rows, own[-1:]), "a decode beside decodes"
+    mixed = [wholes[-1], *last[:-1]]
+    found = context.attend(attention, mixed, window)
+    assert torch.equal(found[0], expected[-1]), "a prompt beside decodes"
+    for rows, own in zip(found[1:], expected[:-1], strict=True):
+        assert torch.equal(rows, own[-1:]), "a decode beside a prompt"
+
+
+def sampled(rows: range, device: str, temperature: float, **options: float) -> SamplingBatch:
+    """One draw from each of these rows of some logits."""
+    params = SamplingParams(temperature=temperature, raw_logprobs=True, **options)
+    requests = [DrawRequest(params, place, (row, 0, 3)) for place, row in enumerate(rows)]
+    return to_device(sampling_batch(requests), torch.device(device))
+
+
+def same(one: Draw, other: Draw, part: slice) -> bool:
+    names = ("token_ids", "logprobs", "raw_logprobs", "log_kept_mass")
+    return all(torch.equal(getattr(one, name), getattr(other, name)[part]) for name in names)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 40}], ids=["plain", "filtered"])
+@pytest.mark.parametrize("vocab", [151_936, 128_256, 262_144])
+def test_logprobs_are_the_same_captured_eager_scored_few_and_many(
+    target: Target, vocab: int, options: dict[str, float]
+) -> None:
+    if target.dry and vocab != 128_256:
+        pytest.skip("a dry run has one vocabulary")
+    num, size = target.size(256, 5), target.size(vocab, 5000)
+    logits = numbers(1, num, size, device=target.device, scale=3.0)
+    for temperature in (1.0, 0.7):
+        many = sampling.draw(logits, sampled(range(num), target.device, temperature, **options))
+        scored = sampling.score(
+            logits,
+            many.token_ids,
+            torch.full((num,), 1.0, dtype=torch.float64, device=logits.device),
+        )
+        assert torch.equal(scored, many.raw_logprobs), "scored, the model's own"
+        if not options:
+            temperatures = torch.full(
+                (num,), temperature, dtype=torch.float64, device=logits.device
+            )
+            again = sampling.score(logits, many.token_ids, temperatures)
+            assert torch.equal(again, many.logprobs), "scored at the temperature"
+        for first, rows in ((0, 1), (num - 1, 1), (1, target.size(7, 2)), (2, target.size(64, 3))):
+            part = slice(first, first + rows)
+            batch = sampled(range(first, first + rows), target.device, temperature, **options)
+            few = sampling.draw(logits[part], batch)
+            assert same(few, many, part), f"{rows} samples from {first} on"
+            queue, own = queue_of(torch.device(target.device)), logits[part].contiguous()
+            with queue.current():
+                captured = queue.capture(
+                    lambda own=own, batch=batch: sampling.draw(own, batch),
+                    queue.new_pool(),
+                )
+                captured.replay()
+            assert same(captured.output, many, part), f"{rows} samples, captured"

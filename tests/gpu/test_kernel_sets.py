@@ -1,0 +1,46 @@
+"""No request waits for Triton: what serving launches was compiled when the engine started. And those
+kernels can be compiled before, on a machine without a GPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def run(module: str, *options: str, **environment: str) -> str:
+    """By a process of its own: in this one Triton's kernels are the interpreter's."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.gpu.{module}", *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=inherited | environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_serving_compiles_no_kernel_after_the_start() -> None:
+    found = json.loads(run("kernel_sets"))
+    assert len(found) == 2
+    for name, kernels in found.items():
+        assert kernels["at start"] > 50, name
+        assert kernels["later"] == [], name
+
+
+def test_precompile_fills_the_cache_that_triton_reads(tmp_path: Path) -> None:
+    found: list[dict[Path, int]] = []
+    for _ in range(2):
+        said = run("precompile", "--dry-run", TRITON_CACHE_DIR=str(tmp_path))
+        assert said == "verdict: 2 kernels"
+        found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")})
+    assert len(found[0]) == 2
+    assert found[0] == found[1], "compiled again"
