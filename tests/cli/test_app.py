@@ -287,3 +287,13 @@ def test_verbose_may_stand_before_the_command(folders: dict[str, str]) -> None:
     assert logging.getLogger("nano_inference").level == logging.INFO
     assert run("info", folders["bare"]).exit_code == 0
     assert logging.getLogger("nano_inference").level == logging.WARNING
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "160"])
+def test_help_all_writes_whole_names_of_options(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = run("serve", "--help-all").stdout
+    for name in ("--weight-update-group-world-size", "--gpu-memory-utilization"):
+        assert name in shown

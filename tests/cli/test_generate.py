@@ -519,3 +519,19 @@ def test_a_sample_that_failed_says_why(folders: dict[str, str]) -> None:
     result = run("generate", folders["base"], "-p", "ab", "--regex", "(a{9}){9}", *FAST)
     assert result.exit_code == 0
     assert result.stdout.strip() or "error:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--regex", "(ab", "unclosed group"),
+        ("--json-schema", '{"type": "objekt"}', "Invalid type: objekt"),
+    ],
+)
+def test_a_grammar_that_cannot_be_enforced_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, option: str, value: str, reason: str
+) -> None:
+    monkeypatch.setattr("nano_inference.cli.generate.load_engine", None)  # nothing is loaded
+    result = run("generate", "smollm2-135m", "-p", "hi", option, value)
+    assert result.exit_code == 2
+    assert reason in result.output

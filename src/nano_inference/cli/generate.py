@@ -195,10 +195,21 @@ def _grammar(schema: str | None, pattern: str | None, choices: list[str] | None)
     if len(given) > 1:
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other; give one.")
     if schema is not None:
-        return _json_schema(schema)
+        return _enforceable(_json_schema(schema))
     if pattern is not None:
-        return Grammar.regex(pattern)
-    return Grammar.choice(choices) if choices else None
+        return _enforceable(Grammar.regex(pattern))
+    return _enforceable(Grammar.choice(choices)) if choices else None
+
+
+def _enforceable(grammar: Grammar) -> Grammar:
+    """The grammar, if it can be enforced; else it is wrong usage, before a model is loaded."""
+    from nano_inference.structured.backend import backend_named
+
+    try:
+        backend_named("llguidance").check(grammar)
+    except InvalidRequest as problem:
+        raise typer.BadParameter(str(problem)) from problem
+    return grammar
 
 
 def _json_schema(given: str) -> Grammar:

@@ -1,5 +1,6 @@
 """`--help` with the options that most people need, and `--help-all` with every option."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -7,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+WIDE = 100  # columns in which no name of an option is cut
 _ALL = "nano_inference.help_all"  # a context's note that every option is wanted
 
 
@@ -20,9 +22,17 @@ class Command(TyperCommand):
     common: tuple[str, ...] = ()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help; the last line counts the options that it leaves out."""
-        with self._without_rare(ctx):
-            super().format_help(ctx, formatter)
+        """Write the help; the last line counts the options that it leaves out. A narrow terminal
+        gets all options as plain text, since a table would cut their names.
+        """
+        markup = self.rich_markup_mode
+        if ctx.meta.get(_ALL) and shutil.get_terminal_size().columns < WIDE:
+            self.rich_markup_mode = None
+        try:
+            with self._without_rare(ctx):
+                super().format_help(ctx, formatter)
+        finally:
+            self.rich_markup_mode = markup
 
     @contextmanager
     def _without_rare(self, ctx: Any) -> Iterator[None]:

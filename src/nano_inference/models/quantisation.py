@@ -71,6 +71,8 @@ class Quantisation:
 
     def __str__(self) -> str:
         """The method and its schemes, for a line."""
+        if self.method == "gguf":  # each of its matrices has a scheme of its own
+            return "the blocks of a .gguf file"
         kinds = dict.fromkeys(_told(scheme) for _, scheme in self.schemes)
         return f"{self.method} ({'; '.join(kinds)})"
 

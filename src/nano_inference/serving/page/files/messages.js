@@ -130,7 +130,8 @@ export class MessageView {
       goesOn && button("Continue", resume, { class: "small" }),
       copyButton(() => content),
       button("Regenerate", again, {
-        title: "Draw another answer; with a seed in the settings it is the same again",
+        title:
+          "Draw another answer and remove later messages; with a seed in the settings it is the same again",
       }),
       copyButton(linkOf, "Link", {
         title: "Copy a link that fills in this message with its settings and seed, and does not send it",
