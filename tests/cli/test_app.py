@@ -290,10 +290,9 @@ def test_verbose_may_stand_before_the_command(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "160"])
-def test_help_all_writes_whole_names_of_options(
-    columns: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    shown = run("serve", "--help-all").stdout
+def test_help_all_writes_whole_names_of_options(columns: str) -> None:
+    command = [*ENTRY, "serve", "--help-all"]
+    environment = {**os.environ, "COLUMNS": columns}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     for name in ("--weight-update-group-world-size", "--gpu-memory-utilization"):
-        assert name in shown
+        assert name in shown.stdout
