@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample, progress
 from nano_inference.cli import generate as command
 from nano_inference.cli import terminal
 from nano_inference.cli.generate import read_prompts
@@ -535,3 +535,27 @@ def test_a_grammar_that_cannot_be_enforced_is_wrong_usage(
     result = run("generate", "smollm2-135m", "-p", "hi", option, value)
     assert result.exit_code == 2
     assert reason in result.output
+
+
+def test_a_build_of_kernels_is_reported_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    hear = terminal._builds(lambda: now[0])  # pyright: ignore[reportPrivateUsage]
+    for seconds in (0, 1, 29, 30, 31, 61):
+        now[0] = seconds
+        hear(f"compiling CPU kernels (once): {seconds} of 99 files")
+        hear("loading a model")
+    assert [line.split()[-4] for line in capsys.readouterr().err.splitlines()] == [
+        "0",
+        "30",
+        "61",
+    ]
+
+
+def test_loading_hears_of_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(terminal, "_builds", lambda: heard.append)
+    with terminal.errors.status("loading") as status, terminal._shown_in(status):  # pyright: ignore
+        progress.say("compiling")
+    assert heard == ["compiling"]

@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from rich.status import Status
 from rich.text import Text
 
 from nano_inference.errors import ConfigError
-from nano_inference.progress import shown_by
+from nano_inference.progress import SELDOM, Show, heard_by, shown_by
 
 if TYPE_CHECKING:
     from nano_inference.config import EngineConfig
@@ -152,12 +153,27 @@ def _tell_of_a_faster_setting(engine: "InferenceEngine") -> None:
 
 @contextmanager
 def _shown_in(status: Status) -> Iterator[None]:
-    """Long work is told beside the spinner, where there is one."""
+    """Show long work beside the spinner. Without a terminal, a build of kernels is reported in a
+    line at its start and every half minute.
+    """
     if not errors.is_terminal:
-        yield
+        with heard_by(_builds()):
+            yield
         return
     with shown_by(lambda line: status.update(Text(line))):
         yield
+
+
+def _builds(clock: Callable[[], float] = time.monotonic) -> Show:
+    last = -math.inf
+
+    def hear(line: str) -> None:
+        nonlocal last
+        if line.startswith("compiling") and clock() - last >= SELDOM:
+            last = clock()
+            errors.print(line)
+
+    return hear
 
 
 class Interruptible(Generic[Item]):
