@@ -32,7 +32,7 @@ def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
     result = run("chat", "--url", server, "-t", "0", "-m", "24", stdin=lines)
     # the third message leaves no room, and a pipe ends with the first error
     assert result.exit_code == 1
-    assert "the limit is 1024; /reset forgets it" in result.stderr
+    assert "the limit is 1024; /clear forgets it" in result.stderr
     assert len(result.stdout.strip()) > 20
 
 

@@ -277,7 +277,7 @@ def test_what_keeps_an_engine_from_being_built_is_told(
     async def test() -> None:
         for config, error in (
             (EngineConfig(str(tmp_path / "nothing")), ModelLoadError),
-            (EngineConfig(str(model), device="nonsense"), ConfigError),
+            (EngineConfig(str(model), max_batch_size=2, kv_cache_memory=1), ConfigError),
         ):
             client: EngineClient = kind(config, 4096)
             with pytest.raises(error):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 
 from nano_inference.cli.options import read_template
 from nano_inference.errors import ConfigError
@@ -71,7 +72,7 @@ def test_a_chat_template_of_ones_own(url: str, client: ScriptedClient, tmp_path:
     file = tmp_path / "template.jinja"
     file.write_text("{{ x }}")
     assert read_template(file) == "{{ x }}"
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(typer.BadParameter, match="cannot be read: no such file"):
         read_template(tmp_path / "none.jinja")
 
 

@@ -155,7 +155,8 @@ def test_two_slow_grammars_do_not_refuse_other_users_of_tools(
                 assert await asyncio.to_thread(begun.acquire, timeout=30)
             assert (await post("quick")).status_code == 200
             go.set()
-            assert [(await each).status_code for each in held] == [200] * THREADS
+            replies = [await each for each in held]
+            assert [each.status_code for each in replies] == [200] * THREADS, replies[-1].text
 
     with running_server(ScriptedClient(), ServerConfig(port=0)) as url:
         try:
