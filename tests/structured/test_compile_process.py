@@ -99,6 +99,19 @@ def test_a_refusal_and_what_is_printed_leave_the_child_as_it_is(children: Compil
     assert ids(children) == before
 
 
+def test_compile_asks_another_child_if_the_idle_one_is_about_to_end(
+    children: CompileProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still runs when it is chosen, and has ended when the grammar comes."""
+    compiled(children, "")
+    (first,) = ids(children)
+    ((child,),) = children._idle.values()  # pyright: ignore
+    monkeypatch.setattr(type(child), "runs", True)
+    psutil.Process(first).kill()
+    assert compiled(children, "") == FINE
+    assert ids(children) != {first}
+
+
 def test_a_child_that_ended_while_it_was_idle_is_replaced(children: CompileProcesses) -> None:
     compiled(children, "")
     (child,) = ids(children)

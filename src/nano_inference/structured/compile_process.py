@@ -111,24 +111,43 @@ class CompileProcesses:
             CompilationStopped: it took too long or too much memory, or the child crashed.
             InvalidRequest: the grammar cannot be compiled.
         """
-        child = self._take(vocabulary)
         try:
-            answer = child.ask(job, self.time_limit, self._clock_of)
+            answer = self._ask_idle(vocabulary, job)
+            if answer is None:
+                answer = self._ask(self._new(vocabulary), vocabulary, job)
         except _Ended as problem:
-            child.kill()
             raise CompilationStopped(
                 f"the {grammar.kind} grammar cannot be enforced: {problem}."
             ) from None
-        except BaseException:
-            child.kill()
-            raise
-        self._give_back(vocabulary, child)
         if answer.problem:
             reason = " ".join(answer.problem.split())[:500].rstrip(".")
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be enforced: {reason}.")
         return answer.result
 
+    def _ask_idle(self, vocabulary: Vocabulary, job: Job) -> Answer | None:
+        """Return the answer of an idle child. None: there is none; or it was about to end, since no
+        grammar came for long; or the job crashed it, as it will crash the next one. Raises
+        `_Ended`.
+        """
+        child = self._idle_child(vocabulary)
+        with suppress(_Gone):
+            return None if child is None else self._ask(child, vocabulary, job)
+        return None
+
+    def _ask(self, child: "_Child", vocabulary: Vocabulary, job: Job) -> Answer:
+        """Return a child's answer. Raises `_Ended`, with the child killed."""
+        try:
+            answer = child.ask(job, self.time_limit, self._clock_of)
+        except BaseException:
+            child.kill()
+            raise
+        self._give_back(vocabulary, child)
+        return answer
+
     def _take(self, vocabulary: Vocabulary) -> "_Child":
+        return self._idle_child(vocabulary) or self._new(vocabulary)
+
+    def _idle_child(self, vocabulary: Vocabulary) -> "_Child | None":
         with self._lock:
             idle = self._idle.get(vocabulary.key, [])
             while idle:
@@ -136,6 +155,9 @@ class CompileProcesses:
                 if child.runs:
                     return child
                 child.kill()
+        return None
+
+    def _new(self, vocabulary: Vocabulary) -> "_Child":
         words = Words(self._tokens_of(vocabulary), vocabulary.eos_token_ids)
         return _Child(self._module, self.memory, words)
 
@@ -164,6 +186,10 @@ def _kill_all(idle: "dict[str, list[_Child]]") -> None:
 
 class _Ended(Exception):
     """A child came to no answer."""
+
+
+class _Gone(_Ended):
+    """A child ended instead of answering."""
 
 
 class _Child:
@@ -213,7 +239,7 @@ class _Child:
                     raise _Ended(f"its compilation took longer than {limit:g} seconds")
             return msgspec.msgpack.decode(self._channel.recv_bytes(), type=Answer)
         except (EOFError, OSError, psutil.NoSuchProcess):
-            raise _Ended(self._ending()) from None
+            raise _Gone(self._ending()) from None
 
     def _ending(self) -> str:
         try:
