@@ -37,7 +37,7 @@ def tracked() -> list[Path]:
 def read_table(path: Path) -> dict[str, str]:
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-    return {old: new for old, new in rows}
+    return dict(rows)
 
 
 def moved_files(table: dict[str, str], files: list[Path]) -> dict[str, str]:
