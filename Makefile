@@ -73,28 +73,28 @@ test-slow: $(INSTALLED) $(GEMMA) $(SDKS) $(TRL) $(RL_CLIENTS) $(VERL) $(RAY) $(Q
 	$(MAKE) parity simulate mutants
 
 test-sdks: $(SDKS) ## of these, those with dspy, instructor, LiteLLM, pydantic-ai and smolagents
-	$(BIN)/python -m pytest -m slow tests/serving/clients
+	$(BIN)/python -m pytest -m slow tests/server/clients
 
 test-trl: $(TRL) ## those with TRL
-	$(BIN)/python -m pytest -m slow -k trl tests/rl tests/serving/rl tests/docs
+	$(BIN)/python -m pytest -m slow -k trl tests/rl tests/server/trainers tests/docs
 
 test-rl-clients: $(RL_CLIENTS) ## those with verifiers and renderers
-	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/serving/rl tests/docs
+	$(BIN)/python -m pytest -m slow -k "verifiers or renderers" tests/server/trainers tests/docs
 
 test-quantisers: $(QUANTISERS) ## those with compressed-tensors, bitsandbytes and gptqmodel
-	$(BIN)/python -m pytest -m slow tests/models/test_with_quantisers.py
+	$(BIN)/python -m pytest -m slow tests/checkpoints/test_with_quantisers.py
 
 test-tinker: $(TINKER) ## those with tinker and tinker-cookbook
-	$(BIN)/python -m pytest -m slow tests/training_service tests/docs/test_training_service.py
+	$(BIN)/python -m pytest -m slow tests/nano_training_service tests/docs/test_training_service.py
 
 test-page: $(PAGE) ## those with the server's page in /usr/bin/chromium
-	$(BIN)/python -m pytest -m slow tests/serving/page
+	$(BIN)/python -m pytest -m slow tests/server/page
 
 test-verl: $(VERL) ## those with verl on Ray
-	$(BIN)/python -m pytest -m slow -k verl tests/rl
+	$(BIN)/python -m pytest -m slow -k verl tests/nano_ray
 
 test-ray: $(RAY) ## those with replicas on Ray
-	$(BIN)/python -m pytest -m slow --tier all tests/ray_fleet
+	$(BIN)/python -m pytest -m slow --tier all tests/nano_ray
 
 lint: $(INSTALLED) ## formatting and lint rules
 	$(BIN)/ruff format --check .

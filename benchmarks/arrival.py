@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nano_inference.bench.load import PATIENCE, Target, percentile
-from nano_inference.bench.shape import token_requests
-from nano_inference.bench.wire import Broken, Connection, connect
+from nano_bench.load import PATIENCE, Target, percentile
+from nano_bench.shape import token_requests
+from nano_bench.wire import Broken, Connection, connect
 
 STREAMS = 8
 PROMPT = 64  # tokens, of each stream

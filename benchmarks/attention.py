@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops import flex, reference_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.measure import Row, show, spread
 from benchmarks.ours import Options, described, opened
 from nano_inference import Grammar, InferenceEngine, SamplingParams
-from nano_inference.engine.loop import PHASES
+from nano_inference.core.loop import PHASES
 
 PROMPT = "Write a long list of people as JSON: "
 PERSON = {

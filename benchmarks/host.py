@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from benchmarks.machine import processor
-from nano_inference.batch import ForwardBatch
 from nano_inference.config import CacheType, SchedulerConfig
-from nano_inference.engine.assembly import CACHES
-from nano_inference.engine.loop import PHASES, Add, EngineLoop
-from nano_inference.engine.runner import Sampled
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.core.loop import PHASES, Add, EngineLoop
+from nano_inference.core.sequence import CheckedRequest, Sequence
+from nano_inference.device.runner import Sampled
+from nano_inference.ranks.build import CACHES
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
-from nano_inference.scheduling.sequence import CheckedRequest, Sequence
 from nano_inference.types import SamplingParams
 
 BLOCK_SIZE = 16

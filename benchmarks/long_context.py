@@ -8,7 +8,7 @@ import random
 from benchmarks import measure
 from benchmarks.ours import Options, opened
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.models.loading import read_tensors, resolve_model
+from nano_inference.checkpoints.loading import read_tensors, resolve_model
 
 STEPS = 64
 

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 
 from benchmarks.measure import Row, console, show
-from nano_inference.models.loading import resolve_model
+from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.structured.backend import CompilationStopped, Vocabulary, backend_named
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import BackendName, Grammar

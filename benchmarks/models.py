@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from nano_inference.cache_folder import cache_folder
-from nano_inference.models.gguf import described_by
-from nano_inference.models.loading import resolve_model
-from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import param_table, slots
+from nano_inference.checkpoints.gguf.file import described_by
+from nano_inference.checkpoints.loading import resolve_model
+from nano_inference.models.parameters import param_table, slots
+from nano_inference.models.spec.model import spec_from_config
 from nano_inference.rl.checkpoint import checkpoint_of
+from nano_inference.system.cache_folder import cache_folder
 
 CACHE = cache_folder("benchmarks")
 STD = 0.02

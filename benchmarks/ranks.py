@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.host import BLOCK_SIZE, FILTERS, PENALTIES, Bench, Case, NullRunner
-from nano_inference.batch import Chunks
-from nano_inference.engine.workers.link import Link
-from nano_inference.engine.workers.messages import decode_to_worker, encode
-from nano_inference.engine.workers.replay import Draw, Forward, StepReplay, StepSender
+from nano_inference.core.batch import Chunks
+from nano_inference.ranks.link import Link
+from nano_inference.ranks.messages import decode_to_worker, encode
+from nano_inference.ranks.replay import Draw, Forward, StepReplay, StepSender
 from nano_inference.sampling.sampling_batch import Masks
 
 Row = dict[str, Any]

@@ -19,10 +19,10 @@ from benchmarks import machine
 from benchmarks.measure import Row, Stopwatch, show, spread
 from benchmarks.ours import Options, engine_config
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.serving.client import EngineClient, RequestStream
-from nano_inference.serving.fleet.fleet_client import FleetClient
-from nano_inference.serving.fleet.router import Router, Ticket
-from nano_inference.serving.process_client import ProcessClient
+from nano_inference.fleet.fleet_client import FleetClient
+from nano_inference.fleet.router import Router, Ticket
+from nano_inference.remote.client import EngineClient, RequestStream
+from nano_inference.remote.process_client import ProcessClient
 
 PARTS = ("router", "throughput", "failover")
 LENGTHS = (128, 512, 1024, 2048, 8192)

@@ -16,8 +16,8 @@ from benchmarks.measure import Row, Stopwatch, show, spread
 from benchmarks.ours import Options, opened
 from benchmarks.workloads import HIGHEST_ID, LOWEST_ID
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.engine.weights.sync import WeightSyncManager
 from nano_inference.rl import PolicyModel, score
+from nano_inference.weights.sync import WeightSyncManager
 
 RUNNING = 16  # sequences that run while weights change
 CONTEXT = 256  # tokens of each of them, where it matters

@@ -16,7 +16,7 @@ from benchmarks.ours import Options, engine_config
 from examples.grpo import Recipe, Task
 from examples.same_hash import Run, whole_run
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.models.loading import load_spec, resolve_model
+from nano_inference.checkpoints.loading import load_spec, resolve_model
 from nano_inference.rl import score
 
 # what the engine is told of drafts

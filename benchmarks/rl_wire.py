@@ -32,9 +32,9 @@ from benchmarks.rl import RUNNING, run_many, seconds_of
 from benchmarks.serve import Choice, log_of, under_load
 from benchmarks.servers import Running
 from benchmarks.wire_trainer import FLOWS
-from nano_inference.bench.load import Load, Target, drive, run
-from nano_inference.bench.shape import Ask, token_requests
-from nano_inference.bench.wire import connect
+from nano_bench.load import Load, Target, drive, run
+from nano_bench.shape import Ask, token_requests
+from nano_bench.wire import connect
 
 PARTS = ("logprobs", "update")
 PLAIN = "/v1/completions, none"

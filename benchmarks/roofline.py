@@ -26,8 +26,8 @@ from benchmarks.measure import Row, Stopwatch, cell, console, show, spread
 from benchmarks.models import model_path
 from benchmarks.ours import Options, described, opened, timed
 from benchmarks.workloads import Workload, distinct_prompt_tokens, with_shared_prefix, workload
-from nano_inference.models.loading import load_spec
-from nano_inference.models.spec import ModelSpec
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.models.spec.model import ModelSpec
 
 READ_BYTES = 512 << 20  # far above the caches
 RATE_RUNS = 5

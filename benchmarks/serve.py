@@ -32,9 +32,9 @@ from benchmarks.peers import install
 from benchmarks.peers.compare import OURS
 from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.servers import Running
-from nano_inference.bench.cpu_time import CpuMeter, server_parts
-from nano_inference.bench.load import Load, Target, drive, run
-from nano_inference.bench.shape import token_requests
+from nano_bench.cpu_time import CpuMeter, server_parts
+from nano_bench.load import Load, Target, drive, run
+from nano_bench.shape import token_requests
 
 ALONE = f"{OURS}, no server"
 PARTS = ("throughput", "first", "arrival", "idle")

@@ -21,7 +21,7 @@ from benchmarks.peers.llama_cpp import clean_environment, free_port
 from benchmarks.peers.process import LOAD_LIMIT, PeerFailed, Processes
 from benchmarks.peers.vllm_cpu import SETTINGS, environment
 from benchmarks.peers.vllm_worker import MAX_SEQUENCES
-from nano_inference.bench.load import Target
+from nano_bench.load import Target
 
 NAME = "the-model"  # under which all serve it
 ENTRY = "from nano_inference.cli import app; app()"

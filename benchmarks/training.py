@@ -15,7 +15,7 @@ from benchmarks.models import model_path
 from benchmarks.ours import Options, opened
 from benchmarks.rl import token_ids
 from nano_inference import LoraSettings
-from nano_inference.models.embedded import EMBEDDED_MODELS
+from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.rl import LoraPolicy, PolicyModel
 
 PROMPT, SAMPLES, TOKENS = 256, 8, 64  # of a group, as in W2

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.engine.transports import receive_update
-from nano_inference.engine.transports.broadcast import BroadcastReceiver
-from nano_inference.engine.transports.sender import WeightSender
-from nano_inference.engine.weights.sources import BUCKET_BYTES
-from nano_inference.engine.weights.sync import WeightSyncManager
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.weights import param_table, read, slots
+from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.weights.sources import BUCKET_BYTES
+from nano_inference.weights.sync import WeightSyncManager
+from nano_inference.weights.transports import receive_update
+from nano_inference.weights.transports.broadcast import BroadcastReceiver
+from nano_inference.weights.transports.sender import WeightSender
 
 MODEL = "smollm2-135m"
 Seconds = dict[str, list[float]]

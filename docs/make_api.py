@@ -13,8 +13,8 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 import nano_inference
 import nano_inference.data
 import nano_inference.rl
-from nano_inference.engine.transports import broadcast, files, in_process, interface, sender
 from nano_inference.rl import trl
+from nano_inference.weights.transports import broadcast, files, in_process, interface, sender
 
 TARGET = Path(__file__).parent / "api.md"
 GROUPS = {
@@ -104,7 +104,7 @@ def page() -> str:
     for name in nano_inference.rl.__all__:
         lines += entry(name, getattr(nano_inference.rl, name))
     lines += entry("trl.RolloutFunction", trl.RolloutFunction)
-    lines += ["## Ways of weights", "", "Modules of `nano_inference.engine.transports`.", ""]
+    lines += ["## Ways of weights", "", "Modules of `nano_inference.weights.transports`.", ""]
     for thing in TRANSPORTS:
         lines += entry(f"{thing.__module__.rpartition('.')[2]}.{thing.__name__}", thing)
     lines += ["## nano_inference.data", "", *paragraphs(nano_inference.data.__doc__ or "")]

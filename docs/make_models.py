@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nano_inference.models.rope_spec import RopeSpec
-from nano_inference.models.spec import ARCHITECTURES, ModelSpec, spec_from_config
-from nano_inference.models.state_spec import DeltaNet
+from nano_inference.models.spec.model import ARCHITECTURES, ModelSpec, spec_from_config
+from nano_inference.models.spec.rope import RopeSpec
+from nano_inference.models.spec.states import DeltaNet
 
 TARGET = Path(__file__).parent / "models.md"
 MEASURED = Path(__file__).parents[1] / "tests" / "models" / "measured.json"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.models.loading import read_tensors
+from nano_inference.checkpoints.loading import read_tensors
 
 MODEL = "smollm2-135m"
 QUESTIONS = (

@@ -26,9 +26,9 @@ QUESTIONS = ("Why is the sky blue?", "What is a prime number?", "Name three rive
 def main() -> None:
     """Serve, and let the other interpreter look."""
     from nano_inference import EngineConfig
-    from nano_inference.models.loading import resolve_model
-    from nano_inference.serving.config import ServerConfig
-    from nano_inference.serving.main import running_server
+    from nano_inference.checkpoints.loading import resolve_model
+    from nano_inference.server.config import ServerConfig
+    from nano_inference.server.main import running_server
 
     engine = EngineConfig(
         MODEL,

@@ -28,7 +28,10 @@ DOCS = ROOT / "docs"
 PACKAGE = "src/nano_inference/"
 MODEL = "smollm2-135m"
 # what decides which tokens are sampled; all pictures show some
-BITS = (f"{PACKAGE}ops/cpu/backend.py:VERSION", f"{PACKAGE}models/gguf.py:CONVERTER_VERSION")
+BITS = (
+    f"{PACKAGE}ops/cpu/backend.py:VERSION",
+    f"{PACKAGE}checkpoints/gguf/file.py:CONVERTER_VERSION",
+)
 WIDTH, HEIGHT = 96, 50
 QUESTION = "What is the capital of France?"
 PORT = 8000  # of the server in its picture; it must be free
@@ -90,18 +93,18 @@ PICTURES = {
     "cli-serve": cli(
         ("serve", MODEL, "--port", str(PORT), "&"),
         (f"curl {ADDRESS} -d '{BODY}'",),
-        "engine/backends.py:start_up_line",
-        "engine/memory.py:MemoryBudget",
-        "serving/log_lines.py:TextLines,ShortLines",
-        "serving/protocols/openai_chat.py:response,_finished,_choice",
-        "serving/runner.py:log_start",
-        "serving/server.py:log_ready,farewell,Server",
+        "device/backends.py:start_up_line",
+        "device/memory.py:MemoryBudget",
+        "remote/log_lines.py:TextLines,ShortLines",
+        "server/api/openai/chat.py:response,_finished,_choice",
+        "server/runner.py:log_start",
+        "server/server.py:log_ready,farewell,Server",
     ),
     "demo": Picture(
         "make demo",
         (),
         (),
-        ("examples/demo.py", f"{PACKAGE}engine/memory.py:MemoryBudget", *BITS),
+        ("examples/demo.py", f"{PACKAGE}device/memory.py:MemoryBudget", *BITS),
     ),
 }
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from nano_inference.models.loading import read_tensors
+from nano_inference.checkpoints.loading import read_tensors
 
 GROUP = "slime-pp_0"
 PATIENCE = 60.0  # seconds that anything may take

@@ -31,11 +31,11 @@ from peft import LoraConfig, get_peft_model
 from examples.adapter_rollout import AdapterRollout
 from examples.grpo import largest_number
 from nano_inference import EngineConfig
-from nano_inference.models.loading import resolve_model
+from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.rl.checkpoint import checkpoint_of
 from nano_inference.rl.trl import RolloutFunction
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.main import running_server
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
 
 Rollout = Callable[[list[Any], Any], dict[str, Any]]
 NEWLINE = 198  # the token that ends an answer, beside the model's own ends

@@ -31,9 +31,9 @@ HEART = (
     "models/decoder.py",
     "batch.py",
     "engine/engine.py",
-    "engine/loop.py",
+    "core/loop.py",
     "engine/requests.py",
-    "engine/runner.py",
+    "device/runner.py",
     "types.py",
 )
 
@@ -121,8 +121,8 @@ def paths() -> dict[str, set[str]]:
     import torch
 
     from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-    from nano_inference.serving.config import ServerConfig
-    from nano_inference.serving.main import running_server
+    from nano_inference.server.config import ServerConfig
+    from nano_inference.server.main import running_server
 
     found: dict[str, set[str]] = {}
     config = EngineConfig("smollm2-135m", quantization=None, max_model_len=256, max_batch_size=4)

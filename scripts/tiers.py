@@ -21,7 +21,7 @@ KEPT = (
     "tests/kv_cache/",
     "tests/scheduling/",
     "tests/ops/test_reference.py",
-    "tests/test_batch.py",
+    "tests/core/test_batch.py",
     "tests/engine/test_kv_policies.py",
     "tests/engine/test_groups.py",
     "tests/sampling/",

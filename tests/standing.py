@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-    from nano_inference.engine.loop import EngineLoop
+    from nano_inference.core.loop import EngineLoop
 
 LONG = 300  # tokens of a long request
 SECONDS = 0.003  # that a step takes at least while one runs

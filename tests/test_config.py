@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nano_inference import ConfigError, EngineConfig, NanoInferenceError, SchedulerConfig
-from nano_inference.serving.config import ServerConfig
-from nano_inference.training_service.config import TrainServiceConfig
+from nano_inference.server.config import ServerConfig
+from nano_training_service.config import TrainServiceConfig
 
 COUNTS = [
     "block_size",

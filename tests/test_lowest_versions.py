@@ -30,11 +30,11 @@ TESTS = {
         *(
             "tests/test_config.py",
             "tests/test_types.py",
-            "tests/test_data.py",
-            "tests/test_batch.py",
+            "tests/data/test_data.py",
+            "tests/core/test_batch.py",
         ),
         *(
-            "tests/models/test_loading.py",
+            "tests/checkpoints/test_loading.py",
             "tests/models/test_spec.py",
             "tests/models/test_quantised.py",
         ),
@@ -45,8 +45,8 @@ TESTS = {
         ),
         *(
             "tests/engine/test_groups.py",
-            "tests/engine/test_weight_sync.py",
-            "tests/engine/test_rank_samples.py",
+            "tests/weights/test_weight_sync.py",
+            "tests/ranks/test_rank_samples.py",
         ),
         *("tests/cli/test_info.py", "tests/rl/test_report.py"),
     ],
@@ -56,10 +56,10 @@ TESTS = {
         "tests/structured/test_plain_schema.py",
     ],
     ("gguf",): [
-        "tests/models/test_gguf.py",
-        "tests/models/test_gguf_families.py",
-        "tests/models/test_gguf_llama3.py",
-        "tests/models/test_gguf_tokenizer.py",
+        "tests/checkpoints/test_gguf.py",
+        "tests/checkpoints/test_gguf_families.py",
+        "tests/checkpoints/test_gguf_llama3.py",
+        "tests/checkpoints/test_gguf_tokenizer.py",
     ],
 }
 # They ask transformers, which wants a newer huggingface_hub than ours.

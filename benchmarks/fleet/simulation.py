@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.fleet.load import Arrivals, Conversation, Load, Turn, prompt_of
 from benchmarks.fleet.replica import Machine, Replica
-from nano_inference.serving.fleet.router import Router
+from nano_inference.fleet.router import Router
 
 Row = dict[str, Any]
 

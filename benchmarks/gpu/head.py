@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.gpu.card import seconds_of
 from benchmarks.gpu.scale import Scale
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.columns import to_device
-from nano_inference.engine.device import queue_of
+from nano_inference.device.queues import queue_of
+from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 
 CALLS = 20

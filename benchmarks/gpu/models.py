@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.models import STD
-from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import num_bytes, param_table, slots
+from nano_inference.models.parameters import num_bytes, param_table, slots
+from nano_inference.models.spec.model import spec_from_config
 
 SHARD_BYTES = 4 << 30
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.gpu.card import seconds_of
 from benchmarks.gpu.report import Part, ratio
-from nano_inference.engine.device import queue_of
+from nano_inference.device.queues import queue_of
 
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Run

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.models.loading import load_spec
+from nano_inference.checkpoints.loading import load_spec
 
 BUCKET = 256  # positions
 PREFILL_ROWS = 8192  # rows in one product of the prefill

@@ -28,8 +28,8 @@ from benchmarks.peers.compare import OURS, compete, ours, started
 from benchmarks.peers.llama_cpp import LlamaServer, gguf_of, perplexity, quantised
 from benchmarks.peers.process import Engine, PeerFailed, Worker
 from benchmarks.workloads import workload
-from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded
-from nano_inference.models.loading import resolve_model
+from nano_inference.checkpoints.embedded import EMBEDDED_MODELS, find_embedded
+from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.text.tokenizer import load_tokenizer
 
 KINDS = ("BF16", "Q8_0", "Q4_1", "Q4_0", "Q4_K_M")

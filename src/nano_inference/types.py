@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple, TypedDict
 
-from nano_inference.checked import PENALTIES, biases, real, stop_strings, token_id_set, whole
 from nano_inference.errors import InvalidRequest
-from nano_inference.options import option, strict_options
+from nano_inference.fields.checks import PENALTIES, biases, real, stop_strings, token_id_set, whole
+from nano_inference.fields.option import option, strict_options
 from nano_inference.structured.grammar import Grammar
 
 SAMPLING = "Sampling"  # group of options in `--help`

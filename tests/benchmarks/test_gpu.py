@@ -28,7 +28,7 @@ from benchmarks.gpu.workload import OUTPUT_TOKENS, PROMPT_TOKENS, nano_vllm
 from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
 from benchmarks.workloads import NAMES, workload
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.models.spec import spec_from_config
+from nano_inference.models.spec.model import spec_from_config
 from tests.gpu import run as shards
 from tests.ops import flashinfer_stand_in
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import replicas
 from benchmarks.replicas import Shape, asked, router_row
-from nano_inference.serving.fleet.router import Router, Ticket
+from nano_inference.fleet.router import Router, Ticket
 
 
 @pytest.mark.parametrize("just_read", [False, True])

@@ -18,8 +18,8 @@ from benchmarks.peers import compare
 from benchmarks.peers.compare import OURS, Choice, best, compete, ratio, wanted
 from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.workloads import workload
-from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import num_bytes, param_table
+from nano_inference.models.parameters import num_bytes, param_table
+from nano_inference.models.spec.model import spec_from_config
 from tests.models.tiny import tiny_llama
 
 

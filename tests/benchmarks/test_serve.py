@@ -21,8 +21,8 @@ from benchmarks.ours import Options, opened
 from benchmarks.peers.compare import OURS
 from benchmarks.peers.process import PeerFailed
 from benchmarks.serve import ALONE, Choice, Seen, prompts_of, targets, token_prompts
-from nano_inference.bench import load
-from nano_inference.bench.wire import Broken
+from nano_bench import load
+from nano_bench.wire import Broken
 from tests.ports import free_port
 
 

@@ -74,7 +74,7 @@ def test_mistakes_that_need_no_engine_are_reported_before_torch_is_imported(
     code = (
         "import sys\nfrom nano_inference.cli import app\n"
         f"try: app({arguments!r})\nexcept SystemExit as end: assert end.code == 2, end.code\n"
-        "heavy = {'torch', 'nano_inference.cli.bench', 'transformers'} & set(sys.modules)\n"
+        "heavy = {'torch', 'nano_bench.command', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run(

@@ -18,8 +18,8 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.cli import chat, conversation
 from tests.cli.running import COLOR, FAST, finish, run, spawn
 from tests.cli.test_url import Chat
-from tests.serving.adapters import adapter_folder
-from tests.serving.scripted_http import scripted_http
+from tests.server.adapters import adapter_folder
+from tests.server.scripted_http import scripted_http
 
 
 def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:

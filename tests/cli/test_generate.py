@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from nano_inference import InferenceEngine, SamplingParams, TrainingSample, progress
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.cli import generate as command
 from nano_inference.cli import terminal
 from nano_inference.cli.generate import read_prompts
@@ -20,9 +20,10 @@ from nano_inference.cli.terminal import Interruptible
 from nano_inference.config import EngineConfig
 from nano_inference.data import read_jsonl
 from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.system import progress
 from tests.cli.running import COLOR, FAST, finish, run, samples, spawn, write_tokenizer
 from tests.models.tiny import tiny_llama
-from tests.serving.adapters import adapter_folder
+from tests.server.adapters import adapter_folder
 
 
 @pytest.mark.parametrize(("prompts", "samples", "most"), [(1, 1, 4), (3, 2, 6), (2, 200, 256)])

@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from nano_inference.cli import generate as command
-from nano_inference.engine.engine import InferenceEngine
-from nano_inference.errors import ConfigError
-from nano_inference.models.generation_defaults import (
+from nano_inference.checkpoints.generation_defaults import (
     UNRECOMMENDED,
     defaults_for_people,
     generation_defaults,
 )
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.dialects.sglang_generate import PROTOCOL as SGLANG
-from nano_inference.serving.dialects.vllm_generate import PROTOCOL as VLLM
-from nano_inference.serving.parsing import ChatFormat
-from nano_inference.serving.protocols.anthropic import PROTOCOL as MESSAGES_API
-from nano_inference.serving.protocols.generation import Served
-from nano_inference.serving.protocols.openai_chat import PROTOCOL as CHATS
-from nano_inference.serving.protocols.openai_completions import PROTOCOL as COMPLETIONS
-from nano_inference.serving.protocols.requests import ApiProtocol
-from nano_inference.serving.server import log_ready
+from nano_inference.cli import generate as command
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.errors import ConfigError
+from nano_inference.server.api.anthropic.messages import PROTOCOL as MESSAGES_API
+from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
+from nano_inference.server.api.openai.completions import PROTOCOL as COMPLETIONS
+from nano_inference.server.api.parsing import ChatFormat
+from nano_inference.server.api.shared.generation import Served
+from nano_inference.server.api.shared.requests import ApiProtocol
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.server import log_ready
+from nano_inference.server.trainers.sglang_generate import PROTOCOL as SGLANG
+from nano_inference.server.trainers.vllm_generate import PROTOCOL as VLLM
 from nano_inference.types import SamplingParams
 from tests.cli.running import FAST, run
-from tests.serving.scripted import ScriptedClient
+from tests.server.scripted import ScriptedClient
 
 RECOMMENDED = {
     "temperature": 0.6,
@@ -92,7 +92,7 @@ def test_a_server_shows_what_it_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("nano_inference"), "propagate", True)
-    caplog.set_level("INFO", logger="nano_inference.serving")
+    caplog.set_level("INFO", logger="nano_inference.server")
 
     def told(**config: Any) -> str:
         caplog.clear()

@@ -10,8 +10,8 @@ from nano_inference import InferenceEngine
 from nano_inference.config import EngineConfig
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.build import LAWS, law_of
+from tests.checkpoints.quantisers import write_quantised
 from tests.cli.running import run
-from tests.models.quantisers import write_quantised
 from tests.models.tiny import llama_config, llama_weights, tiny_model
 
 

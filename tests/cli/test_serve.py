@@ -11,9 +11,9 @@ import pytest
 
 from nano_inference.cli import serve as command
 from nano_inference.config import EngineConfig
-from nano_inference.serving import main
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.in_process import InProcessClient
+from nano_inference.remote.in_process import InProcessClient
+from nano_inference.server import main
+from nano_inference.server.config import ServerConfig
 from tests.cli.running import run
 
 Configs = list[tuple[EngineConfig, ServerConfig]]
@@ -211,7 +211,7 @@ def test_a_port_in_use_is_the_only_line(started: Configs) -> None:
 
 def test_the_model_is_named_before_the_server_is_imported(started: Configs) -> None:
     result = run("serve", "smollm2-135m")
-    assert "INFO nano_inference.serving loading smollm2-135m\n" in result.stderr
+    assert "INFO nano_inference.server loading smollm2-135m\n" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_ranks_that_the_model_cannot_have_are_refused_before_anything_starts(
     monkeypatch.setattr(subprocess, "Popen", starts)
     monkeypatch.setattr(InProcessClient, "start", starts)
     if more == ("--ray",):
-        monkeypatch.setattr(pytest.importorskip("nano_inference.ray.serving"), "connect", starts)
+        monkeypatch.setattr(pytest.importorskip("nano_ray.serving"), "connect", starts)
     result = run("serve", "smollm2-135m", "--port", "0", *arguments, *more)
     assert result.exit_code == 1, result.output
     assert words in " ".join(result.stderr.split())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.running import finish, run, spawn
-from tests.serving.scripted_http import Answer, said, scripted_http
+from tests.server.scripted_http import Answer, said, scripted_http
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
 MODELS = Answer(content={"data": [{"id": "first"}, {"id": "second"}]})

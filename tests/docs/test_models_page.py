@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from nano_inference.models.spec import ARCHITECTURES
+from nano_inference.models.spec.model import ARCHITECTURES
+from tests.checkpoints.quantisers import QUANTISERS
 from tests.models.families import CASES, STATE_CASES
-from tests.models.quantisers import QUANTISERS
 from tests.models.strong import TOLERANCE
 
 ROOT = Path(__file__).parents[2]

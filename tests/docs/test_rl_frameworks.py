@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig
-from nano_inference.models.loading import resolve_model
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.main import running_server
+from nano_inference.checkpoints.loading import resolve_model
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
 from tests.docs.test_docs import ROOT
 
 TEXT = (ROOT / "docs" / "rl-frameworks.md").read_text()

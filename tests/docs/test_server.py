@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig
-from nano_inference.serving import paths
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.edge.layers import LEVELS, RL_LEVELS, Level
-from nano_inference.serving.main import running_server
+from nano_inference.remote import paths
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.http.layers import LEVELS, RL_LEVELS, Level
+from nano_inference.server.main import running_server
 from tests.docs.test_docs import ROOT
 from tests.ports import free_port
 

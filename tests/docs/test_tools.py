@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.main import running_server
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
 from tests.docs.test_docs import ROOT
 
 ADDRESS = "http://127.0.0.1:8000"  # as the document writes it

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nano_inference import EngineConfig
-from nano_inference.training_service.config import TrainServiceConfig
-from nano_inference.training_service.losses import LOSSES
-from nano_inference.training_service.main import running_service
+from nano_training_service.config import TrainServiceConfig
+from nano_training_service.losses import LOSSES
+from nano_training_service.main import running_service
 from tests.cli.running import run
 from tests.docs.test_docs import ROOT
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from tests.engine.weight_cases import Build
 from tests.models.tiny import Weights, llama_config, tiny_llama, write_model
+from tests.weights.weight_cases import Build
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from nano_inference import (
     TrainingSample,
     VersionSpan,
 )
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.checkpoints.lora import targets_of
 from nano_inference.config import Backend
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
-from nano_inference.models.loading import load_spec
-from nano_inference.models.lora import targets_of
 from nano_inference.ops.lora import Adapter
 from nano_inference.rl import replay, score
 from nano_inference.types import KvPolicy

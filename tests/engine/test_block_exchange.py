@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.engine.block_exchange import BlockPiece
-from nano_inference.engine.workers.runner import RankedRunner
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.kv_cache.block_changes import BlockChanges, short_name
 from nano_inference.kv_cache.block_hash import Namespace
+from nano_inference.ranks.runner import RankedRunner
 from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_model
 

@@ -12,7 +12,7 @@ import pytest
 
 from nano_inference import InferenceEngine, WeightUpdateError
 from nano_inference.types import KvPolicy
-from tests.engine.weight_cases import NEW, NEWER, NORM, PROMPT, Build, drain, drawn
+from tests.weights.weight_cases import NEW, NEWER, NORM, PROMPT, Build, drain, drawn
 
 SECONDS = 30.0  # without a case that ends: it hangs
 POLICIES: tuple[KvPolicy, ...] = get_args(KvPolicy)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nano_inference import WeightUpdateError
-from nano_inference.engine.workers.runner import RankedRunner
 from nano_inference.errors import RankLost
-from tests.engine.weight_cases import NORM, Build
+from nano_inference.ranks.runner import RankedRunner
+from tests.weights.weight_cases import NORM, Build
 
 
 def test_refused_bucket_is_not_its_own_cause(build: Build) -> None:
@@ -36,7 +36,7 @@ def test_lost_rank_is_not_its_own_cause() -> None:
 @pytest.mark.parametrize("call", ["add", "finish"])
 def test_refused_update_of_a_ray_fleet_is_not_its_own_cause(call: str) -> None:
     pytest.importorskip("ray")
-    from nano_inference.ray.fleet_client import RayUpdate
+    from nano_ray.fleet_client import RayUpdate
 
     async def refuse(name: str, **_: Any) -> None:
         raise WeightUpdateError("it is refused.")

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine
+from nano_inference.core.gate import Gate
+from nano_inference.core.sequence import POLICY
 from nano_inference.engine import engine as engine_module
-from nano_inference.engine.assembly import Parts, assemble_all
-from nano_inference.engine.gate import Gate
+from nano_inference.engine.build import assemble_all
 from nano_inference.errors import AdapterError
-from nano_inference.scheduling.sequence import POLICY
-from tests.engine.rank_threads import ThreadLauncher
+from nano_inference.ranks.build import Parts
 from tests.models.tiny import tiny_llama
+from tests.ranks.rank_threads import ThreadLauncher
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from nano_inference import (
     VersionSpan,
     WeightUpdateError,
 )
-from tests.engine.weight_cases import NEW, PROMPT, Build, drain, until
 from tests.standing import stand_still
+from tests.weights.weight_cases import NEW, PROMPT, Build, drain, until
 
 LENGTH = 12
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging

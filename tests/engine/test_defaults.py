@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.engine import backends
-from nano_inference.engine.backends import choose_dtype
-from nano_inference.models import loading
-from nano_inference.models.loading import load_spec
+from nano_inference.checkpoints import loading
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.device import backends
+from nano_inference.device.backends import choose_dtype
 from tests.models.tiny import tiny_llama
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 
 from nano_inference import Delta, InferenceEngine, SamplingParams, TrainingSample
-from tests.engine.weight_cases import Build
+from tests.weights.weight_cases import Build
 
 PARAMS = SamplingParams(max_tokens=6, seed=3, top_logprobs=2, raw_logprobs=True, ignore_eos=True)
 PROMPT = list(range(5, 16))

@@ -29,15 +29,16 @@ from nano_inference import (
     TrainingSample,
     VersionSpan,
 )
+from nano_inference.checkpoints.loading import read_tensors, resolve_model
 from nano_inference.config import CacheType
-from nano_inference.engine import assembly, memory
-from nano_inference.engine.assembly import CACHES
-from nano_inference.machine import FreeMemory
-from nano_inference.models.loading import read_tensors, resolve_model
-from nano_inference.models.weights import Slot, read, write
+from nano_inference.device import memory
+from nano_inference.models.parameters import Slot, read, write
+from nano_inference.ranks import build as assembly
+from nano_inference.ranks.build import CACHES
+from nano_inference.system.machine import FreeMemory
 from tests.depth import at_depth
-from tests.engine.weight_cases import drain
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
+from tests.weights.weight_cases import drain
 
 Build = Callable[..., InferenceEngine]
 

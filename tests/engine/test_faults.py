@@ -19,11 +19,11 @@ from nano_inference import (
     NanoInferenceError,
     SamplingParams,
 )
-from nano_inference.engine.device import DeviceHangs, is_device_failure
+from nano_inference.core.failures import DeviceHangs, is_device_failure
+from nano_inference.device.sleep import Sleep
 from nano_inference.engine.shared_loop import why_dead
-from nano_inference.engine.sleeping import Sleep
-from nano_inference.engine.weights.update import WeightUpdate
-from tests.engine.weight_cases import NEW, Build, until
+from nano_inference.weights.update import WeightUpdate
+from tests.weights.weight_cases import NEW, Build, until
 
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging
 ILLEGAL = (
@@ -212,7 +212,7 @@ def test_a_fault_while_weights_are_written_ends_it_too(
     def fails(*_: Any) -> None:
         raise torch.AcceleratorError(ILLEGAL)
 
-    monkeypatch.setattr("nano_inference.engine.weights.update.WeightUpdate.write_to", fails)
+    monkeypatch.setattr("nano_inference.weights.update.WeightUpdate.write_to", fails)
     with pytest.raises(EngineDead, match="illegal memory access"):
         update(weights, blocking=True)
     with pytest.raises(EngineDead, match="illegal memory access"):

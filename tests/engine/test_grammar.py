@@ -30,9 +30,9 @@ from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.grammar import BackendName
 from nano_inference.structured.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
 from nano_inference.structured.matching import GrammarState
-from tests.engine.weight_cases import NEW, PROMPT, Build, bits, drain, drawn
 from tests.models.tiny import tiny_llama
 from tests.structured.vocabularies import BACKENDS, EOS, byte_tokenizer
+from tests.weights.weight_cases import NEW, PROMPT, Build, bits, drain, drawn
 
 PATIENCE = 20.0  # seconds
 DIGITS = SamplingParams(max_tokens=30, seed=3, grammar=Grammar.regex("[0-9]{4,8}"))

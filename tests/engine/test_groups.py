@@ -21,7 +21,7 @@ from nano_inference import (
 )
 from nano_inference.types import GROUP_COMPLETE, VERSION_GONE, Delta
 from tests.depth import at_depth
-from tests.engine.weight_cases import NEW, PROMPT, Build, drain
+from tests.weights.weight_cases import NEW, PROMPT, Build, drain
 
 LONGEST = 60
 # some id in sixteen ends a sample, so that samples are of many lengths

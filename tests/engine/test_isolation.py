@@ -11,7 +11,7 @@ import pytest
 
 from nano_inference import Delta, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable, TokenCounts
-from tests.engine.weight_cases import Build
+from tests.weights.weight_cases import Build
 
 ODD = 0.777  # temperature of the request that fails: how a fault knows it in a batch
 LENGTH = 12

@@ -25,8 +25,8 @@ from nano_inference.config import CacheType
 from nano_inference.engine.resume_from import resume_many
 from nano_inference.rl import score
 from nano_inference.types import Delta, KvPolicy
-from tests.engine.weight_cases import NEW, NEWER, OLD, PROMPT, Build, drain
 from tests.models.tiny import llama_config, tiny_llama, write_model
+from tests.weights.weight_cases import NEW, NEWER, OLD, PROMPT, Build, drain
 
 LENGTH = 9
 SEED = 3

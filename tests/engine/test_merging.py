@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.engine.weights import merging
+from nano_inference.checkpoints.lora import LoraSettings
+from nano_inference.engine import merging
 from nano_inference.errors import (
     AdapterError,
     AdapterNotFound,
@@ -19,7 +20,6 @@ from nano_inference.errors import (
     WeightUpdateConflict,
     WeightUpdateError,
 )
-from nano_inference.models.lora import LoraSettings
 from nano_inference.rl import score
 from tests.engine.test_adapters import matrices
 from tests.models.tiny import tiny_llama
@@ -313,7 +313,7 @@ def test_weights_that_sleep_are_neither_merged_nor_unmerged(
 ) -> None:
     # of whole pages alone memory is given back, and those of a tiny model are none
     monkeypatch.setattr(
-        "nano_inference.engine.sleeping.discard", lambda tensor: tensor.untyped_storage().fill_(0)
+        "nano_inference.device.sleep.discard", lambda tensor: tensor.untyped_storage().fill_(0)
     )
     beside, sums = sample(engine, "own"), engine.weights_checksum()
     refused = pytest.raises(AdapterError, match="while the weights are asleep; wake")

@@ -19,12 +19,12 @@ from nano_inference import (
     InvalidRequest,
     WeightUpdateError,
 )
-from nano_inference.engine.gate import Gate, Stepping
+from nano_inference.core.gate import Gate, Stepping
+from nano_inference.device.sleep import Sleep
 from nano_inference.engine.shared_loop import FairLock
-from nano_inference.engine.sleeping import Sleep
 from tests.engine.test_control import PATIENCE, drawn, same
-from tests.engine.weight_cases import NEW, PROMPT, Build, drain, until
 from tests.standing import stand_still
+from tests.weights.weight_cases import NEW, PROMPT, Build, drain, until
 
 
 def interrupt_next_step(monkeypatch: pytest.MonkeyPatch, engine: InferenceEngine) -> None:

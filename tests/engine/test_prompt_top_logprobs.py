@@ -17,8 +17,8 @@ from nano_inference import (
     TopLogprobs,
     TrainingSample,
 )
+from nano_inference.core.apply import preempt
 from nano_inference.models.decoder import BEST_TILE
-from nano_inference.scheduling.commit import preempt
 from tests.models.tiny import tiny_llama
 from tests.ops.compiler import NEEDS_COMPILER
 

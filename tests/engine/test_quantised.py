@@ -9,9 +9,9 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.rl import PolicyModel
-from tests.engine.rank_threads import ThreadLauncher
-from tests.models.quantisers import write_quantised
+from tests.checkpoints.quantisers import write_quantised
 from tests.models.tiny import llama_config, llama_weights, write_model
+from tests.ranks.rank_threads import ThreadLauncher
 
 PROMPTS = [list(range(3, 40)), [5, 6, 7]]
 

@@ -17,13 +17,14 @@ from nano_inference import (
     ModelLoadError,
     WeightUpdateError,
 )
-from nano_inference.engine.assembly import plan_engine
-from nano_inference.engine.backends import choose_ops
-from nano_inference.models.loading import load_spec
-from nano_inference.models.weights import form_of, num_bytes, param_table
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.device.backends import choose_ops
+from nano_inference.models.parameters import form_of, num_bytes, param_table
 from nano_inference.ops.formats import FORMATS, QUANTIZATIONS
+from nano_inference.ranks.build import plan_engine
 from tests.engine.test_control import same
-from tests.engine.weight_cases import (
+from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, write_model
+from tests.weights.weight_cases import (
     EMBEDDING,
     HEAD,
     NEW,
@@ -38,7 +39,6 @@ from tests.engine.weight_cases import (
     drawn,
     greedy,
 )
-from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, write_model
 
 BACKENDS = ("reference", "cpu")
 DTYPES = ("float32", "bfloat16")

@@ -6,7 +6,7 @@ import pytest
 
 from nano_inference import RequestTooLarge, SamplingParams, TrainingSample
 from nano_inference.types import Delta
-from tests.engine.weight_cases import Build
+from tests.weights.weight_cases import Build
 
 VOCAB = 300  # of the tiny model
 

@@ -16,7 +16,7 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
-from nano_inference.scheduling.sequence import Sequence
+from nano_inference.core.sequence import Sequence
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.parity.compare import complete
 

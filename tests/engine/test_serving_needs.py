@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference import Delta, InferenceEngine, InvalidRequest, SamplingParams
 from nano_inference.engine.async_engine import AsyncInferenceEngine
-from tests.engine.weight_cases import Build, drain
+from tests.weights.weight_cases import Build, drain
 
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
 LONG = [3 + i % 200 for i in range(100)]

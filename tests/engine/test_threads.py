@@ -20,7 +20,8 @@ from nano_inference import (
 )
 from nano_inference.engine.shared_loop import FairLock
 from nano_inference.rl import PolicyModel, replay
-from tests.engine.weight_cases import (
+from tests.standing import stand_still
+from tests.weights.weight_cases import (
     NEW,
     NEWER,
     NORM,
@@ -34,7 +35,6 @@ from tests.engine.weight_cases import (
     drawn,
     until,
 )
-from tests.standing import stand_still
 
 PATIENCE = 20.0  # seconds; a hang fails instead of hanging
 

@@ -30,10 +30,10 @@ from examples.grpo import (
 )
 from examples.same_hash import Run, whole_run
 from nano_inference import EngineConfig, Grammar, LoraSettings, TrainingSample
+from nano_inference.drafts import drafter
+from nano_inference.drafts.costs import StepCosts
 from nano_inference.engine import engine
 from nano_inference.rl import PolicyModel
-from nano_inference.speculation import drafter
-from nano_inference.speculation.costs import StepCosts
 from tests.models.tiny import tiny_llama
 from tests.structured.vocabularies import with_tokenizer
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.backend import Norm
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 

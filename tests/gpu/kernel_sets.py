@@ -21,18 +21,18 @@ import torch
 
 from benchmarks.models import QWEN_CONFIG
 from nano_inference import EngineConfig, SamplingParams
-from nano_inference.columns import to_device
-from nano_inference.engine import kernel_probe
-from nano_inference.engine.graphs import DecodeGraphs, DrawResults
-from nano_inference.engine.memory_profile import _batch, _scratch, run_largest_steps
-from nano_inference.engine.storage import KVStorage
-from nano_inference.engine.warm_up import run_all_kinds
+from nano_inference.core.sequence import POLICY
+from nano_inference.device import kernel_probe
+from nano_inference.device.graphs import DecodeGraphs, DrawResults
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.memory_profile import _batch, _scratch, run_largest_steps
+from nano_inference.device.warm_up import run_all_kinds
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.spec import ModelSpec, spec_from_config
-from nano_inference.models.weights import allocate, param_table
+from nano_inference.models.parameters import allocate, param_table
+from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.ops.cuda.backend import cuda_ops
+from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
-from nano_inference.scheduling.sequence import POLICY
 from tests.gpu.compiled import compiling
 
 NOWHERE = torch.device("meta")

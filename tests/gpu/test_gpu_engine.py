@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.engine.cuda_runner import CudaRunner
+from nano_inference.device.cuda_runner import CudaRunner
 from tests.gpu.target import Target
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, tiny_model
 

@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
-from nano_inference.engine import graphs
-from nano_inference.models.loading import load_spec
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.device import graphs
 from tests.gpu.target import Target
 from tests.invariance import test_update_invariance as updates
 from tests.invariance.scenario import Request, Schedule, run, same_bits, small_tiles

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.batch import Rows, batch_of_rows
-from nano_inference.columns import to_device
-from nano_inference.engine.device import queue_of
-from nano_inference.engine.storage import KVStorage
-from nano_inference.models.spec import spec_from_config
+from nano_inference.core.batch import Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.queues import queue_of
+from nano_inference.models.spec.model import spec_from_config
 from nano_inference.ops.cuda import sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.matmul import invariant_product
+from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
 from tests.gpu.target import Target, moved, numbers

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import distributed
 
-from nano_inference.engine.transports.interface import Deadline
-from nano_inference.engine.transports.rendezvous import device_for, join_group, serve_store
 from nano_inference.errors import WeightTransferError
 from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.weights.transports.interface import Deadline
+from nano_inference.weights.transports.rendezvous import device_for, join_group, serve_store
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

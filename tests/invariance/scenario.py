@@ -16,14 +16,14 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.config import Backend, CacheType, KVCacheDType, SchedulerConfig
-from nano_inference.engine.model_drafts import ModelDrafts
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.sequence import DRAFT, POLICY, Sequence, Sequences
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.drafts.drafter import Drafter, allowed, may_draft
+from nano_inference.drafts.grammar import ForcedDrafts
+from nano_inference.drafts.model import ModelDrafts
+from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.kv_cache.block_hash import NO_PREFIX
-from nano_inference.scheduling.sequence import DRAFT, POLICY, Sequence, Sequences
-from nano_inference.speculation.drafter import Drafter, allowed, may_draft
-from nano_inference.speculation.grammar import ForcedDrafts
-from nano_inference.speculation.suffix import SuffixDrafts
-from tests.speculation.heads import random_eagle, random_medusa, with_heads
+from tests.drafts.heads import random_eagle, random_medusa, with_heads
 
 Drafts = Literal["none", "right", "wrong", "any", "changing", "real", "self", "medusa", "eagle"]
 Known = Mapping[tuple[int, int], Listed[int]]  # completions by (place in `requests`, sample index)

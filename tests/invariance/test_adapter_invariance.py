@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.checkpoints.lora import LoraSettings, targets_of
 from nano_inference.config import Backend
-from nano_inference.models.loading import load_spec
-from nano_inference.models.lora import LoraSettings, targets_of
 from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.models.tiny import tiny_model

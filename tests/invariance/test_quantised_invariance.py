@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.checkpoints.gguf.file import describe_gguf
 from nano_inference.config import Backend
-from nano_inference.models.gguf import describe_gguf
-from nano_inference.models.weights import formats_of
+from nano_inference.models.parameters import formats_of
+from tests.checkpoints.hf_to_gguf import TOKEN_IDS, metadata_of, tensors_of
+from tests.checkpoints.quantisers import write_quantised
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run
-from tests.models.hf_to_gguf import TOKEN_IDS, metadata_of, tensors_of
-from tests.models.quantisers import write_quantised
 from tests.models.tiny import family_weights, llama_config, tiny_model
 from tests.models.tiny_gguf import gguf, write_gguf
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from nano_inference import SamplingParams, TrainingSample
+from nano_inference.checkpoints.loading import load_spec
 from nano_inference.config import Backend
-from nano_inference.engine.state_storage import state_bytes
-from nano_inference.engine.storage import layers_of_a_unit, state_layout
-from nano_inference.models.loading import load_spec
-from nano_inference.models.spec import ModelSpec
+from nano_inference.device.kv_tensors import layers_of_a_unit, state_layout
+from nano_inference.device.state_tensors import state_bytes
+from nano_inference.models.spec.model import ModelSpec
 from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run
 from tests.invariance.test_schedule_invariance import BACKENDS, requests, schedules

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.engine.storage import common_layout, layers_of_a_unit
-from nano_inference.models.loading import load_spec
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.device.kv_tensors import common_layout, layers_of_a_unit
 from nano_inference.rl import differences
 from nano_inference.rl.replayer import Replayer
 from tests.depth import at_depth

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from nano_inference import SamplingParams, TrainingSample
+from nano_inference.checkpoints.loading import load_spec
 from nano_inference.config import Backend
-from nano_inference.engine.storage import common_layout, unit_width
-from nano_inference.models.loading import load_spec
-from nano_inference.models.spec import ModelSpec
+from nano_inference.device.kv_tensors import common_layout, unit_width
+from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
 from tests.depth import at_depth
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nano_inference.config import Backend
-from nano_inference.models.spec import ModelSpec
+from nano_inference.models.spec.model import ModelSpec
 
 Change = Callable[[ModelSpec], ModelSpec]
 

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.checkpoints.folders import load_spec
 from nano_inference.errors import NanoInferenceError
-from nano_inference.models.folders import load_spec
-from nano_inference.models.shard import shard_of
+from nano_inference.models.sharding.shard import shard_of
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference import reference_ops
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.rl import PolicyModel, score
+from tests.checkpoints.quantisers import QUANTISERS, write_quantised
 from tests.interpreter import interpret
 from tests.models.families import CASES, STATE_CASES, Case
-from tests.models.quantisers import QUANTISERS, write_quantised
 from tests.models.strong import BEST, LENGTHS, disagreement, strong_model, strong_prompts
 from tests.models.tiny import llama_config, llama_weights, write_model
 from tests.parallel.test_tensor_parallel import check

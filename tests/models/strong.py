@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.config import Backend
-from nano_inference.engine import assembly
-from nano_inference.models.loading import load_params, load_spec
-from nano_inference.models.spec import ModelSpec
-from nano_inference.models.weights import param_table
+from nano_inference.models.parameters import param_table
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ranks import build as assembly
 
 TOLERANCE = 1e-4  # on a logprob, in float32
 NOTICED = 1e-3  # what leaving a feature out changes at least

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from nano_inference.checkpoints import folders
 from nano_inference.errors import ModelLoadError
-from nano_inference.models import folders
-from nano_inference.models import spec as spec_module
-from nano_inference.models.refused import REFUSED
-from nano_inference.models.spec import ARCHITECTURES, spec_from_config
+from nano_inference.models.spec import model as spec_module
+from nano_inference.models.spec.model import ARCHITECTURES, spec_from_config
+from nano_inference.models.spec.refused import REFUSED
 from tests.models import classes
 from tests.models.classes import EVERY_CASE, class_names, judged, try_all, try_defaults, try_switch
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig
+from nano_inference.checkpoints.loading import load_spec
 from nano_inference.config import Backend
-from nano_inference.engine.backends import choose_ops
+from nano_inference.device.backends import choose_ops
 from nano_inference.errors import ConfigError
 from nano_inference.models import decoder
 from nano_inference.models.activations import xielu
-from nano_inference.models.loading import load_spec
 from nano_inference.ops import reference
 from tests.models.families import CASES
 from tests.models.strong import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.models.loading import load_spec
-from nano_inference.models.weights import fused_tensors, param_table
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.models.parameters import fused_tensors, param_table
 from tests.models.families import CASES
 from tests.models.strong import strong_model
 

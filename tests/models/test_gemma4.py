@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.engine.storage import KVStorage, common_layout, unit_width
+from nano_inference.device.kv_tensors import KVStorage, common_layout, unit_width
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
-from nano_inference.models.shard import shard_of
-from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.models.sharding.shard import shard_of
+from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.parallel.mesh import Mesh, Place
 from tests.models.families import CASES

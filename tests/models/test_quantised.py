@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nano_inference import ModelLoadError, WeightUpdateError
-from nano_inference.engine.weights.sources import read_folder
-from nano_inference.models import loading, quantised_weights
-from nano_inference.models.loading import load_params, load_spec, resolve_dtype
-from nano_inference.models.quantisation import Quantisation, Scheme, read_quantisation
-from nano_inference.models.quantised_weights import FORMATS, quantised_weight
-from nano_inference.models.shard import shard_of
-from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import param_table, read, slots
+from nano_inference.checkpoints import loading, quantised_weights
+from nano_inference.checkpoints.loading import load_params, load_spec, resolve_dtype
+from nano_inference.checkpoints.quantised_weights import FORMATS, quantised_weight
+from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.sharding.shard import shard_of
+from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.quantisation import Quantisation, Scheme, read_quantisation
 from nano_inference.parallel.mesh import Mesh, Place
-from tests.models.quantisers import QUANTISERS, quantised, write_quantised
+from nano_inference.weights.sources import read_folder
+from tests.checkpoints.quantisers import QUANTISERS, quantised, write_quantised
 from tests.models.strong import strong_model
 from tests.models.tiny import (
     FAMILIES,
@@ -75,8 +75,8 @@ def test_a_checkpoint_is_what_it_stands_for(
 LOAD_AND_WATCH = """
 import json, sys, threading, torch
 from pathlib import Path
-from nano_inference.models import quantised_weights
-from nano_inference.models.loading import load_params, load_spec
+from nano_inference.checkpoints import quantised_weights
+from nano_inference.checkpoints.loading import load_params, load_spec
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

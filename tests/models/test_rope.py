@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.models.rope import rope_table
-from nano_inference.models.spec import RopeSpec, spec_from_config
+from nano_inference.models.spec.model import RopeSpec, spec_from_config
 from tests.models.tiny import llama_config
 
 CALM = settings(deadline=None)
@@ -164,9 +164,9 @@ def test_frequencies_are_those_of_transformers(kind: str, theta: float, head_dim
 TABLE = """
 import dataclasses, hashlib, torch
 from nano_inference import EngineConfig
-from nano_inference.engine.backends import numerics_of
+from nano_inference.device.backends import numerics_of
 from nano_inference.models.rope import rope_table
-from nano_inference.models.rope_spec import RopeSpec
+from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.ops.reference import reference_ops
 device = torch.device("cpu")
 tables = [rope_table(RopeSpec(theta=theta), 128, 999, device) for theta in (1e6, 1.5e5)]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nano_inference import ModelLoadError
-from nano_inference.models.spec import ARCHITECTURES, RopeSpec, spec_from_config
+from nano_inference.models.spec.model import ARCHITECTURES, RopeSpec, spec_from_config
 from tests.models.tiny import FAMILIES, MORE_FAMILIES, llama_config
 
 

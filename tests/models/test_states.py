@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.checkpoints.loading import load_spec
 from nano_inference.config import Backend, CacheType
-from nano_inference.engine.storage import KVStorage
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.loading import load_spec
-from nano_inference.models.spec import ModelSpec
+from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops import reference, reference_state
 from nano_inference.rl import PolicyModel
 from tests.models.families import DELTA, DELTA_WITH_PICTURES, LFM2, NEXT

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import param_table, slots
+from nano_inference.models.parameters import param_table, slots
+from nano_inference.models.spec.model import spec_from_config
 
 
 class WithoutNumbers(Tensor):

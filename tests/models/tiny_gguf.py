@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from nano_inference.models.gguf import describe_gguf
-from nano_inference.models.gguf_weights import GgufReader
-from nano_inference.models.loading import read_tensors
+from nano_inference.checkpoints.gguf.file import describe_gguf
+from nano_inference.checkpoints.gguf.weights import GgufReader
+from nano_inference.checkpoints.loading import read_tensors
 
 gguf = pytest.importorskip("gguf")
 

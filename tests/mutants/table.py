@@ -155,7 +155,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "fingerprint_without_sums",
-        "src/nano_inference/engine/backends.py",
+        "src/nano_inference/device/backends.py",
         old='sums="tiles" if ops.sums == "tiles" and dtype == torch.bfloat16 else None,',
         new="sums=None,",
         seen_by="tests/ops/test_cpu_build.py -k whole_generation",
@@ -218,12 +218,12 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "gguf_latent_keys_unturned",
-        "src/nano_inference/models/gguf_weights.py",
+        "src/nano_inference/checkpoints/gguf/weights.py",
         old="            numbers = _cut(tensor, stored, part).T[:, columns.start : columns.stop]",
         new="""\
             numbers = _cut(tensor, stored, part).reshape(len(part), -1)
             numbers = numbers[:, columns.start : columns.stop]""",
-        seen_by="tests/models/test_gguf_families.py -k 'agrees and deepseek-v3'",
+        seen_by="tests/checkpoints/test_gguf_families.py -k 'agrees and deepseek-v3'",
     ),
     Fault(
         "triton_linear_splits_k_by_rows",
@@ -298,13 +298,13 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "grammar_mask_one_token_late",
-        "src/nano_inference/scheduling/commit.py",
+        "src/nano_inference/core/apply.py",
         old="left[0][1].fill([grammar for _, grammar in left[1:]])",
         new="pass",
         seen_by="tests/engine/test_grammar.py -k follow",
         more=(
             Edit(
-                "src/nano_inference/scheduling/stopping.py",
+                "src/nano_inference/core/stopping.py",
                 old="""\
         return None
     grammar.accept(seq.token_ids[-1])""",
@@ -345,80 +345,80 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "draft_rows_count_at_once",
-        "src/nano_inference/scheduling/commit.py",
+        "src/nano_inference/core/apply.py",
         old="            end -= len(drafts)",
         new="",
-        seen_by="tests/speculation/test_bits.py -k 'llama and plain'",
+        seen_by="tests/drafts/test_bits.py -k 'llama and plain'",
     ),
     Fault(
         "drafts_behind_a_wrong_one_count",
-        "src/nano_inference/scheduling/commit.py",
+        "src/nano_inference/core/apply.py",
         old="if seq is wrong or seq.token_ids[-1] != drafts[row][-1]:",
         new="if seq.token_ids[-1] != drafts[row][-1]:",
-        seen_by="tests/scheduling/test_schedule.py -k drafts",
+        seen_by="tests/core/test_schedule.py -k drafts",
     ),
     Fault(
         "draft_blocks_are_kept",
-        "src/nano_inference/scheduling/commit.py",
+        "src/nano_inference/core/apply.py",
         old="if len(seq.block_ids) > wanted:",
         new="if len(seq.block_ids) > wanted + 1:",
-        seen_by="tests/scheduling/test_schedule.py -k drafts",
+        seen_by="tests/core/test_schedule.py -k drafts",
     ),
     Fault(
         "accepted_rows_leave_no_window",
-        "src/nano_inference/scheduling/commit.py",
+        "src/nano_inference/core/apply.py",
         old="        cache.slide(seq.block_ids, seq.num_computed_tokens - 1, seq.num_computed_tokens)",
         new="",
-        seen_by="tests/speculation/test_bits.py -k 'gemma3 and plain'",
+        seen_by="tests/drafts/test_bits.py -k 'gemma3 and plain'",
     ),
     Fault(
         "drafts_under_the_first_mask",
         "src/nano_inference/structured/matching.py",
         old="return self._ahead[num_drafts - 1] if num_drafts else self.words",
         new="return self._ahead[max(num_drafts - 2, 0)] if num_drafts else self.words",
-        seen_by="tests/speculation/test_bits.py -k 'llama and grammar'",
+        seen_by="tests/drafts/test_bits.py -k 'llama and grammar'",
     ),
     Fault(
         "penalties_without_drafts",
         "src/nano_inference/sampling/sampling_batch.py",
         old="[(place, counts.pairs(behind.get(place, ()))) for place, counts in fixed.penalized]",
         new="[(place, counts.pairs(())) for place, counts in fixed.penalized]",
-        seen_by="tests/speculation/test_bits.py -k 'llama and penalties'",
+        seen_by="tests/drafts/test_bits.py -k 'llama and penalties'",
     ),
     Fault(
         "drafts_take_reserved_blocks",
-        "src/nano_inference/scheduling/schedule.py",
+        "src/nano_inference/core/schedule.py",
         old="spare = self.room.fresh(self._reserved(seq))",
         new="spare = self.room.fresh()",
         seen_by="tests/simulation/test_simulation.py -k drafts",
     ),
     Fault(
         "eagle_skips_accepted_rows",
-        "src/nano_inference/engine/eagle.py",
+        "src/nano_inference/drafts/eagle.py",
         old="self._settled[seq.seq_id] = end",
         new="self._settled[seq.seq_id] = end + 1",
-        seen_by="tests/speculation/test_heads.py -k 'formula and eagle'",
+        seen_by="tests/drafts/test_heads.py -k 'formula and eagle'",
     ),
     Fault(
         "medusa_head_off_by_one",
-        "src/nano_inference/engine/medusa.py",
+        "src/nano_inference/drafts/medusa.py",
         old='name = f"blocks.{head}.layers.{block}"',
         new='name = f"blocks.{max(head - 1, 0)}.layers.{block}"',
-        seen_by="tests/speculation/test_heads.py -k 'formula and medusa'",
+        seen_by="tests/drafts/test_heads.py -k 'formula and medusa'",
     ),
     Fault(
         "wrong_drafts_stay_computed",
-        "src/nano_inference/engine/model_drafts.py",
+        "src/nano_inference/drafts/model.py",
         old="right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))",
         new="right = len(list(pairs))",
-        seen_by="tests/speculation/test_model_drafts.py -k computes_anew",
+        seen_by="tests/drafts/test_model_drafts.py -k computes_anew",
     ),
     Fault(
         "silent_model_takes_the_texts_place",
-        "src/nano_inference/speculation/drafter.py",
+        "src/nano_inference/drafts/drafter.py",
         old="if guess.token_ids:",
         new="if guess is not None:",
-        seen_by="tests/speculation/test_model_drafts.py -k knows_nothing",
+        seen_by="tests/drafts/test_model_drafts.py -k knows_nothing",
     ),
     Fault(
         "cpu_state_lacks_the_last_row",
@@ -450,7 +450,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "state_taken_one_token_early",
-        "src/nano_inference/models/state_spec.py",
+        "src/nano_inference/models/spec/states.py",
         old="return max(block_size + 1, self.taps)",
         new="return max(block_size, self.taps)",
         seen_by="tests/ops/test_cpu_states.py -k behind_the_window",
@@ -471,7 +471,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "quantised_scales_of_another_group",
-        "src/nano_inference/models/dequantise.py",
+        "src/nano_inference/checkpoints/dequantise.py",
         old="grid = grid.repeat_interleave(columns, dim=1)[:, : shape[1]]",
         new="grid = grid.repeat(1, columns)[:, : shape[1]]",
         seen_by="tests/models/test_quantised.py -k stands_for",
@@ -520,10 +520,10 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "checkpoint_zero_points_unmoved",
-        "src/nano_inference/models/quantised_weights.py",
+        "src/nano_inference/checkpoints/quantised_weights.py",
         old="least = (each_points.float() - moved)[rows][:, at] * factors",
         new="least = each_points.float()[rows][:, at] * factors",
-        seen_by="tests/models/test_checkpoint_codes.py -k 'dequantised_to and gptq-8bit'",
+        seen_by="tests/checkpoints/test_checkpoint_codes.py -k 'dequantised_to and gptq-8bit'",
     ),
     Fault(
         "kv_codes_of_the_whole_step",
@@ -543,38 +543,38 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "draft_codes_of_old_weights",
-        "src/nano_inference/engine/draft_sources.py",
+        "src/nano_inference/drafts/sources.py",
         old="if version == self._copied:",
         new="if version >= self._copied:",
-        seen_by="tests/speculation/test_model_drafts.py -k codes_of",
+        seen_by="tests/drafts/test_model_drafts.py -k codes_of",
     ),
     Fault(
         "gguf_blocks_always_in_bfloat16",
-        "src/nano_inference/models/gguf_weights.py",
+        "src/nano_inference/checkpoints/gguf/weights.py",
         old="self._dtype = dtype if in_blocks else _KEPT[target.dtype]",
         new="self._dtype = torch.bfloat16 if in_blocks else _KEPT[target.dtype]",
-        seen_by="tests/models/test_gguf_numbers.py -k rounded_once",
+        seen_by="tests/checkpoints/test_gguf_numbers.py -k rounded_once",
     ),
     Fault(
         "gguf_minimum_is_added",
-        "src/nano_inference/models/gguf_codes.py",
+        "src/nano_inference/checkpoints/gguf/codes.py",
         old="return Blocks(_rows(_nibbles(blocks[..., 4:])), scales, -least)",
         new="return Blocks(_rows(_nibbles(blocks[..., 4:])), scales, least)",
-        seen_by="tests/models/test_gguf_codes.py -k stand_for",
+        seen_by="tests/checkpoints/test_gguf_codes.py -k stand_for",
     ),
     Fault(
         "gguf_neighbours_stay_together",
-        "src/nano_inference/models/gguf_families.py",
+        "src/nano_inference/checkpoints/gguf/families.py",
         old="return pairs.swapaxes(1, 2).reshape(-1)",
         new="return pairs.reshape(-1)",
-        seen_by="tests/models/test_gguf.py -k round_trip",
+        seen_by="tests/checkpoints/test_gguf.py -k round_trip",
     ),
     Fault(
         "harmony_commentary_is_reasoning",
-        "src/nano_inference/serving/parsing/harmony.py",
+        "src/nano_inference/server/api/parsing/harmony.py",
         old='elif self._reasoning and channel and channel[1] == "analysis":',
         new='elif self._reasoning and channel and channel[1] != "final":',
-        seen_by="tests/serving/parsing/test_harmony.py",
+        seen_by="tests/server/api/parsing/test_harmony.py",
     ),
     Fault(
         "masked_odds_keep_all",
@@ -604,7 +604,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "planned_while_on_its_way",
-        "src/nano_inference/scheduling/schedule.py",
+        "src/nano_inference/core/schedule.py",
         old="free = [seq for seq in running if seq.seq_id not in pending] if in_turns else running",
         new="free = list(running) if in_turns else running",
         seen_by="tests/simulation/test_stages.py -k random",
@@ -620,10 +620,10 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "readmitted_while_in_flight",
-        "src/nano_inference/scheduling/schedule.py",
+        "src/nano_inference/core/schedule.py",
         old="if self.budget == 0 or self.pending.get(seq.seq_id, 0):",
         new="if self.budget == 0:",
-        seen_by="tests/scheduling/test_schedule.py",
+        seen_by="tests/core/test_schedule.py",
     ),
     Fault(
         "fork_writes_shared_block",
@@ -634,13 +634,13 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "old_weights_match",
-        "src/nano_inference/scheduling/sequence.py",
+        "src/nano_inference/core/sequence.py",
         old="return Namespace(lineage, self.versions[seq.weight_set], salt, adapter)",
         new="return Namespace(lineage, 0, salt, adapter)",
         seen_by="tests/simulation/test_simulation.py",
         more=(
             Edit(
-                "src/nano_inference/scheduling/versions.py",
+                "src/nano_inference/core/versions.py",
                 old="if old != version and not (weight_set == POLICY and sequences.versions.get(PREVIOUS) == old):",
                 new="if old < 0:",
             ),
@@ -648,7 +648,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "matched_blocks_not_counted",
-        "src/nano_inference/scheduling/schedule.py",
+        "src/nano_inference/core/schedule.py",
         old="""\
         # what holds a prefix is free no more once it is used
         self.room.hold(match.block_ids, self._num_slid(start))""",
@@ -704,35 +704,35 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "merged_rounded_twice",
-        "src/nano_inference/engine/weights/merging.py",
+        "src/nano_inference/engine/merging.py",
         old="return (weight.float() + added * part.scale).to(weight.dtype)",
         new="return weight + (added * part.scale).half().to(weight.dtype)",
         seen_by="tests/engine/test_merging.py -k apart",
     ),
     Fault(
         "merged_and_added_again",
-        "src/nano_inference/scheduling/versions.py",
+        "src/nano_inference/core/versions.py",
         old="seq.adapter, seq.is_of_merged = None, True",
         new="seq.is_of_merged = True",
         seen_by="tests/engine/test_merging.py -k apart",
     ),
     Fault(
         "unmerged_under_a_request",
-        "src/nano_inference/engine/weights/merging.py",
+        "src/nano_inference/engine/merging.py",
         old="if seq.adapter is not None or seq.is_of_merged:",
         new="if seq.adapter is not None:",
         seen_by="tests/engine/test_merging.py -k keeps_it_merged",
     ),
     Fault(
         "update_that_began_overwrites_the_merged",
-        "src/nano_inference/engine/weights/sync.py",
+        "src/nano_inference/weights/sync.py",
         old="        self._require_not_reserved()  # it may have begun before",
         new="",
         seen_by="tests/engine/test_merging.py -k began_before",
     ),
     Fault(
         "blocks_of_two_versions_are_kept",
-        "src/nano_inference/scheduling/commit.py",
+        "src/nano_inference/core/apply.py",
         old="is_current = seq.publishable and seq.weight_set == POLICY and newest",
         new="is_current = seq.weight_set == POLICY and newest",
         seen_by="tests/engine/test_adapters.py -k two_versions",
@@ -769,14 +769,14 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         self._drop_version(weight_set, version)
         if self.evicted is None:
             self.evicted.forget(""",
-        seen_by="tests/engine/test_kept_files.py -k drop",
+        seen_by="tests/device/test_kept_files.py -k drop",
     ),
     Fault(
         "kept_files_are_not_compared",
-        "src/nano_inference/engine/kept_files.py",
+        "src/nano_inference/device/kept_files.py",
         old="if content != self._content(name, token_ids, data):",
         new="if len(content) != entry.size:",
-        seen_by="tests/engine/test_kept_files.py -k damaged",
+        seen_by="tests/device/test_kept_files.py -k damaged",
     ),
     Fault(
         "window_left_one_block_early",
@@ -792,7 +792,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "window_moves_before_the_step",
-        "src/nano_inference/scheduling/commit.py",
+        "src/nano_inference/core/apply.py",
         old="moved.append((seq, start))",
         new="cache.slide(seq.block_ids, start, end)",
         seen_by="tests/simulation/test_simulation.py",
@@ -806,7 +806,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "shared_layers_read_the_first_ones_keys",
-        "src/nano_inference/engine/storage.py",
+        "src/nano_inference/device/kv_tensors.py",
         old="    return width, [places[kind.keys_of] for kind in spec.kinds]",
         new="""\
     firsts = {kind[:3]: layer for layer, kind in reversed([*enumerate(spec.kinds)])}
@@ -825,7 +825,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "scored_rows_from_the_cache",
-        "src/nano_inference/scheduling/sequence.py",
+        "src/nano_inference/core/sequence.py",
         old="""\
         if self.num_scored >= len(scored):
             return end
@@ -835,80 +835,80 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "block_table_of_the_readmitted_is_stale",
-        "src/nano_inference/batch.py",
+        "src/nano_inference/core/batch.py",
         old="for admission in decision.admitted:",
         new="for admission in ():",
-        seen_by="tests/test_batch.py",
+        seen_by="tests/core/test_batch.py",
     ),
     Fault(
         "samples_are_not_multiplied",
-        "src/nano_inference/budget.py",
+        "src/nano_inference/core/budget.py",
         old="""\
         "completions": demand.num_samples
         * demand.max_tokens
         * (demand.numbers + demand.top_logprobs),""",
         new='        "completions": demand.max_tokens * (demand.numbers + demand.top_logprobs),',
-        seen_by="tests/test_budget.py",
+        seen_by="tests/core/test_budget.py",
     ),
     Fault(
         "prompts_count_one_by_one",
-        "src/nano_inference/serving/protocols/generation.py",
+        "src/nano_inference/server/api/shared/generation.py",
         old="left -= least.entries()",
         new="left = budget - least.entries()",
-        seen_by="tests/serving/test_request_budget.py -k batch",
+        seen_by="tests/server/test_request_budget.py -k batch",
     ),
     Fault(
         "masks_grow_without_end",
-        "src/nano_inference/scheduling/sequence.py",
+        "src/nano_inference/core/sequence.py",
         old="return self.most is None or len(self._ids) + len(row) <= self.most",
         new="return self.most is None or len(row) <= self.most",
         seen_by="tests/engine/test_request_budget.py",
     ),
     Fault(
         "other_scores_count_as_told",
-        "src/nano_inference/serving/messages.py",
+        "src/nano_inference/remote/messages.py",
         old="return all(map(operator.is_, these, those)) or repr(these) == repr(those)",
         new="return True",
-        seen_by="tests/serving/test_common_parts.py -k told_again",
+        seen_by="tests/server/test_common_parts.py -k told_again",
     ),
     Fault(
         "old_context_one_too_short",
-        "src/nano_inference/scheduling/versions.py",
+        "src/nano_inference/core/versions.py",
         old="(*past, VersionSpan(old, start, seq.num_computed_tokens))",
         new="(*past, VersionSpan(old, start, seq.num_computed_tokens - 1))",
         seen_by="tests/simulation/test_simulation.py",
     ),
     Fault(
         "previous_has_the_new_name",
-        "src/nano_inference/scheduling/sequence.py",
+        "src/nano_inference/core/sequence.py",
         old="return Namespace(lineage, self.versions[seq.weight_set], salt, adapter)",
         new="return Namespace(lineage, self.versions[lineage], salt, adapter)",
         seen_by="tests/engine/test_kv_policies.py",
     ),
     Fault(
         "previous_weights_change",
-        "src/nano_inference/engine/runner.py",
+        "src/nano_inference/device/runner.py",
         old="shared = [key for key in changing if kept[key] is model.params[key]]",
         new="shared = [key for key in changing if name not in self.models]",
         seen_by="tests/engine/test_kv_policies.py",
     ),
     Fault(
         "group_ends_one_late",
-        "src/nano_inference/engine/loop.py",
+        "src/nano_inference/core/loop.py",
         old="if group.num_left <= 0:",
         new="if group.num_left < 0:",
         seen_by="tests/engine/test_groups.py",
     ),
     Fault(
         "shortage_is_shared_by_groups",
-        "src/nano_inference/scheduling/schedule.py",
+        "src/nano_inference/core/schedule.py",
         old="            each[0].request_id,",
         new="",
         seen_by="tests/simulation/test_groups.py -k alone",
     ),
     Fault(
         "experts_add_up_as_they_arrive",
-        "src/nano_inference/models/expert_exchange.py",
+        "src/nano_inference/models/sharding/expert_exchange.py",
         old="""\
         products = answers[0].new_empty((*ids.shape, x.shape[1]))
         for (rows, which), answer in zip(wanted, answers, strict=True):
@@ -942,10 +942,10 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "lockstep_updates_alone",
-        "src/nano_inference/engine/lockstep.py",
+        "src/nano_inference/ranks/lockstep.py",
         old="return version is not None and version == self._agreed",
         new="return version is not None and not self.running",
-        seen_by="tests/engine/test_lockstep.py -k serve_in_the_same",
+        seen_by="tests/ranks/test_lockstep.py -k serve_in_the_same",
     ),
     Fault(
         "triton_attention_reads_the_tail",
@@ -977,95 +977,95 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "replicas_of_other_numerics",
-        "src/nano_inference/serving/fleet/supervisor.py",
+        "src/nano_inference/fleet/supervisor.py",
         old='_SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas',
         new='_SAME = ("model_path", "vocab_size", "eos_token_ids")  # of all replicas',
-        seen_by="tests/serving/fleet/test_fleet.py -k alike",
+        seen_by="tests/fleet/test_fleet.py -k alike",
     ),
     Fault(
         "some_replicas_sleep_on",
-        "src/nano_inference/serving/fleet/operations.py",
+        "src/nano_inference/fleet/operations.py",
         old="if everywhere or done:",
         new="if done and not everywhere:",
-        seen_by="tests/serving/fleet/test_operations.py -k sleep_that_one_refuses",
+        seen_by="tests/fleet/test_operations.py -k sleep_that_one_refuses",
     ),
     Fault(
         "repeated_text_is_cut_twice",
-        "src/nano_inference/serving/fleet/failover.py",
+        "src/nano_inference/fleet/failover.py",
         old="            sample.text_to_skip -= skip_text",
         new="",
-        seen_by="tests/serving/fleet/test_fleet.py -k counted_down",
+        seen_by="tests/fleet/test_fleet.py -k counted_down",
     ),
     Fault(
         "moved_logprobs_are_not_compared",
-        "src/nano_inference/serving/fleet/failover.py",
+        "src/nano_inference/fleet/failover.py",
         old="""\
         return (
             tuple(self.token_ids[at:end]) == token_ids[:count]
             and tuple(self.logprobs[at:end]) == logprobs[:count]
         )""",
         new="        return tuple(self.token_ids[at:end]) == token_ids[:count]",
-        seen_by="tests/serving/fleet/test_fleet.py -k other_logprobs",
+        seen_by="tests/fleet/test_fleet.py -k other_logprobs",
     ),
     Fault(
         "moved_deltas_have_one_token",
-        "src/nano_inference/serving/fleet/failover.py",
+        "src/nano_inference/fleet/failover.py",
         old="getattr(self, name).extend(getattr(delta, name) or ())",
         new="getattr(self, name).extend((getattr(delta, name) or ())[:1])",
-        seen_by="tests/serving/fleet/test_replicas.py -k amid_drafts",
+        seen_by="tests/fleet/test_replicas.py -k amid_drafts",
     ),
     Fault(
         "ties_to_the_first_replica",
-        "src/nano_inference/serving/fleet/router.py",
+        "src/nano_inference/fleet/router.py",
         old="load.count(num_samples, 0, chosen=self._num_placed)",
         new="load.count(num_samples, 0, chosen=0)",
-        seen_by="tests/serving/fleet/test_router.py -k take_turns",
+        seen_by="tests/fleet/test_router.py -k take_turns",
     ),
     Fault(
         "new_engines_do_not_wait",
-        "src/nano_inference/serving/fleet/supervisor.py",
+        "src/nano_inference/fleet/supervisor.py",
         old="self._num_short = 0 if lasted else self._num_short + 1",
         new="self._num_short = 0",
-        seen_by="tests/serving/test_backoff.py",
+        seen_by="tests/remote/test_backoff.py",
     ),
     Fault(
         "failover_buckets_do_not_add_up",
-        "src/nano_inference/serving/edge/metrics.py",
+        "src/nano_inference/server/http/metrics.py",
         old="counts = list(accumulate(failover.counts))",
         new="counts = failover.counts",
-        seen_by="tests/serving/test_metrics.py -k add_up",
+        seen_by="tests/server/http/test_metrics.py -k add_up",
     ),
     Fault(
         "suspects_move_for_ever",
-        "src/nano_inference/serving/fleet/failover.py",
+        "src/nano_inference/fleet/failover.py",
         old="if request.deaths > MOST_MOVES:",
         new="if request.deaths < 0:",
-        seen_by="tests/serving/fleet/test_suspects.py",
+        seen_by="tests/fleet/test_suspects.py",
     ),
     Fault(
         "suspects_side_by_side",
-        "src/nano_inference/serving/fleet/failover.py",
+        "src/nano_inference/fleet/failover.py",
         old="return [name for name in staying or living if name not in taken]",
         new="return [name for name in staying or living if name or taken]",
-        seen_by="tests/serving/fleet/test_suspects.py",
+        seen_by="tests/fleet/test_suspects.py",
     ),
     Fault(
         "usage_counts_pieces",
-        "src/nano_inference/serving/protocols/generation.py",
+        "src/nano_inference/server/api/shared/generation.py",
         old="usage.completion_tokens += len(piece.token_ids)",
         new="usage.completion_tokens += 1",
-        seen_by="tests/serving/test_openai_answers.py -k stream",
+        seen_by="tests/server/api/openai/test_openai_answers.py -k stream",
     ),
     Fault(
         "joined_logprobs_in_another_order",
-        "src/nano_inference/serving/choices.py",
+        "src/nano_inference/server/api/shared/choices.py",
         old="name: tuple(each for delta in deltas for each in getattr(delta, name) or ())",
         new='name: tuple(each for delta in deltas[:: -1 if name == "logprobs" else 1] for each in getattr(delta, name) or ())',
-        seen_by="tests/serving/test_choices.py",
+        seen_by="tests/server/api/test_choices.py",
     ),
     Fault(
         "marker_in_pieces_is_text",
-        "src/nano_inference/serving/parsing/scanning.py",
+        "src/nano_inference/server/api/parsing/scanning.py",
         old="""\
             if self._ended:
                 return False
@@ -1074,7 +1074,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         new="""\
             return False
         return self._text.startswith(marker, self._at)""",
-        seen_by="tests/serving/parsing/test_parsing.py",
+        seen_by="tests/server/api/parsing/test_parsing.py",
     ),
     Fault(
         "stop_string_in_pieces_is_shown",
@@ -1085,95 +1085,95 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "admission_forgets_the_newcomer",
-        "src/nano_inference/serving/edge/admission.py",
+        "src/nano_inference/server/http/admission.py",
         old="if there > 0 and there + num_samples > room:",
         new="if there > 0 and there > room:",
-        seen_by="tests/serving/test_exchange.py -k full_queue",
+        seen_by="tests/server/test_exchange.py -k full_queue",
     ),
     Fault(
         "api_keys_change_the_engine",
-        "src/nano_inference/serving/edge/layers.py",
+        "src/nano_inference/server/http/layers.py",
         old="self._is_trusting = config.rl and config.admin_key is None",
         new="self._is_trusting = config.rl",
-        seen_by="tests/serving/rl/test_access.py -k keys",
+        seen_by="tests/server/trainers/test_access.py -k keys",
     ),
     Fault(
         "pages_may_train",
-        "src/nano_inference/serving/edge/layers.py",
+        "src/nano_inference/server/http/layers.py",
         old="""\
             is_page = name == b"origin" or (
                 name == b"sec-fetch-site" and value.strip().lower() != b"none"
             )""",
         new='            is_page = name == b"sec-fetch-site" and value.strip().lower() != b"none"',
-        seen_by="tests/serving/rl/test_access.py -k pages",
+        seen_by="tests/server/trainers/test_access.py -k pages",
     ),
     Fault(
         "new_engine_is_paused_too",
-        "src/nano_inference/serving/control.py",
+        "src/nano_inference/server/control.py",
         old="            self._state = _EngineState(self._client.num_restarts)",
         new="""\
             self._state = _EngineState(
                 self._client.num_restarts, pause_policy=self._state.pause_policy
             )""",
-        seen_by="tests/serving/rl/weights/test_weight_races.py -k not_paused",
+        seen_by="tests/server/trainers/weights/test_weight_races.py -k not_paused",
     ),
     Fault(
         "failed_call_leaves_the_session_open",
-        "src/nano_inference/serving/control.py",
+        "src/nano_inference/server/control.py",
         old="            if update is not None:",
         new="            if update is not None and isinstance(problem, TimeoutError):",
-        seen_by="tests/serving/rl/weights/test_weight_files.py -k no_such_file",
+        seen_by="tests/server/trainers/weights/test_weight_files.py -k no_such_file",
     ),
     Fault(
         "refused_tensors_stay_in_the_update",
-        "src/nano_inference/serving/engine_weights.py",
+        "src/nano_inference/remote/engine_weights.py",
         old="            self._manager.withdraw(current.update, error)",
         new="",
-        seen_by="tests/serving/rl/weights/test_weight_files.py -k closes_a_session",
+        seen_by="tests/server/trainers/weights/test_weight_files.py -k closes_a_session",
     ),
     Fault(
         "versions_may_fall",
-        "src/nano_inference/serving/control.py",
+        "src/nano_inference/server/control.py",
         old="self._newest = own if own is not None and own > self._newest else self._newest + 1",
         new="self._newest = own if own is not None else self._newest + 1",
-        seen_by="tests/serving/rl/weights/test_weight_updates.py -k versions_rise",
+        seen_by="tests/server/trainers/weights/test_weight_updates.py -k versions_rise",
     ),
     Fault(
         "sglang_buckets_one_by_one",
-        "src/nano_inference/serving/dialects/sglang_routes.py",
+        "src/nano_inference/server/trainers/sglang_routes.py",
         old="if update.is_explicit or (received.paused and not (whole or flushes)):",
         new="if update.is_explicit:",
-        seen_by='tests/serving/rl/test_sglang_updates.py -k "slime_like_trainer and not smollm2"',
+        seen_by='tests/server/trainers/test_sglang_updates.py -k "slime_like_trainer and not smollm2"',
     ),
     Fault(
         "refused_request_leaves_the_session_open",
-        "src/nano_inference/serving/control.py",
+        "src/nano_inference/server/control.py",
         old="""\
         if self.update is not None:
             await self._failed(self.update, problem)""",
         new="",
-        seen_by='tests/serving/rl/test_refused_updates.py -k "sglangs or vllms"',
+        seen_by='tests/server/trainers/test_refused_updates.py -k "sglangs or vllms"',
     ),
     Fault(
         "depth_counts_lists_alone",
-        "src/nano_inference/serving/protocols/requests.py",
+        "src/nano_inference/server/api/shared/requests.py",
         old='containers = body.count(b"[") + body.count(b"{")',
         new='containers = body.count(b"[")',
-        seen_by="tests/serving/test_edge.py -k depth",
+        seen_by="tests/server/http/test_edge.py -k depth",
     ),
     Fault(
         "tensors_begin_where_the_last_ended",
-        "src/nano_inference/engine/transports/wire.py",
+        "src/nano_inference/weights/transports/wire.py",
         old="start += _aligned(size)",
         new="start += size",
-        seen_by='tests/engine/test_weight_transports.py -k "side_by_side"',
+        seen_by='tests/weights/test_weight_transports.py -k "side_by_side"',
     ),
     Fault(
         "old_marker_beside_new_files",
-        "src/nano_inference/engine/transports/files.py",
+        "src/nano_inference/weights/transports/files.py",
         old="    (folder / MARKER).unlink(missing_ok=True)",
         new="",
-        seen_by="tests/engine/test_weight_transports.py -k written_anew",
+        seen_by="tests/weights/test_weight_transports.py -k written_anew",
     ),
     Fault(
         "parameters_written_once",
@@ -1198,7 +1198,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "scored_under_the_mask_before",
-        "src/nano_inference/batch.py",
+        "src/nano_inference/core/batch.py",
         old="masks += enumerate(seq.request.score_masks[start - first : end - first], at)",
         new="masks += enumerate(seq.request.score_masks[max(start - first - 1, 0) : end - first - 1], at)",
         seen_by="tests/rl/test_grammar.py -k several_grammars",
@@ -1285,7 +1285,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         sample.loss_mask or (True,) * len(sample.completion_tokens), dtype=torch.bool
     )""",
         new="    return torch.tensor((True,) * len(sample.completion_tokens), dtype=torch.bool)",
-        seen_by="tests/test_data.py -k padded",
+        seen_by="tests/data/test_data.py -k padded",
     ),
     Fault(
         "own_weights_before_given_ones",
@@ -1328,41 +1328,41 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "routes_stay_behind_in_copied_blocks",
-        "src/nano_inference/engine/runner.py",
+        "src/nano_inference/device/runner.py",
         old="""\
             for record in self._records():
                 record.copy_blocks(copies)""",
         new="",
-        seen_by="tests/engine/test_routed_experts.py -k copied_block",
+        seen_by="tests/device/test_routed_experts.py -k copied_block",
     ),
     Fault(
         "routed_experts_of_the_next_token",
-        "src/nano_inference/engine/routed_experts.py",
+        "src/nano_inference/device/routed_experts.py",
         old="ids = record.read(seq.block_ids, num_rows)",
         new="ids = record.read(seq.block_ids, num_rows + 1)[1:]",
-        seen_by="tests/engine/test_routed_experts.py -k copied_block",
+        seen_by="tests/device/test_routed_experts.py -k copied_block",
     ),
     Fault(
         "old_weights_leave_no_routes",
-        "src/nano_inference/engine/runner.py",
+        "src/nano_inference/device/runner.py",
         old="""\
             self.models[name] = twin = model.twin(params)
             twin.routes = model.routes  # its rows lie in the same slots""",
         new="            self.models[name] = model.twin(params)",
-        seen_by="tests/engine/test_routed_experts.py -k 'in_the_middle and finish_old'",
+        seen_by="tests/device/test_routed_experts.py -k 'in_the_middle and finish_old'",
     ),
     Fault(
         "foreign_blocks_keep_their_slots_routes",
-        "src/nano_inference/engine/runner.py",
+        "src/nano_inference/device/runner.py",
         old="""\
         for record in self._records():
             record.forget(block_ids)""",
         new="",
-        seen_by="tests/engine/test_routed_experts.py -k another_engine",
+        seen_by="tests/device/test_routed_experts.py -k another_engine",
     ),
     Fault(
         "blocking_update_looks_at_itself_alone",
-        "src/nano_inference/engine/loop.py",
+        "src/nano_inference/core/loop.py",
         old="""\
         return not all(
             map(self._is_ready, [*self.updates, ChangeWeights(POLICY, lambda: None, kv_policy)])
@@ -1386,31 +1386,31 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "blocks_of_an_older_adapter_match",
-        "src/nano_inference/scheduling/sequence.py",
+        "src/nano_inference/core/sequence.py",
         old="adapter = None if own is None else adapter_key(own.name, own.version)",
         new="adapter = None if own is None else adapter_key(own.name, 1)",
         seen_by="tests/engine/test_adapters.py -k leaves_those",
     ),
     Fault(
         "begun_samples_take_the_new_adapter",
-        "src/nano_inference/scheduling/versions.py",
+        "src/nano_inference/core/versions.py",
         old='if kv_policy == "finish_old" and seq in begun_with:',
         new='if kv_policy == "finish_old" and seq not in begun_with:',
         seen_by="tests/engine/test_adapters.py -k leaves_those",
     ),
     Fault(
         "memory_of_a_served_adapter_is_written",
-        "src/nano_inference/models/lora.py",
+        "src/nano_inference/checkpoints/lora.py",
         old="weakref.finalize(adapter, self._keep, piece).atexit = False",
         new="self._keep(piece)",
         seen_by="tests/engine/test_adapters.py -k memory_of",
     ),
     Fault(
         "adapter_rows_as_the_checkpoint_has_them",
-        "src/nano_inference/models/lora.py",
+        "src/nano_inference/checkpoints/lora.py",
         old="a, b = (a, take(b)) if axis == 0 else (take(a), b)",
         new="a, b = (a, b) if axis == 0 else (take(a), b)",
-        seen_by="tests/models/test_lora.py -k 'peft and next'",
+        seen_by="tests/checkpoints/test_lora.py -k 'peft and next'",
     ),
     Fault(
         "draws_know_no_adapter_of_the_head",
@@ -1421,43 +1421,43 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "repeated_requests_are_done_again",
-        "src/nano_inference/training_service/service.py",
+        "src/nano_training_service/service.py",
         old="""\
         if (known := self.futures.known(request_id)) is not None:
             return known
         if seq_id < model.next_seq:
             raise Refused(f"the request {seq_id} of {model.run.run_id!r} is long past.", 410)""",
         new="        model.next_seq = min(model.next_seq, seq_id)",
-        seen_by="tests/training_service/test_service.py -k come_twice",
+        seen_by="tests/nano_training_service/test_service.py -k come_twice",
     ),
     Fault(
         "gradients_outlive_their_step",
-        "src/nano_inference/training_service/trainer.py",
+        "src/nano_training_service/trainer.py",
         old="""\
         self._clear()
         return {"grad_norm": float(norm)}""",
         new='        return {"grad_norm": float(norm)}',
-        seen_by="tests/training_service/test_service.py -k add_up",
+        seen_by="tests/nano_training_service/test_service.py -k add_up",
     ),
     Fault(
         "gradients_of_a_failed_step_are_applied",
-        "src/nano_inference/training_service/trainer.py",
+        "src/nano_training_service/trainer.py",
         old="            self._clear()  # of the step's other batches",
         new="",
-        seen_by="tests/training_service/test_service.py -k half_applied",
+        seen_by="tests/nano_training_service/test_service.py -k half_applied",
     ),
     Fault(
         "moments_stay_behind_at_a_restore",
-        "src/nano_inference/training_service/trainer.py",
+        "src/nano_training_service/trainer.py",
         old='            optimizer.state[param] = {"step": count, **found}',
         new="""\
             blank = {moment: torch.zeros_like(param) for moment in found}
             optimizer.state[param] = {"step": count, **blank}""",
-        seen_by="tests/training_service/test_service.py -k to_the_bit",
+        seen_by="tests/nano_training_service/test_service.py -k to_the_bit",
     ),
     Fault(
         "clients_share_samplers_of_a_number",
-        "src/nano_inference/training_service/samplers.py",
+        "src/nano_training_service/samplers.py",
         old="""\
             return
         slot = await self._take(folder, weights.digest)""",
@@ -1465,64 +1465,64 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
             return
         folder = next((each for each, _ in self._slots if each.name == folder.name), folder)
         slot = await self._take(folder, weights.digest)""",
-        seen_by="tests/training_service/test_service.py -k each_from_its_own",
+        seen_by="tests/nano_training_service/test_service.py -k each_from_its_own",
     ),
     Fault(
         "samplers_leave_under_their_users",
-        "src/nano_inference/training_service/samplers.py",
+        "src/nano_training_service/samplers.py",
         old="unused = next((at for at, each in self._slots.items() if not each.users), None)",
         new="unused = next(iter(self._slots), None)",
-        seen_by="tests/training_service/test_service.py -k few_slots",
+        seen_by="tests/nano_training_service/test_service.py -k few_slots",
     ),
     Fault(
         "checkpoints_of_other_runs_take_nothing",
-        "src/nano_inference/training_service/checkpoints.py",
+        "src/nano_training_service/checkpoints.py",
         old="        taken = sum(each.size for each in self.of() if each.folder != target)",
         new="""\
         run_id = target.parent.parent.name
         taken = sum(each.size for each in self.of(run_id) if each.folder != target)""",
-        seen_by="tests/training_service/test_service.py -k checkpoints_take",
+        seen_by="tests/nano_training_service/test_service.py -k checkpoints_take",
     ),
     Fault(
         "replaced_checkpoints_are_lost_in_a_crash",
-        "src/nano_inference/training_service/checkpoints.py",
+        "src/nano_training_service/checkpoints.py",
         old="""\
             if target.exists():  # the new one
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 old.rename(target)""",
         new="            shutil.rmtree(old, ignore_errors=True)",
-        seen_by="tests/training_service/test_checkpoints.py -k crash",
+        seen_by="tests/nano_training_service/test_checkpoints.py -k crash",
     ),
     Fault(
         "deadline_of_a_closed_gap_runs_on",
-        "src/nano_inference/training_service/service.py",
+        "src/nano_training_service/service.py",
         old="""\
         if job.timer is not None:
             job.timer.cancel()""",
         new="",
-        seen_by="tests/training_service/test_service.py -k closed_in_time",
+        seen_by="tests/nano_training_service/test_service.py -k closed_in_time",
     ),
     Fault(
         "padding_has_a_ratio",
-        "src/nano_inference/training_service/losses.py",
+        "src/nano_training_service/losses.py",
         old='return torch.exp(torch.where(counts, logprobs - inputs["logprobs"], 0.0))',
         new='return torch.exp(logprobs - inputs["logprobs"])',
-        seen_by="tests/training_service/test_losses.py -k multiplied_by_0",
+        seen_by="tests/nano_training_service/test_losses.py -k multiplied_by_0",
     ),
     Fault(
         "text_beside_a_call_is_lost",
-        "src/nano_inference/serving/protocols/blocks.py",
+        "src/nano_inference/server/api/anthropic/blocks.py",
         old="for kind in _KINDS:",
         new="for kind in _KINDS[:1]:",
-        seen_by="tests/serving/openai/test_openai_responses.py -k one_after",
+        seen_by="tests/server/api/openai/test_openai_responses.py -k one_after",
     ),
     Fault(
         "a_response_forgets_those_before",
-        "src/nano_inference/serving/protocols/openai_responses.py",
+        "src/nano_inference/server/api/openai/responses.py",
         old="kept = KeptResponse(response, given, [*self._before, *self._own, *said])",
         new="kept = KeptResponse(response, given, [*self._own, *said])",
-        seen_by="tests/serving/openai/test_openai_responses.py -k goes_on",
+        seen_by="tests/server/api/openai/test_openai_responses.py -k goes_on",
     ),
     Fault(
         "hash_knows_no_upper_halves",

@@ -26,11 +26,11 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
-from nano_inference.cache_folder import cache_folder
-from nano_inference.engine import backends
+from nano_inference.device import backends
 from nano_inference.ops.cpu import build, library
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.progress import heard_by
+from nano_inference.system.cache_folder import cache_folder
+from nano_inference.system.progress import heard_by
 from tests.models.tiny import tiny_llama, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.ops.cpu_kernels import available

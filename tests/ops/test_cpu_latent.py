@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.config import EngineConfig
-from nano_inference.engine.backends import choose_ops
+from nano_inference.device.backends import choose_ops
 from nano_inference.errors import ConfigError
-from nano_inference.models.spec import spec_from_config
+from nano_inference.models.spec.model import spec_from_config
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.engine.storage import KVStorage
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps

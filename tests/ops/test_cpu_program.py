@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.engine.storage import KVStorage
+from nano_inference.checkpoints.loading import load_params, load_spec
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.loading import load_params, load_spec
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.program import Program

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.engine.state_storage import StateStorage
-from nano_inference.models.state_spec import DeltaNet, ShortConv, StateSpec
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.state_tensors import StateStorage
+from nano_inference.models.spec.states import DeltaNet, ShortConv, StateSpec
 from nano_inference.ops import reference_state
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights

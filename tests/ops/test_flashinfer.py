@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.engine.backends import captures_graphs
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.backends import captures_graphs
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError
 from nano_inference.ops import reference_attention
 from nano_inference.ops.flashinfer import FlashInferAttention

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
-from nano_inference.batch import ForwardBatch
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError
-from nano_inference.models.rope_spec import RopeSpec
-from nano_inference.models.spec import ModelSpec
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.ops import flex, reference_attention
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.flex import HeadShape, flex_ops, require_flex

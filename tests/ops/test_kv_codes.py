@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.config import KVCacheDType
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.kv_codes import KvFormat
 from tests.invariance.scenario import spoil

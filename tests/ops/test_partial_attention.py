@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.batch import Rows, batch_of_rows
 from nano_inference.config import KVCacheDType
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable

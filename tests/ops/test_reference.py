@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.batch import ForwardBatch
-from nano_inference.engine.storage import KVStorage
-from nano_inference.models.rope_spec import RopeSpec
-from nano_inference.models.spec import ModelSpec
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm
 from nano_inference.ops.reference import reference_ops

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.batch import Rows, batch_of_rows
-from nano_inference.engine.device import HostQueue
-from nano_inference.engine.step_buffers import DecodeInputs, Uploads
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.queues import HostQueue
+from nano_inference.device.step_buffers import DecodeInputs, Uploads
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import allocate, param_table
+from nano_inference.models.parameters import allocate, param_table
+from nano_inference.models.spec.model import spec_from_config
 from nano_inference.ops.backend import Norm, Ops
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import cuda_ops

@@ -17,18 +17,18 @@ pytest.importorskip("msgspec")
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.config import Backend
-from nano_inference.engine import assembly
-from nano_inference.engine.storage import KVStorage
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.kv_cache.block_hash import NO_PREFIX
-from nano_inference.models import context as shared_context
 from nano_inference.models import decoder
-from nano_inference.models.context import SharedContext
+from nano_inference.models.sharding import context as shared_context
+from nano_inference.models.sharding.context import SharedContext
 from nano_inference.parallel.mesh import Mesh
-from tests.engine.rank_threads import ThreadLauncher
+from nano_inference.ranks import build as assembly
 from tests.invariance.scenario import Request, Schedule, run, same_bits, threads_restored
 from tests.models.families import CASES
 from tests.models.strong import strong_model
 from tests.models.tiny import tiny_llama, tiny_model
+from tests.ranks.rank_threads import ThreadLauncher
 
 TOKEN = 2 * 2 * 16  # keys and values, layers, head_dim of the tiny model
 DTYPES = {"float32": 4, "bfloat16": 2}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.checkpoints.loading import read_tensors, resolve_model
 from nano_inference.config import CacheType
-from nano_inference.models.loading import read_tensors, resolve_model
 from nano_inference.types import KvPolicy
 from tests.models.tiny import tiny_model
 

@@ -19,7 +19,7 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
-from nano_inference.models.loading import read_tensors
+from nano_inference.checkpoints.loading import read_tensors
 from tests.models.tiny import tiny_model
 
 TIMEOUT = 20.0

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.checkpoints.gguf.file import describe_gguf
+from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.config import KVCacheDType
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.gguf import describe_gguf
-from nano_inference.models.loading import load_params, load_spec
-from nano_inference.models.rank_exchange import RankExchange
-from nano_inference.models.shard import shard_of
+from nano_inference.models.sharding.rank_exchange import RankExchange
+from nano_inference.models.sharding.shard import shard_of
 from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference import reference_ops
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from tests.checkpoints.hf_to_gguf import hf_to_gguf
+from tests.checkpoints.quantisers import write_quantised
 from tests.invariance.scenario import spoil
 from tests.models.families import CASES
-from tests.models.hf_to_gguf import hf_to_gguf
-from tests.models.quantisers import write_quantised
 from tests.models.strong import strong_model
 from tests.models.tiny import family_weights, llama_config, tiny_model
 from tests.ops.compiler import NEEDS_COMPILER

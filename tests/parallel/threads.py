@@ -18,24 +18,24 @@ import msgspec
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.batch import Chunks, ForwardBatch
+from nano_inference.core.apply import SampledTokens
+from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.sequence import POLICY, PREVIOUS
+from nano_inference.device.backends import choose_ops
+from nano_inference.device.kv_tensors import KVStorage, UnitMap, common_layout, storage_key
+from nano_inference.device.runner import ModelRunner
 from nano_inference.engine import engine as engine_module
-from nano_inference.engine.assembly import Parts, assemble
-from nano_inference.engine.backends import choose_ops
-from nano_inference.engine.runner import ModelRunner
-from nano_inference.engine.storage import KVStorage, UnitMap, common_layout, storage_key
-from nano_inference.engine.workers.replay import Draw, Forward, StepReplay, StepSender
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.rank_exchange import RankClock, RankExchange
-from nano_inference.models.shard import ModelShard, shard_of
-from nano_inference.models.spec import ModelSpec
-from nano_inference.models.weights import allocate, param_table, read, slots, write
+from nano_inference.models.parameters import allocate, param_table, read, slots, write
+from nano_inference.models.sharding.rank_exchange import RankClock, RankExchange
+from nano_inference.models.sharding.shard import ModelShard, shard_of
+from nano_inference.models.spec.model import ModelSpec
 from nano_inference.parallel.mesh import Mesh, Place
+from nano_inference.ranks.build import Parts, assemble
+from nano_inference.ranks.replay import Draw, Forward, StepReplay, StepSender
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
-from nano_inference.scheduling.commit import SampledTokens
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS
 from tests.invariance.scenario import spoil
 from tests.parallel.thread_group import ThreadGroup
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.core.apply import preempt
 from nano_inference.rl.checkpoint import checkpoint_of
-from nano_inference.scheduling.commit import preempt
 from nano_inference.text.chat import encode_chat
 
 TOLERANCE = 1e-4  # on a logprob, in float32
@@ -179,7 +179,7 @@ def smollm2_oracle() -> Any:
     """SmolLM2 in float32 by transformers' own GGUF loader."""
     from transformers import AutoModelForCausalLM
 
-    from nano_inference.models.embedded import find_embedded
+    from nano_inference.checkpoints.embedded import find_embedded
 
     file = find_embedded(MODEL)
     model = AutoModelForCausalLM.from_pretrained(

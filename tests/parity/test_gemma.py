@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.models.embedded import EMBEDDED_MODELS
+from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from tests.parity.compare import (
     ROWS,
     TOLERANCE,

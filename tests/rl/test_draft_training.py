@@ -18,12 +18,12 @@ from nano_inference import (
     SamplingParams,
     TrainingSample,
 )
-from nano_inference.engine.eagle import EagleDrafts
-from nano_inference.models.draft_heads import EagleSpec, MedusaSpec
+from nano_inference.drafts.eagle import EagleDrafts
+from nano_inference.drafts.heads import EagleSpec, MedusaSpec
 from nano_inference.rl.draft_modules import eagle_rows, medusa_rows
 from nano_inference.rl.draft_training import DraftTrainer, Kind, frequent_tokens
+from tests.drafts.heads import eagle_of_speculators, medusa_of_vllm, write_heads
 from tests.models.tiny import tiny_llama
-from tests.speculation.heads import eagle_of_speculators, medusa_of_vllm, write_heads
 
 VOCAB = 24
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=3)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.models.spec import spec_from_config
-from nano_inference.models.weights import fused_tensors, param_table, unfused
+from nano_inference.models.parameters import fused_tensors, param_table, unfused
+from nano_inference.models.spec.model import spec_from_config
 from nano_inference.rl import PolicyModel, score, torch_decoder
 from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
 from nano_inference.rl.torch_decoder import TorchDecoder

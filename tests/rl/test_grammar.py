@@ -12,11 +12,11 @@ from nano_inference.rl import PolicyModel, differences, score
 from nano_inference.rl.replayer import Replayer
 from nano_inference.rl.scoring import check_batch
 from nano_inference.structured.mask_bits import may_draw
-from tests.engine.weight_cases import drain
 from tests.models.tiny import tiny_llama
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.rl.training import bits, build
 from tests.structured.vocabularies import EOS, byte_tokenizer
+from tests.weights.weight_cases import drain
 
 PERSON = {
     "type": "object",

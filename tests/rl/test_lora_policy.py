@@ -10,9 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine, LoraSettings, SamplingParams
+from nano_inference.checkpoints.lora import CONFIG, WEIGHTS
 from nano_inference.config import Backend
 from nano_inference.errors import AdapterError, ConfigError
-from nano_inference.models.lora import CONFIG, WEIGHTS
 from nano_inference.rl import LoraPolicy, score
 from tests.models.families import CASES
 from tests.models.strong import strong_model, strong_prompts

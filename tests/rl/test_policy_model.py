@@ -21,10 +21,10 @@ from nano_inference import (
     InvalidRequest,
     SamplingParams,
 )
-from nano_inference.models import loading
-from nano_inference.models.loading import load_spec, resolve_dtype
-from nano_inference.models.spec import CONVERTED
-from nano_inference.models.weights import param_table, read, slots
+from nano_inference.checkpoints import loading
+from nano_inference.checkpoints.loading import load_spec, resolve_dtype
+from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.spec.model import CONVERTED
 from nano_inference.rl import PolicyModel, score
 from tests.models.families import CASES
 from tests.models.strong import TOLERANCE, disagreement, strong_model

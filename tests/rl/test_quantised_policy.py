@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.models.weights import param_table, read, slots
+from nano_inference.models.parameters import param_table, read, slots
 from nano_inference.ops.formats import QUANTIZATIONS
 from nano_inference.rl import PolicyModel, differences
 from nano_inference.rl.replayer import Replayer
-from tests.engine.weight_cases import NEW
 from tests.models.tiny import tiny_llama, tiny_model, write_model
 from tests.rl.test_policy_model import drawn_and_scored
 from tests.rl.training import bits, build, gradients
+from tests.weights.weight_cases import NEW
 
 CASES = [
     *(("cpu", "bfloat16", name, "llama") for name in QUANTIZATIONS),

@@ -24,8 +24,8 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 from examples.adapter_rollout import AdapterRollout
 from nano_inference import EngineConfig
 from nano_inference.rl.trl import RolloutFunction
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.main import running_server
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTIONS = [

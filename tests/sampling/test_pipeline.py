@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams, SamplingPipeline
-from nano_inference.columns import Entries, columns_of
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.sampling import pipeline
 from nano_inference.sampling import sample as reference
+from nano_inference.sampling.columns import Entries, columns_of
 from nano_inference.sampling.logprobs import best_tokens
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.pipeline import (

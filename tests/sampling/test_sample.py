@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams, sample_with_logprobs
-from nano_inference.columns import Entries
+from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.logprobs import gather_logprobs, logsumexp
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sample import Draw, sample

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.core.apply import SampledTokens
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.core.sequence import POLICY, PREVIOUS, REFERENCE
 from nano_inference.kv_cache.sliding_window import NO_UNIT, UNIFORM, UnitPool
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sampling_batch import SamplingBatch
-from nano_inference.scheduling.commit import SampledTokens
-from nano_inference.scheduling.sequence import POLICY, PREVIOUS, REFERENCE
 from nano_inference.types import TopLogprobs
 
 VOCAB = 11

@@ -1,9 +1,9 @@
 """Rules of the loop itself: what lies between two decisions."""
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.engine.loop import Add, ChangeWeights, EngineLoop
+from nano_inference.core.loop import Add, ChangeWeights, EngineLoop
+from nano_inference.core.sequence import POLICY, CheckedRequest, Sequence
 from nano_inference.kv_cache.hash_cache import PagedKVCache
-from nano_inference.scheduling.sequence import POLICY, CheckedRequest, Sequence
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import EOS, FakeRunner, oracle
 

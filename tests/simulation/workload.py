@@ -9,11 +9,8 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
-from nano_inference.engine.assembly import CACHES
-from nano_inference.engine.loop import Abort, Add, ChangeWeights, EngineLoop
-from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
-from nano_inference.sampling.noise import noise_keys
-from nano_inference.scheduling.sequence import (
+from nano_inference.core.loop import Abort, Add, ChangeWeights, EngineLoop
+from nano_inference.core.sequence import (
     POLICY,
     PREVIOUS,
     REFERENCE,
@@ -22,6 +19,9 @@ from nano_inference.scheduling.sequence import (
     Sequence,
     Sequences,
 )
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
+from nano_inference.ranks.build import CACHES
+from nano_inference.sampling.noise import noise_keys
 from nano_inference.types import (
     GROUP_COMPLETE,
     VERSION_GONE,

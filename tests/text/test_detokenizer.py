@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from nano_inference.models.loading import resolve_model
+from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.text.detokenizer import Detokenizer
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.depth import at_depth

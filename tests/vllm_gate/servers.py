@@ -11,10 +11,10 @@ from benchmarks.peers.install import CACHE, vllm_python
 from benchmarks.peers.llama_cpp import clean_environment, free_port
 from benchmarks.peers.vllm_cpu import VllmSetting, environment
 from benchmarks.servers import started
+from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.config import EngineConfig
-from nano_inference.models.loading import resolve_model
-from nano_inference.serving.config import ServerConfig
-from nano_inference.serving.main import running_server
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
 from tests.models.tiny import tiny_llama
 from tests.vllm_gate.cases import NAME, Case
 

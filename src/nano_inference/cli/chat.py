@@ -16,7 +16,7 @@ from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, load_engine
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.http_client import HttpClient, Piece, ServerError, Usage
+from nano_inference.system.http_client import HttpClient, Piece, ServerError, Usage
 from nano_inference.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None
 def _require_template(model: str, tokenizer: str | None) -> None:
     """Raise `InvalidRequest` where there is no chat template, before weights are read."""
     with errors.status(f"reading {model}"):
-        from nano_inference.models.loading import resolve_model
+        from nano_inference.checkpoints.loading import resolve_model
         from nano_inference.text.tokenizer import load_tokenizer
 
         if load_tokenizer(resolve_model(tokenizer or model)).chat_template is None:

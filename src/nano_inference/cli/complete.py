@@ -10,7 +10,7 @@ import typer
 from nano_inference.cli import options
 from nano_inference.cli.terminal import Interruptible, errors, write
 from nano_inference.errors import InvalidRequest
-from nano_inference.serving.http_client import HttpClient, Usage
+from nano_inference.system.http_client import HttpClient, Usage
 from nano_inference.types import SamplingParams
 
 

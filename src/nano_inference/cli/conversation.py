@@ -23,7 +23,7 @@ from nano_inference.cli.terminal import (
     write_file,
 )
 from nano_inference.errors import ConfigError, InvalidRequest
-from nano_inference.serving.http_client import Piece, ServerError, Usage
+from nano_inference.system.http_client import Piece, ServerError, Usage
 from nano_inference.types import SamplingParams
 
 Messages: TypeAlias = list[dict[str, str]]

@@ -19,11 +19,11 @@ from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nano_inference.engine.assembly import EnginePlan
-    from nano_inference.models.gguf_tokenizer import GgufVocabulary
-    from nano_inference.models.rope_spec import RopeSpec
-    from nano_inference.models.shard import ModelShard
-    from nano_inference.models.spec import ModelSpec
+    from nano_inference.checkpoints.gguf.tokenizer import GgufVocabulary
+    from nano_inference.models.sharding.shard import ModelShard
+    from nano_inference.models.spec.model import ModelSpec
+    from nano_inference.models.spec.rope import RopeSpec
+    from nano_inference.ranks.build import EnginePlan
     from nano_inference.text.tokenizer import Tokenizer
 
 Rows = list[tuple[str, str]]
@@ -86,10 +86,10 @@ def info(
 
 def _plans(config: EngineConfig) -> "list[EnginePlan]":
     """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
-    from nano_inference.engine.assembly import Rank, plan_engine
-    from nano_inference.models.folders import describe_model
-    from nano_inference.models.shard_checks import mesh_of
+    from nano_inference.checkpoints.folders import describe_model
+    from nano_inference.checkpoints.shard_checks import mesh_of
     from nano_inference.parallel.mesh import Place
+    from nano_inference.ranks.build import Rank, plan_engine
 
     mesh, engines = mesh_of(config), config.expert_parallel if config.tensor_parallel == 1 else 1
     if mesh.world_size > 1 and engines > 1:
@@ -111,7 +111,7 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
 
 
 def _part(plan: "EnginePlan") -> "ModelShard":
-    from nano_inference.scheduling.sequence import POLICY
+    from nano_inference.core.sequence import POLICY
 
     return plan.parts[POLICY]
 
@@ -167,15 +167,15 @@ def _ranks(plans: "list[EnginePlan]") -> Rows:
 
 
 def _policy(plan: "EnginePlan") -> "tuple[Path, ModelSpec]":
-    from nano_inference.scheduling.sequence import POLICY
+    from nano_inference.core.sequence import POLICY
 
     return plan.folders[POLICY], plan.specs[POLICY]
 
 
 def _tokenizer(plan: "EnginePlan") -> "Tokenizer | GgufVocabulary | None":
     """The tokenizer of a folder, or what the header of a GGUF file says of one."""
-    from nano_inference.models.folders import describe_model, gguf_of
-    from nano_inference.models.gguf_tokenizer import read_vocabulary
+    from nano_inference.checkpoints.folders import describe_model, gguf_of
+    from nano_inference.checkpoints.gguf.tokenizer import read_vocabulary
     from nano_inference.text.tokenizer import has_tokenizer, load_tokenizer
 
     other = plan.config.tokenizer_path
@@ -188,7 +188,7 @@ def _tokenizer(plan: "EnginePlan") -> "Tokenizer | GgufVocabulary | None":
 def _num_parameters(spec: "ModelSpec") -> int:
     from math import prod
 
-    from nano_inference.models.weights import param_table
+    from nano_inference.models.parameters import param_table
 
     return sum(prod(param.shape) for param in param_table(spec))
 

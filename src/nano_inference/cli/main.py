@@ -31,13 +31,13 @@ class Row:
     """A command that is imported when it runs.
 
     Attributes:
-        module: in this package; its function has the same name.
+        function: where it is, as `module:function`; it is imported when the command runs.
         summary: its line in the list of commands.
         error_code: exit code for an error of the package. 2, as for wrong usage, if 1 is an answer.
         common: the options that `--help` shows; empty: all. `--help-all` shows the others too.
     """
 
-    module: str
+    function: str
     summary: str
     error_code: int = 1
     common: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Row:
 _ENGINE = ("dtype", "quantization", "device", "max_model_len", "kv_cache_memory", "num_threads")
 COMMANDS = {
     "generate": Row(
-        "generate",
+        "nano_inference.cli.generate:generate",
         "Sample completions of prompts.",
         common=(
             *("model", "model_option", "prompt", "file", "num_samples", "chat"),
@@ -55,7 +55,7 @@ COMMANDS = {
         ),
     ),
     "chat": Row(
-        "chat",
+        "nano_inference.cli.chat:chat",
         "Talk to a model, here or on a server.",
         common=(
             *("model", "model_option", "url", "api_key_file", "system"),
@@ -63,7 +63,7 @@ COMMANDS = {
         ),
     ),
     "serve": Row(
-        "serve",
+        "nano_inference.cli.serve:serve",
         "Serve a model over HTTP.",
         common=(
             *("model", "model_option", "host", "port", "served_model_name", "api_key_file"),
@@ -72,23 +72,40 @@ COMMANDS = {
             *("max_batch_size", "loras", "speculation", *_ENGINE),
         ),
     ),
-    "complete": Row("complete", "Let a server's model continue a text."),
-    "info": Row("info", "Show a model: architecture, memory, numerics, tokenizer."),
-    "models": Row("models", "List the models on this machine, or remove some."),
+    "complete": Row(
+        "nano_inference.cli.complete:complete", "Let a server's model continue a text."
+    ),
+    "info": Row(
+        "nano_inference.cli.info:info", "Show a model: architecture, memory, numerics, tokenizer."
+    ),
+    "models": Row(
+        "nano_inference.cli.models:models", "List the models on this machine, or remove some."
+    ),
     "replay": Row(
-        "replay", "Compare every sample of a file with a new one, bit by bit.", error_code=2
+        "nano_inference.cli.replay:replay",
+        "Compare every sample of a file with a new one, bit by bit.",
+        error_code=2,
     ),
     "bench": Row(
-        "bench",
+        "nano_bench.command:bench",
         "Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.",
         error_code=2,
     ),
     "run-batch": Row(
-        "run_batch", "Answer a file of requests in OpenAI's batch form.", error_code=2
+        "nano_bench.run_batch:run_batch",
+        "Answer a file of requests in OpenAI's batch form.",
+        error_code=2,
     ),
-    "report": Row("report", "Make a page of samples: groups side by side, tokens coloured."),
-    "draft-heads": Row("draft_heads", "Train heads that draft on samples of the model itself."),
-    "train-service": Row("train_service", "Train LoRA adapters of a model over HTTP."),
+    "report": Row(
+        "nano_bench.report:report", "Make a page of samples: groups side by side, tokens coloured."
+    ),
+    "draft-heads": Row(
+        "nano_inference.cli.draft_heads:draft_heads",
+        "Train heads that draft on samples of the model itself.",
+    ),
+    "train-service": Row(
+        "nano_training_service.command:train_service", "Train LoRA adapters of a model over HTTP."
+    ),
 }
 # words that users of other programs try first
 _OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "models"} | {
@@ -107,8 +124,8 @@ def load_command(name: str) -> TyperCommand:
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    function = getattr(import_module(f"nano_inference.cli.{row.module}"), row.module)
-    alone.command(name, cls=Command)(function)
+    module, _, function = row.function.partition(":")
+    alone.command(name, cls=Command)(getattr(import_module(module), function))
     command: Any = get_command(alone)
     command.common = row.common
     return command

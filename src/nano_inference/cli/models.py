@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from nano_inference.cache_folder import cache_folder
 from nano_inference.cli import options
 from nano_inference.cli.terminal import errors, output
 from nano_inference.errors import ConfigError
+from nano_inference.system.cache_folder import cache_folder
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _remove(found: dict[str, Kept], names: list[str]) -> None:
 
 
 def _packages() -> Iterator[Kept]:
-    from nano_inference.models.embedded import EMBEDDED_MODELS, embedded_parts
+    from nano_inference.checkpoints.embedded import EMBEDDED_MODELS, embedded_parts
 
     for name in EMBEDDED_MODELS:
         parts = embedded_parts(name)
@@ -142,7 +142,7 @@ def _hub() -> Iterator[Kept]:
 
 
 def _gguf() -> Iterator[Kept]:
-    from nano_inference.models.gguf import described_by  # brings in numpy
+    from nano_inference.checkpoints.gguf.file import described_by  # brings in numpy
 
     for folder in _folders("gguf"):
         name = f"gguf/{folder.name}"

@@ -12,11 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from nano_inference.cli.terminal import errors, set_up_logging
-from nano_inference.config import EngineConfig
-from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
-from nano_inference.models.embedded import EMBEDDED_MODELS, find_embedded, install_command
-from nano_inference.models.generation_defaults import (
+from nano_inference.checkpoints.embedded import EMBEDDED_MODELS, find_embedded, install_command
+from nano_inference.checkpoints.generation_defaults import (
     AUTO,
     NONE,
     UNRECOMMENDED,
@@ -25,8 +22,11 @@ from nano_inference.models.generation_defaults import (
     defaults_for_people,
     generation_defaults,
 )
-from nano_inference.models.names import plain_name, why_missing
-from nano_inference.options import choices, is_optional
+from nano_inference.checkpoints.names import plain_name, why_missing
+from nano_inference.cli.terminal import errors, set_up_logging
+from nano_inference.config import EngineConfig
+from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
+from nano_inference.fields.option import choices, is_optional
 from nano_inference.types import SAMPLING, SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
@@ -95,7 +95,7 @@ class FieldOptions:
     """Marks a parameter of a command, of type `Values`: it becomes one option a field.
 
     Attributes:
-        config: a dataclass with fields made by `nano_inference.options.option`.
+        config: a dataclass with fields made by `nano_inference.fields.option.option`.
         names: of the fields, in the order of `--help`; empty: all that are options.
         defaults: where the command's default is not the field's.
         shown: what `--help` shows as the default of a field in place of its value.
@@ -332,7 +332,7 @@ def require_model(model: str) -> None:
     if model in EMBEDDED_MODELS:
         find_embedded(model)
     elif not Path(model).expanduser().exists():
-        from nano_inference.models.folders import describe_model
+        from nano_inference.checkpoints.folders import describe_model
 
         try:
             describe_model(model)

@@ -2,18 +2,19 @@
 
 import importlib.util
 import logging
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nano_inference.budget import DEFAULT_ENTRIES, RL_ENTRIES
 from nano_inference.cli import options
 from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions, read_keys, read_template, require_packages
-from nano_inference.config import EngineConfig, with_plain_weights
+from nano_inference.config import DEFAULT_ENTRIES, EngineConfig, with_plain_weights
+from nano_inference.core.budget import RL_ENTRIES
 from nano_inference.errors import ConfigError
-from nano_inference.serving.config import KEYS, SERVER, ServerConfig
+from nano_inference.server.config import KEYS, SERVER, ServerConfig
 
 _NEEDED = ("fastapi", "msgspec", "prometheus_client", "pydantic", "uvicorn", "zmq")
 
@@ -86,9 +87,9 @@ def serve(
     nano-inference serve smollm2-135m --rl --replicas 2
     """
     require_packages(_NEEDED, "the server", model, "server")
-    from nano_inference.serving.listening import require_free
-    from nano_inference.serving.log_lines import set_up_logs
-    from nano_inference.serving.parsing import chat_format
+    from nano_inference.remote.log_lines import set_up_logs
+    from nano_inference.server.api.parsing import chat_format
+    from nano_inference.server.listening import require_free
 
     # a name that is not known is refused before anything starts
     options.checked(chat_format, None, server["tool_format"], server["reasoning_format"])
@@ -104,12 +105,12 @@ def serve(
     if config.uds is None:
         require_free(config.host, config.port)
     set_up_logs(config.log_level, config.log_format)
-    logging.getLogger("nano_inference.serving").info("loading %s", model)
+    logging.getLogger("nano_inference.server").info("loading %s", model)
     if on_ray:
         engine_config = with_plain_weights(engine_config) if config.rl else engine_config
         _serve_on_ray(engine_config, config, ray_address)
         return
-    from nano_inference.serving.main import serve as run
+    from nano_inference.server.main import serve as run
 
     run(engine_config, config)
 
@@ -120,9 +121,8 @@ def _serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | Non
             "--ray needs Ray, which this installation lacks; pip install 'nano-inference[ray]' "
             "brings it."
         )
-    from nano_inference.ray.serving import serve_on_ray
-
-    serve_on_ray(engine, config, address)
+    # a package of its own, above this one
+    import_module("nano_ray.serving").serve_on_ray(engine, config, address)
 
 
 def _one_key(key: str | None, file: Path | None) -> str | None:

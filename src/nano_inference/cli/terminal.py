@@ -21,7 +21,7 @@ from rich.status import Status
 from rich.text import Text
 
 from nano_inference.errors import ConfigError
-from nano_inference.progress import SELDOM, Show, heard_by, shown_by
+from nano_inference.system.progress import SELDOM, Show, heard_by, shown_by
 
 if TYPE_CHECKING:
     from nano_inference.config import EngineConfig
@@ -144,7 +144,7 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
 
 def _tell_of_a_faster_setting(engine: "InferenceEngine") -> None:
     """A line with dtype and memory, where another setting would give both in less."""
-    from nano_inference.engine.quantization import faster_setting, told_weights
+    from nano_inference.device.quantization import faster_setting, told_weights
 
     facts = engine.config, engine.model.dtype, engine.memory_budget.weights, engine.model.device
     if faster_setting(*facts) is not None:

@@ -17,12 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nano_inference.engine.shared_loop import SharedLoop
-from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
-from nano_inference.kv_cache.block_hash import adapter_key
-from nano_inference.models.decoder import Decoder
-from nano_inference.models.loading import read_tensors
-from nano_inference.models.lora import (
+from nano_inference.checkpoints.loading import read_tensors
+from nano_inference.checkpoints.lora import (
     BASE,
     AdapterMemory,
     LoraSettings,
@@ -32,9 +28,13 @@ from nano_inference.models.lora import (
     settings_of,
     split_head,
 )
-from nano_inference.models.weights import as_held, named_slots, param_table, read
+from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
+from nano_inference.fields.option import is_whole
+from nano_inference.kv_cache.block_hash import adapter_key
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters import as_held, named_slots, param_table, read
 from nano_inference.ops.lora import Adapter, LoraPart
-from nano_inference.options import is_whole
 from nano_inference.types import AdapterInfo, KvPolicy
 
 MOST_NAME = 256  # characters

@@ -12,31 +12,30 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from torch import Tensor
 
+from nano_inference.checkpoints.loading import read_tensors
+from nano_inference.checkpoints.lora import LoraSettings
 from nano_inference.config import EngineConfig
+from nano_inference.core.loop import Abort, EngineLoop, GrammarReady
+from nano_inference.core.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.device.backends import lookahead_of
+from nano_inference.device.kept_files import DEFAULT_BYTES, KeptFiles
+from nano_inference.device.routed_experts import route_taker
+from nano_inference.drafts.sources import make_drafter, measure_costs
 from nano_inference.engine import generation
 from nano_inference.engine.adapters import AdapterInfo, Adapters
-from nano_inference.engine.assembly import Launcher, assemble_all, require_one_rank
-from nano_inference.engine.backends import lookahead_of
 from nano_inference.engine.block_exchange import BlockExchange
-from nano_inference.engine.draft_sources import make_drafter, measure_costs
+from nano_inference.engine.build import Launcher, assemble_all
 from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
-from nano_inference.engine.kept_files import DEFAULT_BYTES, KeptFiles
-from nano_inference.engine.lockstep import Lockstep
-from nano_inference.engine.loop import Abort, EngineLoop, GrammarReady
+from nano_inference.engine.merging import Merging
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
-from nano_inference.engine.routed_experts import route_taker
 from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
-from nano_inference.engine.transports import WeightTransport, receive_update
-from nano_inference.engine.weights.merging import Merging
-from nano_inference.engine.weights.sync import Updates
-from nano_inference.engine.weights.update import WeightUpdate
+from nano_inference.engine.weight_updates import Updates
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
-from nano_inference.models.loading import read_tensors
-from nano_inference.models.lora import LoraSettings
-from nano_inference.scheduling.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.ranks.build import require_one_rank
+from nano_inference.ranks.lockstep import Lockstep
 from nano_inference.structured.matching import GrammarState
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
@@ -50,6 +49,8 @@ from nano_inference.types import (
     TrainingSample,
     UpdateOptions,
 )
+from nano_inference.weights.transports import WeightTransport, receive_update
+from nano_inference.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
     from nano_inference.engine.async_engine import AsyncInferenceEngine

@@ -7,10 +7,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nano_inference.engine.loop import EngineLoop
+from nano_inference.core.loop import EngineLoop
+from nano_inference.core.sequence import Sequence
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import EngineDead
-from nano_inference.scheduling.sequence import Sequence
 from nano_inference.types import Delta, TrainingSample
 
 # (finished samples, samples in all, completion tokens so far), called after every step

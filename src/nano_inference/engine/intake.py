@@ -5,16 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
-from nano_inference.engine.requests import (
-    Params,
-    RequestChecks,
-    is_text,
-    many_prompts,
-    params_for,
-)
-from nano_inference.errors import AdapterNotFound, InvalidRequest, VersionGone
-from nano_inference.options import is_whole
-from nano_inference.scheduling.sequence import (
+from nano_inference.core.sequence import (
     POLICY,
     CheckedRequest,
     GrowingMask,
@@ -23,7 +14,16 @@ from nano_inference.scheduling.sequence import (
     Sequences,
     ServedAdapter,
 )
-from nano_inference.scheduling.versions import being_merged
+from nano_inference.core.versions import being_merged
+from nano_inference.engine.requests import (
+    Params,
+    RequestChecks,
+    is_text,
+    many_prompts,
+    params_for,
+)
+from nano_inference.errors import AdapterNotFound, InvalidRequest, VersionGone
+from nano_inference.fields.option import is_whole
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.matching import GrammarState

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nano_inference.budget import demand_of, most_mask_ids, require_affordable
+from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.config import EngineConfig
+from nano_inference.core.budget import demand_of, most_mask_ids, require_affordable
 from nano_inference.errors import InvalidRequest, ModelLoadError, RequestTooLarge
-from nano_inference.models.loading import resolve_model
-from nano_inference.models.spec import ModelSpec
-from nano_inference.options import is_whole
+from nano_inference.fields.option import is_whole
+from nano_inference.models.spec.model import ModelSpec
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.messages import require_unicode
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -79,7 +79,7 @@ class RequestChecks:
             params: of the request.
             num_samples: of the request.
             max_entries: what it may cost, if that is less than any request may; see
-                `nano_inference.budget`.
+                `nano_inference.core.budget`.
             embeds: the prompt is embedded, and the token behind it is not wanted.
 
         Returns:

@@ -8,19 +8,19 @@ from collections.abc import Sequence as Listed
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nano_inference.engine.intake import Intake
-from nano_inference.engine.loop import Add
-from nano_inference.engine.requests import checked_ids
-from nano_inference.engine.shared_loop import Sink
-from nano_inference.errors import InvalidRequest
-from nano_inference.options import is_whole
-from nano_inference.scheduling.sequence import (
+from nano_inference.core.loop import Add
+from nano_inference.core.sequence import (
     REFERENCE,
     CheckedRequest,
     GrowingMask,
     SampleGroup,
     Sequence,
 )
+from nano_inference.engine.intake import Intake
+from nano_inference.engine.requests import checked_ids
+from nano_inference.engine.shared_loop import Sink
+from nano_inference.errors import InvalidRequest
+from nano_inference.fields.option import is_whole
 from nano_inference.text.detokenizer import OutputText
 from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from nano_inference.core.sequence import POLICY, CheckedRequest, Sequence, ServedAdapter
 from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids, is_text
 from nano_inference.errors import InvalidRequest, RequestAborted, RequestTooLarge, WeightUpdateError
 from nano_inference.models.routes import RouteRecord
-from nano_inference.scheduling.sequence import POLICY, CheckedRequest, Sequence, ServedAdapter
 from nano_inference.types import SamplingParams, TrainingSample
 
 ATTEMPTS = 8  # to score under one version of the weights

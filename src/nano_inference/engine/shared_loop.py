@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, NoReturn, get_args
 import torch
 
 from nano_inference.config import EngineConfig
-from nano_inference.engine.deltas import last_delta
-from nano_inference.engine.device import is_device_failure
-from nano_inference.engine.lockstep import Lockstep, Member, not_together
-from nano_inference.engine.loop import Abort, Add, EngineLoop, GrammarReady, Message
+from nano_inference.core.deltas import last_delta
+from nano_inference.core.failures import is_device_failure
+from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, Message
+from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
+from nano_inference.device.sleep import Sleep
 from nano_inference.engine.pauser import Pauser
-from nano_inference.engine.sleeping import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
-from nano_inference.scheduling.sequence import POLICY, Sequence, ServedAdapter
+from nano_inference.ranks.lockstep import Lockstep, Member, not_together
 from nano_inference.types import Delta, KvPolicy, Memory, PauseMode, TrainingSample
 
 logger = logging.getLogger("nano_inference")

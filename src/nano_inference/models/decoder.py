@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
-from nano_inference.columns import to_device
+from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.activations import UNGATED
-from nano_inference.models.context import SharedContext
-from nano_inference.models.moe_spec import MoeSpec
-from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.rope import rotation
 from nano_inference.models.routes import RouteRecord
-from nano_inference.models.shard import shard_of
-from nano_inference.models.spec import ModelSpec
-from nano_inference.models.state_spec import DeltaNet
+from nano_inference.models.sharding.context import SharedContext
+from nano_inference.models.sharding.rank_exchange import RankExchange
+from nano_inference.models.sharding.shard import shard_of
+from nano_inference.models.spec.experts import MoeSpec
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.states import DeltaNet
 from nano_inference.models.taps import Taps
 from nano_inference.ops import reference
 from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
@@ -29,6 +28,7 @@ from nano_inference.ops.moe import Biases, Experts, Shared
 from nano_inference.ops.reference import lora, scaled
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.head import ShardedHead
+from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.models.rope_spec import RopeSpec
+from nano_inference.models.spec.rope import RopeSpec
 
 
 class Rotation(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
-from nano_inference.models.moe_spec import MoeSpec
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.ops.moe import Moe
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.core.batch import ForwardBatch
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Place, placed

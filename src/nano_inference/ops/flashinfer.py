@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.core.batch import ForwardBatch
 from nano_inference.errors import ConfigError
 from nano_inference.ops.backend import KvcacheView
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.core.batch import ForwardBatch
 from nano_inference.errors import ConfigError
 from nano_inference.ops.backend import KvcacheView, Ops
 

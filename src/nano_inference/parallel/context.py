@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
 from nano_inference.config import SEGMENT
+from nano_inference.core.batch import ForwardBatch
 
 MOST_NUMBERS = 2**25  # of the states that go between ranks at once: beyond, rows go piece by piece
 

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nano_inference.checkpoints.gguf.file import described_by
+from nano_inference.checkpoints.loading import load_spec, read_tensors, resolve_model
 from nano_inference.errors import ConfigError
-from nano_inference.models.gguf import described_by
-from nano_inference.models.loading import load_spec, read_tensors, resolve_model
-from nano_inference.models.quantisation import KEYS
-from nano_inference.models.spec import CONVERTED, ModelSpec
-from nano_inference.models.weights import ParamSpec, fused_tensors, param_table
+from nano_inference.models.parameters import ParamSpec, fused_tensors, param_table
+from nano_inference.models.spec.model import CONVERTED, ModelSpec
+from nano_inference.models.spec.quantisation import KEYS
 
 COPIED = (
     "tokenizer*",

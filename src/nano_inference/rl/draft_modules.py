@@ -1,7 +1,7 @@
-"""Heads that draft in plain, differentiable torch: what `engine/medusa.py` and `engine/eagle.py`
+"""Heads that draft in plain, differentiable torch: what `drafts/medusa.py` and `drafts/eagle.py`
 compute, over whole sequences.
 
-Parameters are float32, by the names of `models/draft_heads.py`.
+Parameters are float32, by the names of `drafts/heads.py`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.models.draft_heads import EagleSpec, MedusaSpec
+from nano_inference.drafts.heads import EagleSpec, MedusaSpec
 from nano_inference.models.rope import rope_table
 
 Params = Mapping[str, Tensor]

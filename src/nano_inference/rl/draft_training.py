@@ -16,14 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.batch import Rows, batch_of_rows
-from nano_inference.engine.assembly import require_one_rank
-from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.requests import checked_ids
-from nano_inference.engine.storage import KVStorage
-from nano_inference.errors import ConfigError, InvalidRequest
-from nano_inference.models.decoder import Decoder
-from nano_inference.models.draft_heads import (
+from nano_inference.core.batch import Rows, batch_of_rows
+from nano_inference.core.sequence import POLICY
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.drafts.heads import (
     EagleSpec,
     HeadsSpec,
     MedusaSpec,
@@ -32,12 +28,16 @@ from nano_inference.models.draft_heads import (
     read_named,
     table_of,
 )
-from nano_inference.models.spec import ModelSpec, spec_from_config
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.requests import checked_ids
+from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.models.taps import Taps
 from nano_inference.ops.reference import scaled
-from nano_inference.regular_files import read_json
+from nano_inference.ranks.build import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
-from nano_inference.scheduling.sequence import POLICY
+from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
 
 Kind = Literal["medusa", "eagle"]

@@ -16,11 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nano_inference.config import EngineConfig
-from nano_inference.engine.adapters import AdapterInfo
-from nano_inference.engine.engine import InferenceEngine
-from nano_inference.errors import AdapterError, ConfigError
-from nano_inference.models.lora import (
+from nano_inference.checkpoints.lora import (
     CONFIG,
     PREFIX,
     WEIGHTS,
@@ -35,7 +31,12 @@ from nano_inference.models.lora import (
     split_head,
     within,
 )
-from nano_inference.models.weights import numbers_of, param_table
+from nano_inference.config import EngineConfig
+from nano_inference.core.sequence import POLICY
+from nano_inference.engine.adapters import AdapterInfo
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.errors import AdapterError, ConfigError
+from nano_inference.models.parameters import numbers_of, param_table
 from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
@@ -46,7 +47,6 @@ from nano_inference.rl.policy import (
 )
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
 from nano_inference.rl.torch_decoder import LORA
-from nano_inference.scheduling.sequence import POLICY
 from nano_inference.types import KvPolicy
 
 _NUMBERS = itertools.count(1)

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from nano_inference.checkpoints.loading import cpu_multiplies_bf16, load_params
 from nano_inference.config import EngineConfig, require_count, with_plain_weights
-from nano_inference.engine.assembly import require_one_rank
+from nano_inference.core.sequence import POLICY
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.weights.update import WeightUpdate
 from nano_inference.errors import ConfigError, InvalidRequest
-from nano_inference.models.loading import cpu_multiplies_bf16, load_params
-from nano_inference.models.routes import RouteRecord
-from nano_inference.models.weights import (
+from nano_inference.models.parameters import (
     allocate,
     as_held,
     form_of,
@@ -31,6 +29,8 @@ from nano_inference.models.weights import (
     slots,
     write,
 )
+from nano_inference.models.routes import RouteRecord
+from nano_inference.ranks.build import require_one_rank
 from nano_inference.rl.checkpoint import (
     as_stored,
     load_masters,
@@ -52,7 +52,7 @@ from nano_inference.rl.scoring import (
     score_batch,
 )
 from nano_inference.rl.torch_decoder import TorchDecoder
-from nano_inference.scheduling.sequence import POLICY
+from nano_inference.weights.update import WeightUpdate
 
 WEIGHT_SET = "trainer"
 

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nano_inference.models.activations import UNGATED
 from nano_inference.models.decoder import EXPERT_BIASES
-from nano_inference.models.latent_spec import LatentSpec
 from nano_inference.models.rope import Rotation
-from nano_inference.models.spec import ModelSpec
+from nano_inference.models.spec.latents import LatentSpec
+from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.reference import rotate, scaled
 from nano_inference.ops.reference_attention import capped

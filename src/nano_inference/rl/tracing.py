@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.columns import to_device
-from nano_inference.engine.storage import KVStorage
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.weights import param_table, read, slots
+from nano_inference.models.parameters import param_table, read, slots
 from nano_inference.ops.backend import Norm, Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.rl.comparison import OF_PROMPT, Difference
 from nano_inference.rl.history import stretches
 from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
+from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sampling_batch import sampling_batch
 from nano_inference.types import TrainingSample
 

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from nano_inference.checkpoints.loading import load_params, resolve_model
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.weights.sync import WeightSyncManager
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.loading import load_params, resolve_model
-from nano_inference.models.weights import Formats, allocate, formats_of, param_table
+from nano_inference.models.parameters import Formats, allocate, formats_of, param_table
 from nano_inference.ops.formats import FILE
+from nano_inference.weights.sync import WeightSyncManager
 
 # What a caller says of versions that the engine does not serve: each a whole state dict or a
 # model's folder. Or a function that gives one, and raises LookupError for a version that it does

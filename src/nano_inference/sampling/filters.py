@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.columns import column
+from nano_inference.sampling.columns import column
 
 _MOST = 2**31  # as good as any larger number of tokens
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.columns import Entries
+from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, block_sums
 from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.pipeline import Bias, Distribution, Masks, Penalties, distance, divide

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.columns import Entries, column, columns_of
+from nano_inference.sampling.columns import Entries, column, columns_of
+from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.sampling.filters import FilterColumns
 from nano_inference.sampling.noise import noise_streams, stream_keys
-from nano_inference.scheduling.decision import NO_DRAFTS, Drafts
 from nano_inference.structured.mask_bits import mask_of
 from nano_inference.types import SamplingParams
 

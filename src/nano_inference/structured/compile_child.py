@@ -8,7 +8,6 @@ from multiprocessing.connection import Connection
 import msgspec
 import psutil
 
-from nano_inference.child_process import be_child
 from nano_inference.structured.compile_process import (
     MOST_RESULT,
     OUT_OF_MEMORY,
@@ -17,6 +16,7 @@ from nano_inference.structured.compile_process import (
     Job,
     Words,
 )
+from nano_inference.system.child_process import be_child
 
 IDLE = 600.0  # seconds without a grammar, after which it ends
 NICENESS = 10  # steps go first

@@ -16,11 +16,11 @@ from typing import TypeVar
 import msgspec
 import psutil
 
-from nano_inference.child_process import start_child
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.backend import CompilationStopped, Vocabulary
 from nano_inference.structured.clocks import Clock, Spent, process_clock
 from nano_inference.structured.grammar import Grammar
+from nano_inference.system.child_process import start_child
 
 CHILD = "nano_inference.structured.compile_child"
 START_LIMIT = 120.0  # seconds, for imports and the vocabulary

@@ -14,7 +14,6 @@ from queue import SimpleQueue
 import numpy as np
 
 from nano_inference.errors import EngineDead, InvalidRequest
-from nano_inference.machine import usable_cpus
 from nano_inference.structured.backend import (
     COMPILER_STACK,
     CompilationStopped,
@@ -28,6 +27,7 @@ from nano_inference.structured.grammar import REFUSED, BackendName, Grammar
 from nano_inference.structured.mask_bits import cut_to, num_words
 from nano_inference.structured.matching import GrammarState
 from nano_inference.structured.thought import Thought, Thoughts
+from nano_inference.system.machine import usable_cpus
 
 logger = logging.getLogger("nano_inference")
 

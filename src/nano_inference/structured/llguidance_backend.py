@@ -13,7 +13,6 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.machine import usable_cpus
 from nano_inference.structured.backend import (
     COMPILER_STACK,
     Backend,
@@ -27,6 +26,7 @@ from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.llguidance_tokenizer import tokenizer_of
 from nano_inference.structured.pattern_names import without_spent_patterns
 from nano_inference.structured.structural_tag import lark_of
+from nano_inference.system.machine import usable_cpus
 
 if TYPE_CHECKING:
     from nano_inference.structured.compile_process import CompileProcesses

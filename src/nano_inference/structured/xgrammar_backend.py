@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.machine import usable_cpus
 from nano_inference.structured.backend import (
     Backend,
     GrammarError,
@@ -27,6 +26,7 @@ from nano_inference.structured.mask_bits import cut_to, num_words, without
 from nano_inference.structured.plain_schema import Abilities, parts_of, plain_schema
 from nano_inference.structured.regular import NotPlain, characters, plain_regex
 from nano_inference.structured.token_bytes import token_bytes
+from nano_inference.system.machine import usable_cpus
 
 ABILITIES = Abilities(
     "xgrammar",

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from nano_inference.regular_files import read_json
+from nano_inference.system.regular_files import read_json
 
 # in the order in which transformers adds them
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

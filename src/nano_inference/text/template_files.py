@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.regular_files import read_json
+from nano_inference.system.regular_files import read_json
 
 
 class ChatTemplates(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from nano_inference.errors import InvalidRequest, ModelLoadError, one_line
-from nano_inference.regular_files import MISSING_TOKENIZER, read_json
+from nano_inference.system.regular_files import MISSING_TOKENIZER, read_json
 from nano_inference.text.added_tokens import add_tokens, with_special_tokens_map
 from nano_inference.text.template_files import read_templates
 

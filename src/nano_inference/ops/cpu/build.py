@@ -28,10 +28,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-from nano_inference.cache_folder import cache_folder, locked, unfinished
 from nano_inference.errors import ConfigError
-from nano_inference.machine import usable_cpus
-from nano_inference.progress import FileProgress, say
+from nano_inference.system.cache_folder import cache_folder, locked, unfinished
+from nano_inference.system.machine import usable_cpus
+from nano_inference.system.progress import FileProgress, say
 
 logger = logging.getLogger("nano_inference")
 

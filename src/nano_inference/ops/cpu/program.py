@@ -10,8 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
-from nano_inference.columns import columns_of
+from nano_inference.core.batch import ForwardBatch
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.recorder import (
     CALL,
@@ -23,6 +22,7 @@ from nano_inference.ops.cpu.recorder import (
     to_struct,
 )
 from nano_inference.ops.lora import Adapter
+from nano_inference.sampling.columns import columns_of
 
 ALIGNMENT = 64  # bytes
 NO_TABLE = 2**62  # positions that a program without a rotary table may have

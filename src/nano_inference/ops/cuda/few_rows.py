@@ -50,7 +50,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.batch import ForwardBatch
+from nano_inference.core.batch import ForwardBatch
 from nano_inference.ops.backend import FEW_ROWS, KvcacheView, Norm, Operations
 from nano_inference.ops.cuda.matmul import shared_memory
 from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.columns import Entries
 from nano_inference.ops.cuda import filters
 from nano_inference.ops.cuda.filters import CUT, Filtered, asks, distance_of, keeps, row_maximum
 from nano_inference.ops.cuda.noise import exponential, key_halves
@@ -32,6 +31,7 @@ from nano_inference.ops.cuda.softmax import (
     num_blocks,
     slope_of,
 )
+from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 

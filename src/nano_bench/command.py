@@ -1,0 +1,412 @@
+"""`nano-inference bench`: put load on a server with OpenAI's routes, and say how it did."""
+
+import importlib.util
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+import nano_inference
+from nano_bench import load
+from nano_bench.cpu_time import server_parts
+from nano_bench.shape import HIGHEST_ID, LOWEST_ID, Ask, Lengths, Shape, start_times
+from nano_bench.wire import Broken, connect
+from nano_inference.cli import options
+from nano_inference.cli.terminal import errors, output, write_file
+from nano_inference.errors import ConfigError
+
+REQUESTS = 256  # where neither a number nor a duration is given
+SHOWN_ERRORS = 5
+_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+_SENT, _PACE, _SAID = "What is sent", "How fast", "What is said"
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """When requests set out.
+
+    Attributes:
+        rate: a second; None: `concurrency` are always under way.
+        ramp: the rate at the end.
+    """
+
+    requests: int | None
+    seconds: float | None
+    concurrency: int
+    rate: float | None
+    evenly: bool
+    ramp: float | None
+
+    def starts(self, seed: int) -> Iterator[float] | None:
+        if self.rate is None:
+            return None
+        if self.ramp is None:
+            return start_times(self.rate, seed=seed, evenly=self.evenly)
+        span = self.seconds or 2 * (self.requests or 0) / (self.rate + self.ramp)
+        return start_times(self.rate, seed=seed, evenly=self.evenly, end_rate=self.ramp, span=span)
+
+    def __str__(self) -> str:
+        ends = {"{} requests": self.requests, "{:g} s": self.seconds}
+        much = " or ".join(form.format(end) for form, end in ends.items() if end is not None)
+        if self.rate is None:
+            return f"{much}, {self.concurrency} at once"
+        rise = "" if self.ramp is None else f" to {self.ramp:g}"
+        return f"{much}, {self.rate:g}{rise} a second" + ", evenly" * self.evenly
+
+
+def bench(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")
+    ],
+    model: options.ServedModel = None,
+    api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            "--requests",
+            "-n",
+            min=1,
+            rich_help_panel=_PACE,
+            help=f"How many. Default: {REQUESTS}, or as many as --duration lets.",
+        ),
+    ] = None,
+    duration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            rich_help_panel=_PACE,
+            help="Stop sending new requests after this long (30s, 5m).",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            min=1,
+            rich_help_panel=_PACE,
+            show_default="32",
+            help="Closed loop: so many requests are always under way.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            rich_help_panel=_PACE,
+            help="Open loop instead: so many requests set out a second, whatever is under way.",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        Literal["poisson", "constant"],
+        typer.Option(rich_help_panel=_PACE, help="With --rate: at random times, or evenly."),
+    ] = "poisson",
+    ramp: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="RATE",
+            rich_help_panel=_PACE,
+            help="The rate goes evenly from --rate at the begin to this one at the end.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        str, typer.Option(metavar="TIME", rich_help_panel=_PACE, help="For one request.")
+    ] = "10m",
+    warm_up: Annotated[
+        int,
+        typer.Option(min=0, rich_help_panel=_PACE, help="Requests that come first, uncounted."),
+    ] = 8,
+    prompts: Annotated[
+        Literal["tokens", "text", "chat"],
+        typer.Option(
+            rich_help_panel=_SENT,
+            help="Completions of random token ids, of random words, or chats of random words.",
+        ),
+    ] = "tokens",
+    prompt_tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTH",
+            rich_help_panel=_SENT,
+            help="128; uniform:LEAST:MOST; lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:MOST. "
+            "Of text and chats: words.",
+        ),
+    ] = "64",
+    output_tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="LENGTH",
+            rich_help_panel=_SENT,
+            help="Output length, in the syntax of --prompt-tokens.",
+        ),
+    ] = "128",
+    shared_prefix: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            rich_help_panel=_SENT,
+            help="Prompts of a group begin with the same so many tokens, before their own.",
+        ),
+    ] = 0,
+    prefix_groups: Annotated[
+        int, typer.Option(min=1, rich_help_panel=_SENT, help="How many groups there are.")
+    ] = 1,
+    vocab_size: Annotated[
+        int,
+        typer.Option(
+            min=LOWEST_ID + 1, rich_help_panel=_SENT, help="Random token ids are below it."
+        ),
+    ] = HIGHEST_ID,
+    stream: Annotated[
+        bool, typer.Option(rich_help_panel=_SENT, help="Answers come piece by piece.")
+    ] = True,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            rich_help_panel=_SENT,
+            help="Answers have their full length. OpenAI's own servers do not know this field.",
+        ),
+    ] = True,
+    temperature: Annotated[float, typer.Option(min=0.0, rich_help_panel=_SENT)] = 1.0,
+    seed: Annotated[
+        int, typer.Option(rich_help_panel=_SENT, help="Of prompts, lengths and random times.")
+    ] = 0,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIMITS",
+            rich_help_panel=_SAID,
+            help="Count the requests within limits, such as ttft=500ms,itl=50ms. ttft: the first "
+            "token; itl: the longest wait between two pieces; tpot: the mean for each further "
+            "token; e2e: the whole.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", rich_help_panel=_SAID, help="Write a JSON file of all."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(rich_help_panel=_SAID, help="Draw a PNG picture. Needs matplotlib."),
+    ] = None,
+    pid: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_SAID, help="A server on this machine, for its CPU seconds."),
+    ] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.
+
+    Exit code 0: every request was answered; 1: some failed, and the table says of what; 2: wrong
+    use, or there is no server; 130: Ctrl-C, with the figures until then.
+
+    Examples:
+
+    nano-inference bench http://127.0.0.1:8000 -n 256 -c 32
+    nano-inference bench URL --rate 2 --ramp 20 --duration 2m --slo ttft=500ms,itl=100ms
+    nano-inference bench URL --prompts chat --output-tokens lognormal:160:1:1024 -o run.json
+    nano-inference bench URL --shared-prefix 512 --prefix-groups 4 --plot run.png
+    """
+    pace = _pace(requests, duration, concurrency, rate, arrivals == "constant", ramp)
+    limits = _limits(slo)
+    shape = Shape(
+        Lengths.read(prompt_tokens),
+        Lengths.read(output_tokens),
+        prompts,
+        stream,
+        shared_prefix,
+        prefix_groups,
+        vocab_size,
+        {"ignore_eos": ignore_eos or None, "temperature": temperature},
+    )
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--plot needs matplotlib, which this installation lacks; pip install "
+            "'nano-inference[plots]' brings it."
+        )
+    for file in (out, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file} cannot be written: there is no such folder.")
+    target = load.Target(url, model or "", options.key_of(api_key, api_key_file))
+    done, target = load.run(_measure(target, shape, pace, warm_up, _time(timeout), seed, pid))
+    row = done.row() | _within(done, limits)
+    output.print(f"{target.url}, {target.model}", f"{shape}; {pace}", sep="\n", markup=False)
+    output.print(_figures(row), _latencies(row), sep="\n")
+    for text, count in Counter(done.errors).most_common(SHOWN_ERRORS):
+        errors.print(f"{count} x {text}", markup=False, soft_wrap=True)
+    if done.gave_up:
+        errors.print(f"The load ended early: {target.url} could not be reached any more.")
+    if out is not None:
+        told = {"url": target.url, "model": target.model, "sent": str(shape), "pace": str(pace)}
+        report = told | {"seed": seed, "limits": limits, "version": nano_inference.__version__}
+        report |= {"summary": row, "requests": [*_rows(done)]}
+        write_file(out, json.dumps(report, indent=1) + "\n")
+        errors.print(f"written: {out}", style="dim", soft_wrap=True)
+    if plot is not None:
+        from nano_bench.picture import draw  # imports matplotlib
+
+        draw(done, f"{target.model}: {shape}; {pace}", plot)
+    if done.interrupted:
+        raise typer.Exit(130)
+    if row["errors"]:
+        raise typer.Exit(1)
+
+
+async def _measure(
+    target: load.Target,
+    shape: Shape,
+    pace: _Pace,
+    warm_up: int,
+    timeout: float,
+    seed: int,
+    pid: int | None,
+) -> tuple[load.Load, load.Target]:
+    """Warm up, then the load. Raises `ConfigError` where there is no server."""
+    try:
+        (await connect(*target.address)).close()
+        if not target.model:
+            target = replace(target, model=await load.model_of(target))
+    except Broken as problem:
+        raise ConfigError(f"{target.url}: {problem}.") from None
+    with errors.status("warming up") as status:
+        if warm_up:
+            first = itertools.islice(shape.asks(seed - 1), warm_up)
+            await load.drive(target, [*first], concurrency=pace.concurrency, timeout=timeout)
+        count, total = itertools.count(1), pace.requests or "?"
+        asks: Iterator[Ask] = itertools.islice(shape.asks(seed), pace.requests)
+        done = await load.drive(
+            target,
+            asks,
+            concurrency=pace.concurrency,
+            starts=pace.starts(seed),
+            seconds=pace.seconds,
+            timeout=timeout,
+            watched=server_parts(pid) if pid is not None else {},
+            ended=lambda: status.update(f"{next(count)} of {total} requests"),
+            interruptible=True,
+        )
+    return done, target
+
+
+def _pace(
+    requests: int | None,
+    duration: str | None,
+    concurrency: int | None,
+    rate: float | None,
+    evenly: bool,
+    ramp: float | None,
+) -> _Pace:
+    if rate is None and (ramp is not None or evenly):
+        raise ConfigError("--ramp and --arrivals are about a rate; add --rate.")
+    if rate is not None and concurrency is not None:
+        raise ConfigError("--rate and --concurrency are two kinds of load; give one.")
+    seconds = None if duration is None else _time(duration)
+    if requests is None and seconds is None:
+        requests = REQUESTS
+    return _Pace(requests, seconds, concurrency or 32, rate, evenly, ramp)
+
+
+def _time(text: str) -> float:
+    """Seconds that `500ms`, `30s` or `5m` mean. Raises `ConfigError`."""
+    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text.strip())
+    if parts is None or not float(parts[1]):
+        raise ConfigError(f"{text!r} is no time; write one such as 500ms, 30s or 5m.")
+    return float(parts[1]) * _SECONDS[parts[2]]
+
+
+def _limits(text: str | None) -> dict[str, float]:
+    """Seconds by names of `load.LIMITED`. Raises `ConfigError`."""
+    found: dict[str, float] = {}
+    for part in (text or "").split(",") if text is not None else []:
+        name, _, value = part.partition("=")
+        if name.strip() not in load.LIMITED:
+            raise ConfigError(
+                f"--slo: {part!r} is no limit; write {', '.join(load.LIMITED)} with a time, such "
+                "as ttft=500ms."
+            )
+        found[name.strip()] = _time(value)
+    return found
+
+
+def _within(done: load.Load, limits: dict[str, float]) -> dict[str, Any]:
+    if not limits:
+        return {}
+    count = done.within(limits)
+    return {
+        "within_limits": count,
+        "within_limits_share": round(count / max(len(done.outcomes), 1), 4),
+        "goodput_per_s": round(count / max(done.seconds, 1e-9), 4),
+    }
+
+
+_LATENCIES = {
+    "first token": "first_token_ms",
+    "between two pieces": "between_tokens_ms",
+    "each further token": "per_token_ms",
+    "whole answer": "whole_ms",
+}
+
+
+def _figures(row: dict[str, Any]) -> Table:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in row["errors_by_kind"].items())
+    ways = row["counted_by"]
+    figures = {
+        "requests": f"{row['requests']:,}",
+        "failed": f"{row['errors']:,}" + f" ({kinds})" * bool(kinds),
+        "seconds": f"{row['seconds']:,.2f}",
+        "requests/s": f"{row['requests_per_s']:,.2f}",
+        "output tokens/s": f"{row['output_tokens_per_s']:,.1f}",
+        "output tokens": f"{row['output_tokens']:,}"
+        + f", counted by {' and '.join(ways)}" * bool(ways),
+        "prompt tokens": f"{row['prompt_tokens']:,}, of them cached {row['cached_tokens']:,}",
+    }
+    if row["tokens_per_event"] is not None:
+        figures["tokens in a piece"] = f"{row['tokens_per_event']:.2f}"
+    if "within_limits" in row:
+        figures["within limits"] = f"{row['within_limits']:,} ({row['within_limits_share']:.1%})"
+        figures["goodput, requests/s"] = f"{row['goodput_per_s']:,.2f}"
+    if len(row["cpu_s"]) > 1:
+        figures["CPU s"] = ", ".join(f"{name} {spent:.2f}" for name, spent in row["cpu_s"].items())
+    table = Table.grid(padding=(0, 2))
+    for name, text in figures.items():
+        table.add_row(name, text)
+    return table
+
+
+def _latencies(row: dict[str, Any]) -> Table:
+    table = Table()
+    for place, column in enumerate(("milliseconds", "p50", "p90", "p99", "most")):
+        table.add_column(column, justify="right" if place else "left")
+    for name, key in _LATENCIES.items():
+        found: dict[str, float] = row[key] or {}
+        table.add_row(name, *(f"{found[p]:,.1f}" if p in found else "-" for p in _PERCENTS))
+    return table
+
+
+_PERCENTS = ("p50", "p90", "p99", "p100")
+
+
+def _rows(done: load.Load) -> Iterator[dict[str, Any]]:
+    """A request each, in the order in which they set out; seconds since the load's begin."""
+    for each in done.outcomes:
+        yield {
+            "began_s": round(each.began - done.began, 6),
+            "first_token_s": None if each.first_token is None else round(each.first_token, 6),
+            "longest_gap_s": round(max(load.gaps(each.pieces)), 6) if each.pieces[1:] else None,
+            "whole_s": round(each.ended - each.began, 6),
+            "prompt_tokens": each.prompt_tokens,
+            "cached_tokens": each.cached_tokens,
+            "output_tokens": each.tokens,
+            "counted_by": None if each.error else each.counted_by,
+            "error_kind": each.kind,
+            "error": each.error,
+        }

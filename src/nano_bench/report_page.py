@@ -1,0 +1,269 @@
+"""A page of samples: rows of JSON lines, kept compactly, and one HTML file of them that needs
+nothing else.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+MOST_REASONS = 200
+_NO_LOGPROB, _APPENDED = -32768, 32767
+_NONE = float("nan")
+Pieces = Callable[
+    [list[int]], list[str]
+]  # token ids -> the text of each; "": it comes with a later
+
+
+class Unreadable(ValueError):
+    """Why a row is left out."""
+
+
+@dataclass
+class Page:
+    """Samples as the page holds them.
+
+    Attributes:
+        pieces: texts of token ids; None: ids are shown.
+        trainer: the column of the trainer's logprobs.
+        count: of samples.
+        refused: rows that were left out.
+        reasons: why, of the first of them.
+    """
+
+    pieces: Pieces | None = None
+    trainer: str = "trainer_logprobs"
+    count: int = 0
+    refused: int = 0
+    reasons: list[str] = field(default_factory=list[str])
+    _samples: list[list[Any]] = field(default_factory=list[list[Any]])
+    _groups: dict[str, int] = field(default_factory=dict[str, int])
+    _prompts: list[str] = field(default_factory=list[str])
+    _texts: dict[str, int] = field(default_factory=dict[str, int])
+    _ids: "array[int]" = field(default_factory=partial(array, "I"))
+    _logprobs: "array[int]" = field(default_factory=partial(array, "h"))
+    _trainer: "array[float]" = field(default_factory=partial(array, "f"))
+    _advantages: "array[float]" = field(default_factory=partial(array, "f"))
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        """Take rows. What cannot be read is counted, with its reason."""
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                self._add(number, _parsed(line))
+            except Unreadable as problem:
+                self.refused += 1
+                if len(self.reasons) < MOST_REASONS:
+                    self.reasons.append(f"line {number}: {problem}")
+
+    def _add(self, number: int, row: dict[str, Any]) -> None:
+        pieces, text = self._pieces_of(row)
+        count = len(pieces)
+        logprobs = _numbers(row, "logprobs", count)
+        trained = _numbers(row, self.trainer, count)
+        mask = row.get("loss_mask") or []
+        if not isinstance(mask, list) or len(mask) not in (0, count):
+            raise Unreadable(f"loss_mask must be a list of {count} booleans.")
+        advantage = row.get("advantage")
+        by_token = isinstance(advantage, list)
+        advantages = _numbers(row, "advantage", count) if by_token else [_NONE] * count
+        facts = [
+            _whole(row, "sample_index"),
+            _text(row, "finish_reason"),
+            _whole(row, "weight_version"),
+            _number(row, "reward"),
+            None if by_token else _number(row, "advantage"),
+            text,
+            _spans(row),
+        ]
+        key, prompt = self._prompt_of(row)
+        # all is checked: now the page changes
+        group = self._groups.setdefault(key, len(self._groups))
+        if group == len(self._prompts):
+            self._prompts.append(prompt)
+        begin = len(self._ids)
+        self._ids.extend(self._texts.setdefault(each, len(self._texts)) for each in pieces)
+        for place, logprob in enumerate(logprobs):
+            self._logprobs.append(_APPENDED if mask and not mask[place] else _thousandths(logprob))
+        # an infinity on both sides is equal
+        differences = (0.0 if a == b else a - b for a, b in zip(logprobs, trained, strict=True))
+        self._trainer.extend(differences)
+        self._advantages.extend(advantages)
+        self._samples.append([group, begin, begin + count, number, *facts])
+        self.count += 1
+
+    def _pieces_of(self, row: dict[str, Any]) -> tuple[list[str], str | None]:
+        """A text for each token; and the whole, where these are ids alone."""
+        given = row.get("token_texts")
+        if given is not None:
+            if not _is_list_of(given, str):
+                raise Unreadable("token_texts must be a list of texts.")
+            return given, None
+        ids: Any = row.get("completion_tokens")
+        if not _is_list_of(ids, int):
+            raise Unreadable(
+                "it has neither completion_tokens, a list of token ids, nor token_texts."
+            )
+        if self.pieces is not None:
+            return self.pieces(ids), None
+        return [f"{each} " for each in ids], _text(row, "text")
+
+    def _prompt_of(self, row: dict[str, Any]) -> tuple[str, str]:
+        """What a group goes by, and the prompt for people."""
+        ids, prompt, messages = (row.get(name) for name in ("prompt_tokens", "prompt", "messages"))
+        if ids is not None and not _is_list_of(ids, int):
+            raise Unreadable("prompt_tokens must be a list of token ids.")
+        if _is_list_of(prompt, int):
+            ids, prompt = ids or prompt, None
+        group = row.get("group")
+        key = json.dumps(next((e for e in (group, ids, prompt, messages) if e is not None), None))
+        return key, self._prompt_text(ids, prompt, messages)
+
+    def _prompt_text(self, ids: Any, prompt: Any, messages: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        if isinstance(messages, list):
+            return "\n".join(
+                f"{each.get('role')}: {each.get('content')}"
+                if isinstance(each, dict)
+                else str(each)
+                for each in messages
+            )
+        if ids and self.pieces is not None:
+            return "".join(self.pieces(ids))
+        return " ".join(map(str, ids or ["(the rows hold no prompt)"]))
+
+    def html(self, title: str) -> str:
+        """The whole file."""
+        folder = files("nano_bench")
+        style, script, frame = (
+            (folder / f"report.{kind}").read_text(encoding="utf-8")
+            for kind in ("css", "js", "html")
+        )
+        policy = (
+            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        )
+        parts = {
+            "policy": policy,
+            "title": html.escape(title),
+            "style": style,
+            "script": script,
+            "data": self._data(),
+        }
+        head, *rest = frame.split("{{")
+        return head + "".join(
+            parts[name] + behind for name, _, behind in (each.partition("}}") for each in rest)
+        )
+
+    def _data(self) -> str:
+        has = {name: any(x == x for x in column) for name, column in (  # not nan
+            ("trainer", self._trainer), ("advantages", self._advantages))}  # fmt: skip
+        told = {
+            "texts": list(self._texts),
+            "groups": self._prompts,
+            "samples": self._samples,
+            "refused": {"count": self.refused, "reasons": self.reasons},
+            "ids": _packed(self._ids),
+            "logprobs": _packed(self._logprobs),
+            "trainer": _packed(self._trainer) if has["trainer"] else "",
+            "advantages": _packed(self._advantages) if has["advantages"] else "",
+        }
+        # ASCII, and nothing in it can end the element that holds it or begin another one
+        text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+        return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        cut = "" if line.endswith(b"\n") else " (the line is cut off)"
+        raise Unreadable(f"it is not JSON: {problem}{cut}.") from None
+    if not isinstance(row, dict):
+        raise Unreadable("it is not an object.")
+    return row
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+def _float(value: Any) -> float | None:
+    """A number as JSON lines of samples hold it: null is nan, infinities are words."""
+    if value is None:
+        return _NONE
+    if value in ("Infinity", "-Infinity"):
+        return float(value)
+    return float(value) if type(value) in (int, float) else None
+
+
+def _numbers(row: dict[str, Any], name: str, count: int) -> list[float]:
+    """A column of a number a token; nan, where the row has none."""
+    given = row.get(name)
+    if given is None:
+        return [_NONE] * count
+    found = [_float(each) for each in given] if isinstance(given, list) else []
+    if not isinstance(given, list) or len(found) != count or None in found:
+        raise Unreadable(f"{name} must be a list of {count} numbers, one a token.")
+    return [each for each in found if each is not None]
+
+
+def _number(row: dict[str, Any], name: str) -> float | None:
+    found = _float(row.get(name))
+    if found is None:
+        raise Unreadable(f"{name} must be a number.")
+    return found if math.isfinite(found) else None
+
+
+def _whole(row: dict[str, Any], name: str) -> int | None:
+    given = row.get(name)
+    if given is not None and (type(given) is not int or abs(given) >= 2**53):
+        raise Unreadable(f"{name} must be a whole number.")
+    return given
+
+
+def _text(row: dict[str, Any], name: str) -> str | None:
+    given = row.get(name)
+    if given is not None and not isinstance(given, str):
+        raise Unreadable(f"{name} must be a text.")
+    return given
+
+
+def _spans(row: dict[str, Any]) -> list[list[int]] | None:
+    """Version, begin and end of each part; None where one version made all."""
+    given = row.get("weight_versions") or []
+    try:
+        found = [[each["version"], each["start"], each["end"]] for each in given]
+    except (TypeError, KeyError):
+        raise Unreadable("weight_versions must be a list of version, start and end.") from None
+    if not all(_is_list_of(each, int) for each in found):
+        raise Unreadable("weight_versions must hold whole numbers.")
+    return found if len(found) > 1 else None
+
+
+def _thousandths(logprob: float) -> int:
+    if math.isnan(logprob):
+        return _NO_LOGPROB
+    return round(max(-32.7, min(logprob, 32.7)) * 1000)
+
+
+def _packed(numbers: "array[Any]") -> str:
+    """Little-endian bytes in base64."""
+    if sys.byteorder == "big":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

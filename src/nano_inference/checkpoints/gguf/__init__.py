@@ -1,0 +1,4 @@
+"""GGUF files, read from the mapped file.
+
+Imports: models, ops. Begin with file.py.
+"""

@@ -1,0 +1,301 @@
+"""Hugging Face's `config.json`, from the metadata of a GGUF file; and its names of the tensors."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nano_inference.checkpoints.gguf.codes import numbers_of
+from nano_inference.checkpoints.gguf.families import (
+    OPTIONAL_NAMES,
+    QUERY_BETA,
+    ROPE_FREQS,
+    ROPE_LONG,
+    ROPE_SHORT,
+    WINDOW_PATTERN,
+    Config,
+    Family,
+)
+from nano_inference.checkpoints.gguf.header import StoredTensor
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.spec.config_checks import check_values
+
+Stored = Mapping[str, StoredTensor]
+
+_TOKEN_ID_KEYS = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "padding_token_id": "pad_token_id",
+}
+# Ids that end a turn, and with it a sample, where the file carries a chat template.
+_TURN_ENDS = ("eot_token_id", "eom_token_id")
+
+_YARN: Mapping[str, str] = {
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_YARN_LOG = "yarn_log_multiplier"
+_ROPE_SCALING = (
+    *("type", "factor", "original_context_length", "attn_factor", "yarn_ext_factor", _YARN_LOG),
+)
+# What is handled by hand here, and keys that change nothing.
+_COMMON_KEYS = frozenset(
+    {"vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length"}
+    | {"rope.dimension_count", "rope.scaling.finetuned", "tensor_data_layout"}
+    | {f"rope.scaling.{key}" for key in (*_ROPE_SCALING, *_YARN)}
+)
+_HEADS_OF_LATENTS = frozenset({"attention.key_length_mla", "attention.value_length_mla"})
+# Keys of which 0 says that there is none.
+_NONE_AT_ZERO = frozenset(
+    {"attention.sliding_window", "expert_count", "expert_used_count", "expert_shared_count"}
+    | {"expert_weights_norm", "expert_gating_func", "leading_dense_block_count"}
+)
+
+
+def hf_config(family: Family, metadata: Mapping[str, Any], stored: Stored) -> Config:
+    """Hugging Face's `config.json` from the metadata. Raises `ModelLoadError` for an architecture's
+    key that no table names.
+    """
+    name = str(metadata["general.architecture"])
+    values = {
+        key.removeprefix(f"{name}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{name}.")
+    }
+    values = {key: value for key, value in values.items() if value or key not in _NONE_AT_ZERO}
+    _require_known(family, name, values)
+    values.setdefault("attention.head_count_kv", values.get("attention.head_count"))
+    kinds = _layer_kinds(family, values)
+    config_keys = {
+        **family.config_keys,
+        **{key: to for key, to in family.optional_keys.items() if key in values},
+    }
+    if isinstance(values.get(WINDOW_PATTERN), list):
+        config_keys.pop(WINDOW_PATTERN, None)
+    for key in (*config_keys, "attention.head_count_kv"):
+        # a list would hold a number for each layer
+        if not isinstance(value := values.get(key), int | float) or value <= 0:
+            raise ModelLoadError(
+                f"the GGUF metadata key {name}.{key} is {value}; mapped is one positive number"
+            )
+    embedding = stored.get("token_embd.weight")
+    if embedding is None:
+        raise ModelLoadError("the GGUF file has no tensor token_embd.weight")
+    config = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "rope_theta": 10000.0,  # llama.cpp's default
+        **{hf_key: values[key] for key, hf_key in config_keys.items()},
+        "num_key_value_heads": values["attention.head_count_kv"],
+        **_heads(family, name, values),
+        **_rope_scaling(family, name, values, stored),
+        **kinds,
+        **{key: f"blk.0.{tensor}" in stored for tensor, key in family.switches.items()},
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in stored,
+        **_token_ids(family, metadata),
+        "torch_dtype": _DTYPES.get(embedding.kind, "bfloat16"),
+        # the loader chooses a dtype by it: the one above is only how this is stored
+        "nano_inference_converted_from": "gguf",
+    }
+    if QUERY_BETA in config:
+        scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
+        scaling[QUERY_BETA] = config.pop(QUERY_BETA)
+    if family.unscaled_in_windows:
+        config |= _ropes_by_window(config)
+    check_values(config, "the GGUF metadata")  # defaults are computed from them
+    return {**family.defaults(config), **config}
+
+
+def _require_known(family: Family, name: str, values: Mapping[str, Any]) -> None:
+    """Raise `ModelLoadError` for a key that no table names, or whose value no family has."""
+    known = family.config_keys.keys() | family.optional_keys.keys() | _COMMON_KEYS
+    known |= family.constants.keys()
+    if family.heads is not None:
+        known |= _HEADS_OF_LATENTS
+    for key, value in family.constants.items():
+        if values.get(key, value) != value:
+            raise ModelLoadError(
+                f"the GGUF metadata key {name}.{key} is {values[key]}; mapped is {value}"
+            )
+    if isinstance(values.get(WINDOW_PATTERN), list):
+        known |= {WINDOW_PATTERN}
+    if unknown := sorted(values.keys() - known):
+        raise ModelLoadError(
+            f"the GGUF metadata key {name}.{unknown[0]} is not mapped to a configuration"
+        )
+
+
+def _ropes_by_window(config: Config) -> Config:
+    """As transformers writes it where the scaling is that of layers without a window."""
+    own = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    full = {**own, **config.pop("rope_scaling", {})}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": own}}
+
+
+_DTYPES = {"F32": "float32", "F16": "float16"}
+
+
+def _layer_kinds(family: Family, values: dict[str, Any]) -> Config:
+    """Which layers have a window, or no keys, where a list says it for each. A list of key heads
+    becomes the number that all others have.
+    """
+    heads = values["attention.head_count_kv"]
+    if family.keyless_layers is not None and isinstance(heads, list) and len({*heads} - {0}) == 1:
+        values["attention.head_count_kv"] = max(heads)
+        kinds = ["full_attention" if each else family.keyless_layers for each in heads]
+        return {"layer_types": kinds}
+    pattern = values.get(WINDOW_PATTERN)
+    if not isinstance(pattern, list):
+        return {}
+    kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    return {"layer_types": kinds}
+
+
+def _token_ids(family: Family, metadata: Mapping[str, Any]) -> Config:
+    def told(key: str) -> Any:
+        return metadata.get(f"tokenizer.ggml.{key}")
+
+    found = {hf_key: told(key) for key, hf_key in _TOKEN_ID_KEYS.items() if told(key) is not None}
+    if "tokenizer.chat_template" in metadata:
+        ends = {told(key) for key in ("eos_token_id", *_TURN_ENDS)} - {None}
+        ends |= set(family.chat_eos_ids)
+        if len(ends) > 1:
+            found["eos_token_id"] = sorted(ends)
+    return found
+
+
+def _heads(family: Family, name: str, values: Mapping[str, Any]) -> Config:
+    if family.heads is not None:
+        return family.heads(values)
+    head_dim = values.get(
+        "attention.key_length", values["embedding_length"] // values["attention.head_count"]
+    )
+    rotary = values.get("rope.dimension_count", head_dim)
+    if family.partial_rotary is not None:
+        part = rotary / head_dim
+        usual = part == family.partial_rotary == 1.0  # the decoder's own default
+        return {"head_dim": head_dim} | ({} if usual else {"partial_rotary_factor": part})
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if values.get(key, head_dim) != head_dim:
+            raise ModelLoadError(
+                f"the GGUF metadata key {name}.{key} is {values[key]}; mapped is head_dim "
+                f"{head_dim}"
+            )
+    return {"head_dim": head_dim}
+
+
+def _rope_scaling(family: Family, name: str, values: Mapping[str, Any], stored: Stored) -> Config:
+    told = {
+        key: values[f"rope.scaling.{key}"]
+        for key in (*_ROPE_SCALING, *_YARN)
+        if f"rope.scaling.{key}" in values
+    }
+    factors = sorted(family.rope_factors & stored.keys())
+    # llama.cpp takes a factor without a type as linear.
+    kind = told.get("type", "linear" if "factor" in told else "none")
+    if factors == [ROPE_FREQS] and kind == "none":
+        return _rope_freqs(values, stored[ROPE_FREQS])
+    if factors == [ROPE_LONG, ROPE_SHORT] and kind in ("none", "longrope"):
+        return _long_rope(values, told, stored)
+    if factors:
+        raise ModelLoadError(
+            f"the GGUF file has {factors[0]} and rope.scaling metadata; mapped is one of them"
+        )
+    if kind == "none":
+        return {}
+    mapped = kind in ("linear", "yarn") and "factor" in told
+    if not mapped or told.get("yarn_ext_factor", 1) != 1:
+        raise ModelLoadError(
+            f"{name}.rope.scaling is {told}; mapped are the types none, linear and yarn, with a "
+            "factor and no yarn_ext_factor"
+        )
+    scaling = {"rope_type": kind, "factor": told["factor"]}
+    if kind == "yarn":
+        scaling |= {to: told[key] for key, to in _YARN.items() if key in told}
+        scaling |= family.yarn
+        if _YARN_LOG in told:
+            scaling |= family.mscales(told[_YARN_LOG])
+        original = told.get("original_context_length", values["context_length"])
+        scaling["original_max_position_embeddings"] = original
+    return {"rope_scaling": scaling}
+
+
+def _rope_freqs(values: Mapping[str, Any], stored: StoredTensor) -> Config:
+    """What divides the rotary frequencies, one by one: every Llama since 3.1 has its scaling so,
+    and no metadata of it.
+
+    transformers' name for exactly this is longrope with the same factors at all lengths.
+    """
+    each = _factors(values, stored)
+    if set(each) == {1.0}:
+        return {}
+    scaling = {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "short_factor": each,
+        "long_factor": each,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": values["context_length"],
+    }
+    return {"rope_scaling": scaling}
+
+
+def _long_rope(values: Mapping[str, Any], told: Mapping[str, Any], stored: Stored) -> Config:
+    """Phi's: other factors for short sequences than for long ones."""
+    original = told.get("original_context_length", values["context_length"])
+    scaling = {
+        "rope_type": "longrope",
+        "factor": values["context_length"] / original,
+        "short_factor": _factors(values, stored[ROPE_SHORT]),
+        "long_factor": _factors(values, stored[ROPE_LONG]),
+        "original_max_position_embeddings": original,
+    }
+    if "attn_factor" in told:
+        scaling["attention_factor"] = told["attn_factor"]
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _factors(values: Mapping[str, Any], stored: StoredTensor) -> list[float]:
+    factors = numbers_of(stored.kind, stored.rows(), stored.shape[-1]).reshape(-1)
+    head_dim = values.get(
+        "attention.key_length", values["embedding_length"] // values["attention.head_count"]
+    )
+    size = values.get("rope.dimension_count", head_dim) // 2
+    if len(factors) != size or not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelLoadError(
+            f"the GGUF tensor {stored.name} must hold {size} numbers above 0, half of head_dim"
+        )
+    return [float(factor) for factor in factors]
+
+
+def require_names(family: Family, config: Config, stored: Stored) -> None:
+    """Raise `ModelLoadError` for a tensor that is not known, or is missing."""
+    names = tensor_names(family, config)
+    if unknown := sorted(stored.keys() - names.keys() - family.rope_factors):
+        raise ModelLoadError(
+            f"the GGUF tensor {unknown[0]} is not mapped for {family.architecture}"
+        )
+    optional = OPTIONAL_NAMES | family.optional_names
+    if missing := sorted(
+        name for name in names.keys() - stored.keys() if kind_of(name) not in optional
+    ):
+        raise ModelLoadError(
+            f"the GGUF file has no tensor {missing[0]}, which {family.architecture} needs"
+        )
+
+
+def tensor_names(family: Family, config: Config) -> dict[str, str]:
+    """GGUF name -> Hugging Face's of every tensor that a file of this configuration may hold."""
+    names = dict(family.global_names)
+    for layer in range(config["num_hidden_layers"]):
+        for key, hf_name in family.layer_names.items():
+            names[f"blk.{layer}.{key}"] = f"model.layers.{layer}.{hf_name}"
+    return names
+
+
+def kind_of(name: str) -> str:
+    """A tensor's name without its layer: `blk.7.attn_q.weight` -> `attn_q.weight`."""
+    return re.sub(r"^blk\.\d+\.", "", name)

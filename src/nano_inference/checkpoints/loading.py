@@ -1,0 +1,426 @@
+"""From a model path to parameters: find the files, read the spec, stream one tensor at a time.
+
+Tensors come from safetensors files, or from `.gguf` files by a reader with the same methods.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nano_inference.checkpoints.folders import held_instead, require_plain_weights
+from nano_inference.checkpoints.folders import load_spec as load_spec
+from nano_inference.checkpoints.folders import resolve_model as resolve_model
+from nano_inference.checkpoints.gguf.file import described_by, gguf_in
+from nano_inference.checkpoints.gguf.weights import GgufReader
+from nano_inference.checkpoints.quantised_weights import ACTIVATIONS, quantised_weight
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.parameters import (
+    HEAD,
+    WEIGHT_DTYPES,
+    Allocate,
+    Formats,
+    ParamSpec,
+    Slot,
+    allocate,
+    as_held,
+    form_of,
+    fused_tensors,
+    named_slots,
+    param_table,
+    read,
+    require_whole_groups,
+    write,
+)
+from nano_inference.models.sharding.shard import ModelShard
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.quantisation import GGUF, quantisation_of
+from nano_inference.models.spec.text_part import is_of_another_part
+from nano_inference.ops import reference
+from nano_inference.ops.formats import FILE, Format, widest
+from nano_inference.ops.quantised import Codes, widened
+from nano_inference.system.progress import Progress
+from nano_inference.system.regular_files import open_regular, read_json
+
+# Buffers that old checkpoints carry, which are computed and not loaded, and what is of activations.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", *ACTIVATIONS)
+MOST_HEADER = 10**8  # bytes: safetensors refuses longer ones
+_CPU = torch.device("cpu")
+_STORED_DTYPES = tuple(
+    f"{'BF' if each is torch.bfloat16 else 'F'}{8 * each.itemsize}" for each in WEIGHT_DTYPES
+)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(asked: str, spec: ModelSpec, *, bf16_gains: bool = False) -> torch.dtype:
+    """The dtype that `"auto"` means for this checkpoint on this machine, or the one asked for.
+
+    Args:
+        asked: of `EngineConfig.dtype`.
+        spec: of the model.
+        bf16_gains: the operations that run compute bfloat16 at least as fast as float32.
+    """
+    if asked != "auto":
+        return _DTYPES[asked]
+    if spec.quantisation is not None:
+        return torch.bfloat16
+    if spec.quantized_source:
+        gains = bf16_gains or torch.cuda.is_available() or cpu_multiplies_bf16()
+        return torch.bfloat16 if gains else torch.float32
+    return _DTYPES.get(spec.checkpoint_dtype, torch.float32)
+
+
+def load_params(
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    matrix: Allocate = reference.allocate,
+    part: ModelShard | None = None,
+    quantization: Formats = None,
+) -> dict[str, Any]:
+    """All parameters of a model, or of a rank's part of it, streamed from its safetensors or
+    `.gguf` files, dequantised where they hold codes, and quantised as `quantization` says; codes
+    that its format of a parameter holds are kept as they are. Of other ranks' parts nothing is
+    read. Memory: the parameters and one tensor, both on the device.
+
+    Raises `ModelLoadError` naming the first unknown, misshapen or missing tensor, or the one whose
+    codes are not computed as they are, before any memory is taken for the parameters; `ConfigError`
+    where ranks would cut codes within a group.
+    """
+    table = param_table(spec, part)
+    places = named_slots(table)
+    whole = table if part is None else param_table(spec)
+    weights = _weights(folder, spec, whole, dtype, device)
+    _require_all(folder, places, weights)
+    if quantization == FILE:
+        if part is not None and (ranks := part.place.mesh.tensor) > 1:
+            require_whole_groups(spec, ranks, FILE, _file_formats(folder, whole, weights))
+        quantization = _file_formats(folder, table, weights)
+    params = allocate(table, dtype, device, matrix, quantization)
+    wanted = [  # not a tied head, nor what is another rank's
+        (name, slot)
+        for name, slot in sorted(places.items(), key=lambda item: item[0] == HEAD)
+        if name in weights and 0 not in slot.local_shape
+    ]
+    size = sum(prod(slot.local_shape) for _, slot in wanted) * dtype.itemsize
+    with Progress(_loading(folder, spec, part, quantization), size) as progress:
+        for name, slot in wanted:
+            if slot.tied_to is not None:
+                if not _is_equal(params, slot, weights[name], weights[slot.tied_to]):
+                    raise ModelLoadError(_untied(name, slot))
+            elif _holds(params[slot.param], weights[name]):
+                _write_codes(params[slot.param], slot, weights[name])
+            else:
+                write(params, slot, slot.take(weights[name]))
+            progress.add(prod(slot.local_shape) * dtype.itemsize)
+    return params
+
+
+def _file_formats(
+    folder: Path, table: tuple[ParamSpec, ...], weights: Mapping[str, Any]
+) -> dict[str, Format]:
+    """The format of each parameter whose tensors are all stored as codes that products read. Raises
+    `ModelLoadError` for other codes, but for those of a .gguf file, which are dequantised.
+    """
+    said = quantisation_of(folder)
+    if said is None:
+        raise ModelLoadError(
+            f"quantization='file' computes with the codes of a quantised checkpoint, and {folder} "
+            "holds plain weights; 'int8', 'int8-32' and 'int4' quantise these."
+        )
+    found: dict[str, Format] = {}
+    for param in (each for each in table if each.codes is not None):
+        given = {source.name: weights[source.name] for source in param.sources}
+        forms = {name: getattr(weight, "form", None) for name, weight in given.items()}
+        known = [form for form in forms.values() if form is not None]
+        if len(known) == len(forms):
+            found[param.name] = widest(known)
+        elif said.method != GGUF:
+            _require_no_codes(given, forms)
+    return found
+
+
+def _require_no_codes(given: Mapping[str, Any], forms: Mapping[str, Format | None]) -> None:
+    """Raise `ModelLoadError` where some tensors of a parameter are codes, and not all of them codes
+    that products read.
+    """
+    plain = next(name for name, form in forms.items() if form is None)
+    for name, weight in given.items():
+        why = getattr(weight, "why", None)
+        if why is None and forms[name] is not None:
+            why = f"it is held together with {plain!r}, which has no such codes"
+        if why is not None:
+            raise ModelLoadError(
+                f"quantization='file' cannot compute with the codes of {name!r}: {why}; leave the "
+                "option away, and the checkpoint is dequantised."
+            )
+
+
+def _holds(param: Any, weight: Any) -> bool:
+    """Whether a parameter takes the codes of a file as they are."""
+    own = form_of(param)
+    form = None if own is None else getattr(weight, "form", None)
+    return own is not None and form is not None and own.holds(form)
+
+
+def _write_codes(param: Any, slot: Slot, weight: Any) -> None:
+    """Codes of a file into their place, as they are, some rows after the other."""
+    rows, columns = slot.shape
+    parts, within = slot.parts or ((0, rows),), (0, columns)
+    if slot.parts is not None and slot.axis == 1:
+        parts, (within,) = ((0, rows),), slot.parts
+    start = slot.start
+    for first, last in parts:
+        for codes in weight.codes(first, last):
+            own = widened(codes, param.form, (0, columns)).columns(*within)
+            param.write_codes(start, own)
+            start += len(own.codes)
+
+
+def _is_equal(params: dict[str, Any], slot: Slot, head: Any, embedding: Any) -> bool:
+    """Whether a head is the embedding that it is tied to, which is written already."""
+    tensor = slot.take(head)
+    if _holds(params[slot.param], embedding):
+        return torch.equal(tensor, slot.take(embedding))
+    return torch.equal(as_held(params, slot, tensor), read(params, slot))
+
+
+def _loading(folder: Path, spec: ModelSpec, part: ModelShard | None, quantization: Formats) -> str:
+    in_codes = quantization and not isinstance(quantization, str)
+    doing = "loading" if in_codes or spec.quantisation is None else "dequantising and loading"
+    rank = "" if part is None or part.place.mesh.world_size == 1 else f" (rank {part.place.rank})"
+    return f"{doing} {(described_by(folder) or folder).name}{rank}"
+
+
+class _PlainWeight:
+    """A tensor of a file, read by slices; what goes wrong is a `ModelLoadError` that names it."""
+
+    def __init__(self, name: str, file: Path, opened: Any) -> None:
+        self.name, self.file = name, file
+        with _reading(name, file):
+            self._slice = opened.get_slice(name)
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Names of the tensors that hold it."""
+        return frozenset((self.name,))
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return str(self._slice.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        """Of all of it; a number is a vector of one."""
+        return list(self._slice.get_shape()) or [1]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """A part of it, or all."""
+        with _reading(self.name, self.file):
+            if not self._slice.get_shape():
+                return self._slice[...].view(1)[index]
+            return self._slice[index]
+
+
+class _Blocks(_PlainWeight):
+    """A tensor of a `.gguf` file of which products may read the codes as they are."""
+
+    @property
+    def form(self) -> Format | None:
+        """The format of its codes; None: it has none that products read."""
+        return self._slice.form
+
+    def codes(self, start: int, stop: int) -> Iterator[Codes]:
+        """The codes of rows [start, stop), some rows after the other."""
+        return self._slice.codes(start, stop)
+
+
+def _weights(
+    folder: Path,
+    spec: ModelSpec,
+    table: tuple[ParamSpec, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What a folder holds of a model's weights, to be read by slices: checked, and nothing of them
+    read. Raises `ModelLoadError`.
+    """
+    said = quantisation_of(folder)
+    in_blocks = said is not None and said.method == GGUF
+    if in_blocks and described_by(folder) is None:
+        raise ModelLoadError(
+            f"{folder} is a copy of a .gguf file that an earlier version made; name the .gguf file "
+            "itself, and remove the copy."
+        )
+    tensors = {
+        name: (_Blocks if in_blocks else _PlainWeight)(name, file, opened)
+        for name, file, opened in _tensors_of(folder, device, dtype)
+        if not name.startswith(spec.unused) and not (spec.is_text_part and is_of_another_part(name))
+    }
+    used: set[str] = set()
+
+    def stored(name: str, shape: tuple[int, ...], slot: Slot | None) -> Any:
+        weight = tensors.get(name)
+        if said is not None and not in_blocks:
+            weight = quantised_weight(name, shape, tensors, said, dtype) or weight
+        if weight is not None:
+            used.update(weight.tensors)
+        if isinstance(weight, _PlainWeight):
+            _require_plain(folder, weight, shape, slot)
+        return weight
+
+    places = named_slots(table)
+    found = {name: stored(name, slot.shape, slot) for name, slot in places.items()}
+    found = {name: weight for name, weight in found.items() if weight is not None}
+    for name, fused in fused_tensors(table).items():
+        if name not in places and (whole := stored(name, fused.shape, None)) is not None:
+            found |= fused.cut(whole)
+    if unknown := next((name for name in tensors if name not in used), None):
+        raise ModelLoadError(f"{folder}: tensor {unknown!r} is not part of {spec.architecture}.")
+    return found
+
+
+def _require_plain(
+    folder: Path, weight: _PlainWeight, needed: tuple[int, ...], slot: Slot | None
+) -> None:
+    if (stored := weight.get_dtype()) not in _STORED_DTYPES:
+        raise ModelLoadError(
+            f"tensor {weight.name!r} of {weight.file} has dtype {stored}, and a weight is one of "
+            f"{', '.join(_STORED_DTYPES)}: the checkpoint is quantised and its config.json does "
+            "not say how; use the unquantised one, or a GGUF file."
+        )
+    if (shape := tuple(weight.get_shape())) != needed:
+        raise ModelLoadError(
+            _untied(weight.name, slot)
+            if slot is not None and slot.tied_to is not None
+            else f"{folder}: tensor {weight.name!r} has shape {shape}, expected {needed}."
+        )
+
+
+def _require_all(folder: Path, places: Mapping[str, Slot], found: Mapping[str, Any]) -> None:
+    needed = {name for name, slot in places.items() if slot.tied_to is None}
+    if missing := needed - found.keys():
+        raise ModelLoadError(
+            f"{folder}: tensor {min(missing)!r} is missing ({len(missing)} of {len(needed)} are)."
+        )
+
+
+def read_tensors(path: Path, device: torch.device = _CPU) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) of a model folder, a .safetensors or a `.gguf` file, one at a time;
+    a head that may be tied last. Blocks of a `.gguf` file are dequantised to float32.
+
+    They are on `device`; on CUDA each goes there straight from the file's pages. Raises
+    `ModelLoadError` naming the file that is missing, cut short or something else, or what a folder
+    says that it holds instead of plain weights.
+    """
+    if path.is_dir():
+        require_plain_weights(path)
+    for name, file, opened in _tensors_of(path, device):
+        with _reading(name, file):
+            tensor = opened.get_tensor(name)
+        yield name, tensor
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a model folder, a .safetensors or a `.gguf` file, by checkpoint
+    name. Raises `ModelLoadError`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, file, opened in _tensors_of(path, _CPU):
+        with _reading(name, file):
+            shapes[name] = tuple(opened.get_slice(name).get_shape())
+    return shapes
+
+
+@contextmanager
+def _reading(name: str, file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as problem:
+        raise ModelLoadError(f"tensor {name!r} of {file} cannot be read: {problem}") from problem
+
+
+def _tensors_of(
+    path: Path, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Path, Any]]:
+    """(checkpoint name, file, the open file) of each tensor; a head that may be tied last; matrices
+    in blocks of a `.gguf` file in `dtype`. Raises `ModelLoadError`, also where two files have a
+    tensor of one name.
+    """
+    handles: list[tuple[str, Path, Any]] = []
+    files: dict[str, Path] = {}
+    for file in _weight_files(path) if path.is_dir() else [path]:
+        try:
+            opened = _opened(file, device, dtype)
+        except (SafetensorError, OSError) as problem:
+            raise ModelLoadError(f"{file} cannot be read as safetensors: {problem}") from problem
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
+            if (other := files.setdefault(name, file)) == file:
+                handles.append((name, file, opened))
+            elif not file.samefile(other):  # a link to it has nothing else
+                raise ModelLoadError(
+                    f"tensor {name!r} came twice: it is in {other} and in {file.name}."
+                )
+    for name, file, opened in sorted(handles, key=lambda item: item[0].endswith(HEAD)):
+        if not name.endswith(_IGNORED_SUFFIXES):
+            yield name, file, opened
+
+
+def _opened(file: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """An open safetensors or `.gguf` file. safetensors keeps the interpreter while it opens one and
+    reads its header: so both are done before, by calls that let other threads run, however long a
+    share takes. Raises `OSError`, `SafetensorError`, `ModelLoadError`.
+    """
+    if file.suffix == ".gguf":
+        return GgufReader(file, dtype, device)
+    with open_regular(file) as source:
+        length = int.from_bytes(source.read(8), "little")
+        source.read(min(length, MOST_HEADER))
+    return safe_open(file, framework="pt", device=_named(device))
+
+
+def _named(device: torch.device) -> str:
+    """A device as safetensors knows it: with its number."""
+    return (
+        f"cuda:{torch.cuda.current_device()}"
+        if device.type == "cuda" and device.index is None
+        else str(device)
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files = [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        except (KeyError, AttributeError, TypeError) as problem:
+            raise ModelLoadError(
+                f"{index} has no weight_map of tensor names to files."
+            ) from problem
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files and (whole := described_by(folder) or gguf_in(folder)) is not None:
+        return [whole]
+    if not files:
+        raise ModelLoadError(
+            held_instead(folder)
+            or f"{folder} has no .safetensors file; other formats are not read, convert it first."
+        )
+    for file in files:
+        if not file.exists():
+            raise ModelLoadError(f"{file} is named by {index.name} and missing.")
+    return files
+
+
+def _untied(name: str, slot: Slot) -> str:
+    return f"tensor {name!r} is tied to {slot.tied_to!r} by config.json and differs from it."
+
+
+def cpu_multiplies_bf16() -> bool:
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))

@@ -1,0 +1,728 @@
+"""Quantised weights of a checkpoint, read as if they were stored as numbers: a table of formats,
+and a weight that is cut, and dequantised, where a part of it is taken.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.checkpoints import dequantise
+from nano_inference.errors import ModelLoadError, one_line
+from nano_inference.models.spec.quantisation import FormatName, Quantisation, Scheme
+from nano_inference.ops.formats import Format as CodeFormat
+from nano_inference.ops.formats import fitting, groups_of
+from nano_inference.ops.quantised import Codes
+
+Shape = tuple[int, ...]
+Place = tuple[slice, ...]  # which of several matrices; empty: there is one
+# Numbers that are dequantised at once: what is float32 beside a weight is of this size.
+PANEL = 2**22
+MOST_BLOCK = 2**16  # codes that share a maximum in bitsandbytes, whose largest blocks have 4096
+_ALL = slice(None)
+_FLOATS = ("BF16", "F16", "F32")
+_PLAIN = (*_FLOATS, "F64")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_EXPONENTS = ("U8", "F8_E8M0")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the tensors that hold a weight.
+
+    Attributes:
+        dtypes: that it may have, as safetensors names them.
+        shape: that it must have; what is 1 on either side is not compared. Of a weight of several
+            matrices: that of one.
+        axis: along which it is cut as the weight's rows are; None: it is read whole.
+        per_row: how much of it, along that axis, belongs to a row.
+    """
+
+    dtypes: tuple[str, ...]
+    shape: Shape
+    axis: int | None = None
+    per_row: Fraction = Fraction(1)
+
+
+Cut = Mapping[str, Tensor]  # the tensors of a weight, cut to some rows of a matrix
+
+
+class Coded(NamedTuple):
+    """How products read a weight as it is stored.
+
+    Attributes:
+        form: the format that holds it.
+        read: its tensors, and the shape of what they are cut to: the codes.
+    """
+
+    form: CodeFormat
+    read: Callable[[Cut, Shape], Codes]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a weight is stored.
+
+    Attributes:
+        parts: the tensors, by what their names end with.
+        decode: these tensors, and the shape of what they are cut to: their numbers in float32.
+        coded: how products read its codes, or why they do not; None: they are no whole numbers.
+    """
+
+    parts: Mapping[str, Part]
+    decode: Callable[[Cut, Shape], Tensor]
+    coded: Callable[[], Coded | str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The tensors of a checkpoint around one weight, for its layout to look at.
+
+    Attributes:
+        name: of the weight.
+        stem: what the names of its tensors begin with.
+        shape: that the model wants.
+        scheme: what the checkpoint says of it.
+        method, where: that it is quantised with, and the file that says so.
+        tensors: of the checkpoint, by name, as safetensors reads them by slices.
+    """
+
+    name: str
+    stem: str
+    shape: Shape
+    scheme: Scheme
+    method: str
+    where: str
+    tensors: Mapping[str, Any]
+
+    def has(self, end: str) -> bool:
+        """Whether there is such a tensor."""
+        return self.stem + end in self.tensors
+
+    def tensor(self, end: str) -> Any:
+        """One of the tensors, to be read by slices. Raises `ModelLoadError` where it is missing."""
+        name = self.stem + end
+        if name not in self.tensors:
+            raise ModelLoadError(
+                f"tensor {name!r} is missing, and weight {self.name!r} ({self.method}) cannot be "
+                "read without it."
+            )
+        return self.tensors[name]
+
+    def read(self, end: str) -> Tensor:
+        """All of a small tensor."""
+        return self.tensor(end)[...].cpu()
+
+    def wrong(self, end: str, what: str) -> ModelLoadError:
+        """An error of one of the tensors."""
+        return ModelLoadError(f"tensor {self.stem + end!r} {what}.")
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns."""
+        if len(self.shape) != 2:
+            raise ModelLoadError(
+                f"weight {self.name!r} is quantised ({self.scheme.format}) and no matrix: its "
+                f"shape is {self.shape}."
+            )
+        return self.shape[0], self.shape[1]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        (rows, columns), (all_rows, all_columns) = self.scheme.block, self.matrix
+        return rows or all_rows, columns or all_columns
+
+    def groups(self) -> int:
+        """Of columns that share a scale."""
+        (_, columns), (_, each) = self.matrix, self.block
+        if columns % each:
+            raise ModelLoadError(
+                f"weight {self.name!r} has {columns} columns, which are no whole number of groups "
+                f"of {each}."
+            )
+        return columns // each
+
+    def words(self, count: int, codes: int, what: str) -> int:
+        """Words that hold so many codes, `codes` in each."""
+        if count % codes:
+            raise ModelLoadError(
+                f"weight {self.name!r} has {count} {what}, which do not fill words of {codes} "
+                "codes."
+            )
+        return count // codes
+
+
+# What quantised activations and KV caches would need. Nothing here quantises them.
+ACTIVATIONS = (
+    *(".input_scale", ".input_zero_point", ".input_global_scale", ".input_scale_ub"),
+    *(".output_scale", ".output_zero_point", ".activation_scale"),
+    *(".q_scale", ".k_scale", ".v_scale"),
+)
+
+
+class QuantisedWeight:
+    """A weight that is read by slices as safetensors reads one, and dequantised on the way.
+
+    Memory: what is taken, in `dtype`, and some panels of `PANEL` numbers in float32.
+    """
+
+    def __init__(self, stored: Stored, layout: Layout, dtype: torch.dtype) -> None:
+        """Raises `ModelLoadError` naming the tensor that is missing, or of a wrong dtype or
+        shape.
+        """
+        self._stored, self._layout, self._dtype = stored, layout, dtype
+        self._slices = {end: _checked(stored, end, part) for end, part in layout.parts.items()}
+        self._unit = math.lcm(*(part.per_row.denominator for part in layout.parts.values()))
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Names of the tensors that hold it."""
+        return frozenset(self._stored.stem + end for end in self._slices)
+
+    @cached_property
+    def _coded(self) -> Coded | str:
+        if self._layout.coded is None:
+            return f"codes of {self._stored.scheme.format} are no whole numbers"
+        return self._layout.coded()
+
+    @property
+    def form(self) -> CodeFormat | None:
+        """The format of codes that products read as they are; None: they do not."""
+        return None if isinstance(self._coded, str) else self._coded.form
+
+    @property
+    def why(self) -> str | None:
+        """Why they do not, or None."""
+        return self._coded if isinstance(self._coded, str) else None
+
+    def codes(self, start: int, stop: int) -> Iterator[Codes]:
+        """The codes of rows [start, stop), some rows after the other, in `form`, which is not
+        None. Raises `ModelLoadError` for scales that are damaged.
+        """
+        assert not isinstance(self._coded, str)
+        for at, end in self._panels(start, stop):
+            cut = self._cut_all((), at, end)
+            found = self._coded.read(cut, (end - at, self._stored.shape[1]))
+            self._require_finite(found.scales)
+            yield found.rows(max(start - at, 0), min(end, stop) - at)
+
+    def get_shape(self) -> list[int]:
+        """Of its numbers."""
+        return list(self._stored.shape)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        """A part of it, or all, in its dtype; rows in one run."""
+        given = index if isinstance(index, tuple) else (index,)
+        if len(self._stored.shape) == 2:
+            return self._matrix((), *given)
+        first, *others = given
+        every = range(self._stored.shape[0])[first]
+        found = [self._matrix((slice(each, each + 1),), *others) for each in every]
+        return torch.stack(found) if found else self._empty((0, *self._stored.shape[1:]))[given]
+
+    def _matrix(self, which: Place, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
+        """A part of a matrix, panel by panel into the memory for it."""
+        height, width = self._stored.shape[-2:]
+        start, stop, _ = rows.indices(height)
+        shape = (max(stop - start, 0), len(range(width)[columns]))
+        found: Tensor | None = None
+        for at, last in self._panels(start, stop):
+            begin, end = max(at, start), min(last, stop)
+            panel = self._panel(which, at, last)
+            if found is None:
+                found = panel.new_empty(shape, dtype=self._dtype)
+            found[begin - start : end - start] = panel[begin - at : end - at, columns]
+        return self._empty(shape) if found is None else found
+
+    def _panels(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Rows that are read at once, which are whole units, until all of [start, stop) are."""
+        height, width = self._stored.shape[-2:]
+        last = min(_ceil(stop, self._unit) * self._unit, height)
+        size = max(1, PANEL // width // self._unit) * self._unit
+        for at in range(start // self._unit * self._unit, stop, size):
+            yield at, min(at + size, last)
+
+    def _empty(self, shape: Shape) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype)
+
+    def _panel(self, which: Place, at: int, end: int) -> Tensor:
+        """Rows [at, end), which are whole units, in float32."""
+        cut = self._cut_all(which, at, end)
+        values = self._layout.decode(cut, (end - at, self._stored.shape[-1]))
+        self._require_finite(values)
+        return values
+
+    def _require_finite(self, values: Tensor) -> None:
+        if not bool(values.isfinite().all()):
+            raise ModelLoadError(
+                f"weight {self._stored.name!r} is dequantised to NaN or infinite numbers: the "
+                "tensors of its scales are damaged."
+            )
+
+    def _cut_all(self, which: Place, at: int, end: int) -> dict[str, Tensor]:
+        parts = self._layout.parts
+        return {name: self._cut(name, part, which, at, end) for name, part in parts.items()}
+
+    def _cut(self, end: str, part: Part, which: Place, at: int, stop: int) -> Tensor:
+        """What of a tensor belongs to rows [at, stop)."""
+        stored = self._slices[end]
+        if part.axis is None:
+            return stored[...].view(part.shape)
+        first = math.floor(at * part.per_row)
+        last = min(math.ceil(stop * part.per_row), part.shape[part.axis])
+        if which:
+            return stored[(*which, slice(first, last))][0]
+        if tuple(stored.get_shape()) != part.shape:  # it has other ones
+            return stored[...].view(part.shape).narrow(part.axis, first, last - first)
+        return stored[(*(_ALL,) * part.axis, slice(first, last))]
+
+
+def _checked(stored: Stored, end: str, part: Part) -> Any:
+    """One of the tensors, to be read by slices. Raises `ModelLoadError`."""
+    found = stored.tensor(end)
+    dtype, shape = str(found.get_dtype()), tuple(found.get_shape())
+    needed = (*stored.shape[:-2], *part.shape)
+    if dtype not in part.dtypes:
+        raise stored.wrong(end, f"has dtype {dtype}, and {' or '.join(part.dtypes)} is needed")
+    if _without_ones(shape) != _without_ones(needed):
+        rows, columns = (each or "all" for each in stored.scheme.block)
+        raise stored.wrong(
+            end,
+            f"has shape {shape}, expected {needed}: {stored.where} says that codes have "
+            f"{stored.scheme.bits} bits, and that {rows} rows and {columns} columns share a scale, "
+            f"and the weight is {stored.shape}",
+        )
+    return found
+
+
+def _without_ones(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)
+
+
+def _grid(stored: Stored) -> Part:
+    """Scales of a matrix: one for each of its blocks."""
+    rows, columns = stored.matrix
+    each_row, each_column = stored.scheme.block
+    across = stored.groups() if each_row == 1 else _ceil(columns, each_column or columns)
+    if each_row is None:
+        return Part(_FLOATS, (1, across))
+    return Part(_FLOATS, (_ceil(rows, each_row), across), 0, Fraction(1, each_row))
+
+
+def _ceil(count: int, each: int) -> int:
+    return -(-count // each)
+
+
+def _grouping(stored: Stored, end: str) -> tuple[dict[str, Part], int | Tensor]:
+    """Which columns share a scale: how many at a time, or, where a tensor says so, the group of
+    each. With that tensor.
+    """
+    (_, columns), (_, each) = stored.matrix, stored.block
+    if not (stored.scheme.by_column or stored.has(end)):
+        return {}, each
+    part = {end: Part(("I32", "I64"), (columns,))}
+    _checked(stored, end, part[end])
+    groups = stored.read(end).long()
+    if bool((groups == -1).all()) and not stored.scheme.by_column:  # compressed-tensors: unused
+        return part, each
+    if not 0 <= int(groups.min()) <= int(groups.max()) < stored.groups():
+        raise stored.wrong(end, f"names groups outside of the {stored.groups()} that there are")
+    return part, groups
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _whole_numbers(
+    stored: Stored,
+    parts: Mapping[str, Part],
+    values: Callable[[Cut], Tensor],
+    scales: str,
+    *,
+    bits: int,
+    middle: int,
+    groups: int | Tensor,
+    grid: Callable[[Tensor], Tensor] = _same,
+    zeros: tuple[str, Callable[[Tensor], Tensor]] | None = None,
+) -> Layout:
+    """Of whole numbers less a zero point, times a scale.
+
+    Args:
+        stored: the tensors around the weight.
+        parts: those that hold it.
+        values: from them to the numbers [rows, columns].
+        scales: what the name of the tensor of scales ends with.
+        bits: of a number.
+        middle: the zero point where none are stored.
+        groups: columns that share a scale, or the group of each.
+        grid: from the tensor of scales to them as `_grid` has them.
+        zeros: likewise of zero points, in the numbers' terms; rows beyond the last do not count.
+    """
+    (each_row, each), (_, columns) = stored.block, stored.matrix
+
+    def points(cut: Cut, rows: int) -> Tensor | None:
+        end, made = zeros if zeros is not None else ("", _same)
+        return made(cut[end])[:rows] if end in cut else None
+
+    def decode(cut: Cut, _: Shape) -> Tensor:
+        found, factors = values(cut), grid(cut[scales])
+        least = points(cut, len(found))
+        if least is None:
+            least = torch.full_like(factors, middle, dtype=torch.float32)
+        return dequantise.scaled(found, factors, each_row, groups, least)
+
+    def coded() -> Coded | str:
+        if isinstance(groups, Tensor) and not groups.equal(torch.arange(columns) // each):
+            return "its columns are in an order of their own (act-order)"
+        dtype = stored.tensor(scales).get_dtype()
+        small = {end: stored.read(end) for end in parts if zeros is not None and end == zeros[0]}
+        all_points = points(small, stored.matrix[0])
+        mins = all_points is not None and bool((all_points != middle).any())
+        if mins and dtype == "F32":
+            return "its zero points times scales of 32 bits have too many digits"
+        held = max(bits, 4)
+        form = fitting(held, 0 if stored.scheme.block[1] is None else each, dtype != "F16", mins)
+        if form is None:
+            return f"no format has codes of {held} bits in groups of {each} columns"
+        # a code of 8 bits has a sign, and one of 4 bits where there is no minimum
+        moved = middle if held == 8 or not mins else 0
+        bounds = (0, columns)
+        at = [first // each for first, _ in groups_of(bounds, form)]
+
+        def read(cut: Cut, shape: Shape) -> Codes:
+            found, rows = values(cut), torch.arange(shape[0]) // each_row
+            factors, least = grid(cut[scales]).float()[rows][:, at], None
+            if mins and (each_points := points(cut, shape[0])) is not None:
+                least = (each_points.float() - moved)[rows][:, at] * factors
+            return Codes((found - moved).to(torch.int8), factors, form, bounds, least)
+
+        return Coded(form, read)
+
+    return Layout(parts, decode, coded)
+
+
+def _fp8(stored: Stored) -> Layout:
+    ends = (".weight_scale", ".weight_scale_inv")
+    usual = ends[stored.method == "fp8"]
+    end = next((each for each in (usual, *ends) if stored.has(each)), usual)
+    scales = replace(_grid(stored), dtypes=_FLOATS + _EXPONENTS)
+    rows, columns = stored.block
+
+    def decode(parts: Cut, _: Shape) -> Tensor:
+        grid = parts[end]
+        if grid.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            grid = dequantise.float8_exponents(grid)
+        return dequantise.scaled(parts[".weight"], grid, rows, columns)
+
+    return Layout({".weight": Part(_FLOAT8, stored.matrix, 0), end: scales}, decode)
+
+
+def _int8(stored: Stored) -> Layout:
+    end = ".weight_zero_point"
+    parts = {".weight": Part(("I8",), stored.matrix, 0), ".weight_scale": _grid(stored)}
+    if not stored.scheme.symmetric:
+        parts[end] = replace(_grid(stored), dtypes=("I8",))
+    return _whole_numbers(
+        *(stored, parts, lambda cut: cut[".weight"], ".weight_scale"),
+        bits=8,
+        middle=0,
+        groups=stored.block[1],
+        zeros=(end, _same),
+    )
+
+
+def _packed_int(stored: Stored) -> Layout:
+    rows, columns = stored.matrix
+    bits = stored.scheme.bits
+    codes = 32 // bits
+    ordering, groups = _grouping(stored, ".weight_g_idx")
+    scales = _grid(stored)
+    parts = {
+        ".weight_packed": Part(("I32",), (rows, _ceil(columns, codes)), 0),
+        ".weight_scale": scales,
+        ".weight_shape": Part(("I64", "I32"), (2,)),
+        **ordering,
+    }
+    if not stored.scheme.symmetric:
+        shape = (_ceil(rows, codes), scales.shape[1])
+        parts[".weight_zero_point"] = Part(("I32",), shape, 0, Fraction(1, codes))
+    _checked(stored, ".weight_shape", parts[".weight_shape"])
+    if (told := tuple(stored.read(".weight_shape").tolist())) != stored.shape:
+        raise stored.wrong(".weight_shape", f"says {told}, expected {stored.shape}")
+
+    def values(cut: Cut) -> Tensor:
+        return dequantise.unpacked(cut[".weight_packed"], bits)[:, :columns]
+
+    return _whole_numbers(
+        *(stored, parts, values, ".weight_scale"),
+        bits=bits,
+        middle=1 << (bits - 1),
+        groups=groups,
+        zeros=(".weight_zero_point", lambda words: dequantise.unpacked(words.T, bits).T),
+    )
+
+
+def _gptq(stored: Stored) -> Layout:
+    """AutoGPTQ's and gptqmodel's."""
+    rows, columns = stored.matrix
+    scheme, count = stored.scheme, stored.groups()
+    bits, offset = scheme.bits, scheme.zero_offset
+    codes = 32 // bits
+    ordering, groups = _grouping(stored, ".g_idx")
+    parts = {
+        ".qweight": Part(("I32",), (stored.words(columns, codes, "columns"), rows), 1),
+        ".scales": Part(_FLOATS, (count, rows), 1),
+        **ordering,
+    }
+    if stored.has(".qzeros") or not scheme.symmetric:
+        words = stored.words(rows, codes, "rows")
+        parts[".qzeros"] = Part(("I32",), (count, words), 1, Fraction(1, codes))
+    return _whole_numbers(
+        *(stored, parts, lambda cut: dequantise.unpacked(cut[".qweight"].T, bits), ".scales"),
+        bits=bits,
+        middle=1 << (bits - 1),
+        groups=groups,
+        grid=torch.t,
+        zeros=(".qzeros", lambda words: dequantise.gptq_zeros(words, bits, offset).T),
+    )
+
+
+def _awq(stored: Stored) -> Layout:
+    """AutoAWQ's layout "gemm", of 4 bits."""
+    rows, columns = stored.matrix
+    count, words = stored.groups(), stored.words(rows, 8, "rows")
+    parts = {
+        ".qweight": Part(("I32",), (columns, words), 1, Fraction(1, 8)),
+        ".scales": Part(_FLOATS, (count, rows), 1),
+    }
+    if stored.has(".qzeros") or not stored.scheme.symmetric:
+        parts[".qzeros"] = Part(("I32",), (count, words), 1, Fraction(1, 8))
+    return _whole_numbers(
+        *(stored, parts, lambda cut: dequantise.awq(cut[".qweight"]).T, ".scales"),
+        bits=4,
+        middle=8,
+        groups=stored.block[1],
+        grid=torch.t,
+        zeros=(".qzeros", lambda words: dequantise.awq(words).T),
+    )
+
+
+def _bitsandbytes_int8(stored: Stored) -> Layout:
+    parts = {
+        ".weight": Part(("I8",), stored.matrix, 0),
+        ".SCB": Part(("F32",), (stored.matrix[0],), 0),
+    }
+    if stored.has(end := ".weight_format"):
+        parts[end] = Part(("U8",), ())
+        _checked(stored, end, parts[end])
+        if (kind := int(stored.read(end))) != 0:
+            raise stored.wrong(end, f"is {kind}, a tiled layout; 0, which is by rows, is needed")
+    return _whole_numbers(
+        *(stored, parts, lambda cut: cut[".weight"], ".SCB"),
+        bits=8,
+        middle=0,
+        groups=stored.block[1],
+        grid=dequantise.bitsandbytes_scales,
+    )
+
+
+_STATE = ".weight.quant_state.bitsandbytes__"
+_STORAGES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # in which the bytes may be kept -> bytes
+
+
+def _bitsandbytes_4bit(stored: Stored) -> Layout:
+    rows, columns = stored.matrix
+    end = next(each for each in (_STATE + "nf4", _STATE + "fp4") if stored.has(each))
+    state = _read_state(stored, end)
+    block, nested = state["blocksize"], "nested_blocksize" in state
+    width = _STORAGES.get(str(stored.tensor(".weight").get_dtype()), 1)
+    blocks = _ceil(rows * columns, block)
+    parts = {
+        ".weight": Part(
+            tuple(_STORAGES),
+            (_ceil(rows * columns, 2 * width), 1),
+            0,
+            Fraction(columns, 2 * width),
+        ),
+        ".weight.absmax": Part(
+            ("U8",) if nested else ("F32",), (blocks,), 0, Fraction(columns, block)
+        ),
+        ".weight.quant_map": Part(("F32",), (16,)),
+        end: Part(("U8",), tuple(stored.tensor(end).get_shape())),
+    }
+    if nested:
+        outer = block * state["nested_blocksize"]
+        parts |= {
+            ".weight.nested_absmax": Part(
+                ("F32",), (_ceil(rows * columns, outer),), 0, Fraction(columns, outer)
+            ),
+            ".weight.nested_quant_map": Part(("F32",), (256,)),
+        }
+
+    def decode(cut: Cut, shape: Shape) -> Tensor:
+        maxima = cut[".weight.absmax"]
+        if nested:
+            maxima = dequantise.bitsandbytes_maxima(
+                maxima,
+                cut[".weight.nested_quant_map"],
+                cut[".weight.nested_absmax"],
+                float(state["nested_offset"]),
+                state["nested_blocksize"],
+            )
+        packed = cut[".weight"].flatten().view(torch.uint8)
+        found = dequantise.bitsandbytes_4bit(packed, cut[".weight.quant_map"], maxima, block)
+        return found[: math.prod(shape)].view(shape)
+
+    return Layout(parts, decode)
+
+
+def _read_state(stored: Stored, end: str) -> dict[str, Any]:
+    """bitsandbytes' JSON beside a weight. Raises `ModelLoadError`."""
+    try:
+        state = json.loads(bytes(stored.read(end).tolist()))
+        sizes = [state[key] for key in ("blocksize", "nested_blocksize") if key in state]
+        if not sizes or not all(type(size) is int and 0 < size <= MOST_BLOCK for size in sizes):
+            raise ValueError(f"blocks of {sizes}")
+        float(state["nested_offset"] if len(sizes) > 1 else 0)
+        shape = tuple(state["shape"])
+    except (ValueError, KeyError, TypeError) as problem:
+        raise stored.wrong(end, f"does not describe its weight: {one_line(problem)}") from problem
+    if shape != stored.shape:
+        raise stored.wrong(end, f"says that its weight has shape {shape}, expected {stored.shape}")
+    return state
+
+
+def _mxfp4(stored: Stored) -> Layout:
+    """gpt-oss': the matrices of all experts in one tensor."""
+    rows, columns = stored.shape[-2:]
+    groups = stored.words(columns, 32, "columns")
+    parts = {
+        "_blocks": Part(("U8",), (rows, groups, 16), 0),
+        "_scales": Part(_EXPONENTS, (rows, groups), 0),
+    }
+    return Layout(parts, lambda cut, _: dequantise.mxfp4(cut["_blocks"], cut["_scales"]))
+
+
+def _mxfp4_packed(stored: Stored) -> Layout:
+    rows, columns = stored.matrix
+    groups = stored.words(columns, 32, "columns")
+    parts = {
+        ".weight_packed": Part(("U8",), (rows, columns // 2), 0),
+        ".weight_scale": Part(_EXPONENTS, (rows, groups), 0),
+    }
+
+    def decode(cut: Cut, _: Shape) -> Tensor:
+        blocks = cut[".weight_packed"].unflatten(1, (groups, 16))
+        return dequantise.mxfp4(blocks, cut[".weight_scale"])
+
+    return Layout(parts, decode)
+
+
+def _nvfp4(stored: Stored, codes: str, last: str, inverse: bool) -> Layout:
+    """NVIDIA's: floats of 4 bits, of which 16 share a float of 8 bits, and all a last scale, which
+    divides in compressed-tensors and multiplies in modelopt.
+    """
+    rows, columns = stored.matrix
+    parts = {
+        codes: Part(("U8",), (rows, stored.words(columns, 16, "columns") * 8), 0),
+        ".weight_scale": Part(("F8_E4M3",), (rows, columns // 16), 0),
+        last: Part(("F32",), (1,)),
+    }
+
+    def decode(cut: Cut, _: Shape) -> Tensor:
+        scales, whole = cut[".weight_scale"].float(), cut[last]
+        scales = scales / whole if inverse else scales * whole
+        return dequantise.scaled(dequantise.float4(cut[codes]), scales, 1, 16)
+
+    return Layout(parts, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to store a weight.
+
+    Attributes:
+        codes: what the name of the tensor of its codes ends with.
+        layout: from the tensors around a weight to how they hold it; raises `ModelLoadError`.
+        weight: what the name of the weight ends with.
+    """
+
+    codes: str
+    layout: Callable[[Stored], Layout]
+    weight: str = ".weight"
+
+
+FORMATS: dict[FormatName, Format] = {
+    "awq": Format(".qweight", _awq),
+    "bitsandbytes-4bit": Format(_STATE, _bitsandbytes_4bit),
+    "bitsandbytes-int8": Format(".weight", _bitsandbytes_int8),
+    "fp8": Format(".weight", _fp8),
+    "gptq": Format(".qweight", _gptq),
+    "int8": Format(".weight", _int8),
+    "mxfp4": Format("_blocks", _mxfp4, weight="_blocks"),
+    "mxfp4-packed": Format(".weight_packed", _mxfp4_packed),
+    "nvfp4": Format(
+        ".weight_packed",
+        partial(_nvfp4, codes=".weight_packed", last=".weight_global_scale", inverse=True),
+    ),
+    "nvfp4-modelopt": Format(
+        ".weight", partial(_nvfp4, codes=".weight", last=".weight_scale_2", inverse=False)
+    ),
+    "packed-int": Format(".weight_packed", _packed_int),
+}
+
+
+def quantised_weight(
+    name: str, shape: Shape, tensors: Mapping[str, Any], said: Quantisation, dtype: torch.dtype
+) -> QuantisedWeight | None:
+    """A weight of a checkpoint by its name, where it is stored as codes; None: as it is.
+
+    Args:
+        name: of the weight.
+        shape: that the model wants.
+        tensors: of the checkpoint, by name, as safetensors reads them by slices.
+        said: what the checkpoint says.
+        dtype: of what is read.
+
+    Raises `ModelLoadError` naming the tensor that does not fit.
+    """
+    module = name.removesuffix(".weight").removesuffix("_blocks")
+    scheme = said.scheme_of(module)
+    if scheme is None:
+        _require_plain(module, tensors, said)
+        return None
+    made = FORMATS[scheme.format]
+    if name != module + made.weight or _codes_of(module, tensors, scheme) is None:
+        return None
+    stored = Stored(name, module, shape, scheme, said.method, said.where, tensors)
+    return QuantisedWeight(stored, made.layout(stored), dtype)
+
+
+def _codes_of(module: str, tensors: Mapping[str, Any], scheme: Scheme) -> str | None:
+    """The tensor that holds codes of a module, where there is one."""
+    codes = FORMATS[scheme.format].codes
+    if codes == _STATE:  # codes may be kept in a tensor of any dtype
+        kinds = (f"{module}{codes}{kind}" for kind in ("nf4", "fp4"))
+        return next((each for each in kinds if each in tensors), None)
+    name = module + codes
+    if name not in tensors or (codes == ".weight" and tensors[name].get_dtype() in _PLAIN):
+        return None
+    return name
+
+
+def _require_plain(module: str, tensors: Mapping[str, Any], said: Quantisation) -> None:
+    """Raise `ModelLoadError` where a module has codes although the checkpoint leaves it out."""
+    for _, scheme in said.schemes:
+        if name := _codes_of(module, tensors, scheme):
+            raise ModelLoadError(
+                f"tensor {name!r} holds codes ({said.method}), and {said.where} leaves {module!r} "
+                "out of the quantisation."
+            )

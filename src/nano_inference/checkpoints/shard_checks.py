@@ -1,0 +1,49 @@
+"""Whether a model can be shared by the ranks that a config asks for, as its config.json alone
+tells.
+"""
+
+from collections.abc import Iterable
+
+from nano_inference.checkpoints.folders import config_folder, load_spec
+from nano_inference.config import EngineConfig
+from nano_inference.errors import ConfigError, ModelLoadError
+from nano_inference.models.sharding.shard import shard_of
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.parallel.mesh import Mesh, Place
+
+
+def mesh_of(config: EngineConfig) -> Mesh:
+    """The ranks that an engine of this config has."""
+    return Mesh(config.tensor_parallel, config.pipeline_parallel, config.context_parallel)
+
+
+def require_shardable(config: EngineConfig) -> None:
+    """Raise `ConfigError` where no engine of this config can be built; before anything is started.
+
+    A model whose config.json cannot be read here is passed over: building the engine says
+    why.
+    """
+    if mesh_of(config).world_size == config.expert_parallel == 1:
+        return
+    paths = {config.model_path, config.ref_model_path or config.model_path}
+    specs: list[ModelSpec] = []
+    for folder in filter(None, map(config_folder, sorted(paths))):
+        try:
+            specs.append(load_spec(folder))
+        except ModelLoadError:
+            return
+    if len(specs) < len(paths):
+        return
+    require_experts(config, specs)
+    engines = config.expert_parallel if config.tensor_parallel == 1 else 1
+    for spec in specs:
+        shard_of(spec, Place(mesh_of(config)), (0, engines))
+
+
+def require_experts(config: EngineConfig, specs: Iterable[ModelSpec]) -> None:
+    """Raise `ConfigError` where experts are to be spread and there are none."""
+    asked = config.expert_parallel
+    if asked > 1 and all(spec.moe is None for spec in specs):
+        raise ConfigError(
+            f"expert_parallel={asked} is not possible for {config.model_path!r}: it has no experts."
+        )

@@ -1,0 +1,447 @@
+"""The only writers of sequences: `apply` makes a decision so, `commit` takes in what its step
+sampled.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, replace
+
+from nano_inference.core.decision import SchedulerOutput
+from nano_inference.core.sequence import POLICY, Sequence, Sequences, SequenceStatus
+from nano_inference.core.stopping import (
+    LENGTH,
+    MASK_FULL,
+    NOT_FINITE,
+    Finish,
+    copied_text,
+    ends_by_id,
+    failure,
+    finish_of,
+    follow_grammar,
+    grammar_failure,
+    may_stop,
+    whole_text,
+)
+from nano_inference.kv_cache.manager import KVCacheManager
+from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
+from nano_inference.types import ContextVersions, TopLogprobs, TrainingSample, VersionSpan
+
+_NOTHING = TopLogprobs((), ())  # in the place of the first token of every prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What the runner must know of an applied decision.
+
+    Attributes:
+        block_copies: (source, target) blocks to copy before anything is written.
+        sampled: the sequences that draw a token, in the order of the rows that they draw at; one
+            with drafts stands here for each of its rows. A group's other samples are born here.
+    """
+
+    block_copies: tuple[tuple[int, int], ...]
+    sampled: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One step's samples on the host, one entry a sampled sequence; and the scores of its rows, one
+    entry a row.
+    """
+
+    token_ids: Listed[int]
+    logprobs: Listed[float]
+    raw_logprobs: Listed[float]
+    log_kept_mass: Listed[float]
+    masks: Listed[Listed[int]] | None = None
+    top: Listed[tuple[Listed[int], Listed[float]]] | None = None  # best tokens and their logprobs
+    scores: Listed[float] = ()
+    # as `top`, of the rows whose sequences want it
+    score_best: Listed[tuple[Listed[int], Listed[float]]] = ()
+
+
+def apply(decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager) -> Applied:
+    """Carry out a decision: give back, take, fork, publish. Also for a decision that only
+    preempts.
+    """
+    _preempt_and_admit(decision, sequences, cache)
+    copies: list[tuple[int, int]] = []
+    sampled: list[Sequence] = []
+    moved: list[tuple[Sequence, int]] = []
+    slides, size = cache.layout.num_sliding > 0, cache.block_size
+    columns = (
+        decision.seq_ids,
+        decision.starts,
+        decision.lengths,
+        decision.samples,
+        decision.fresh_blocks,
+        decision.drafts,
+    )
+    for seq_id, start, length, num_samples, fresh, drafts in zip(*columns, strict=True):
+        seq, end = sequences.by_id[seq_id], start + length
+        if fresh:
+            copies += cache.extend(seq.block_ids, start, end)
+        if num_samples:
+            sampled.append(seq)
+        if drafts:  # their rows count as computed when the drafts are accepted
+            end -= len(drafts)
+            sampled += [seq] * len(drafts)
+        seq.num_computed_tokens = end
+        if end // size > seq.num_published_blocks:
+            publish(seq, cache)
+        if slides:
+            moved.append((seq, start))
+        if num_samples > 1:
+            forks = _fork(seq, num_samples, start, sequences, cache)
+            sampled += forks
+            moved += [(each, start) for each in forks if slides]
+    # only now: a later chunk of this step must not take what an earlier one still reads
+    for seq, start in moved:
+        cache.slide(seq.block_ids, start, seq.num_computed_tokens)
+    return Applied(tuple(copies), tuple(sampled))
+
+
+def _preempt_and_admit(
+    decision: SchedulerOutput, sequences: Sequences, cache: KVCacheManager
+) -> None:
+    for seq_id in decision.preempted_seqs:
+        preempt(sequences.by_id[seq_id], sequences, cache)
+    for admission in decision.admitted:  # all matches are held before any fresh block is taken
+        seq = sequences.by_id[admission.seq_id]
+        sequences.move(seq, SequenceStatus.RUNNING)
+        cache.adopt(admission.cached.block_ids, _num_slid(admission.cached.cached_length, cache))
+        seq.block_ids = list(admission.cached.block_ids)
+        seq.num_computed_tokens = admission.cached.cached_length
+        seq.num_published_blocks = len(seq.block_ids)
+        seq.begin_context((), sequences.versions[seq.weight_set])
+        if not seq.num_completion_tokens:
+            seq.cached_tokens = admission.cached.cached_length
+
+
+def commit(
+    owners: Listed[Sequence],
+    sampled: SampledTokens,
+    sequences: Sequences,
+    cache: KVCacheManager,
+    drafts: Drafts = NO_DRAFTS,
+) -> list[tuple[Sequence, Finish]]:
+    """Take in a step's tokens; returns the sequences that ended. Tokens of sequences that are gone
+    are dropped.
+
+    The rows of a sequence with drafts stand one after the other; `drafts`: row -> the drafts that
+    it was computed behind.
+
+    A sequence whose text cannot be made ends with the tokens that it has, and one whose mask is
+    full without the new token; the others go on.
+    """
+    finished: list[tuple[Sequence, Finish]] = []
+    followed: list[Sequence] = []
+    masked, size = sampled.masks is not None, cache.block_size
+    for row, seq in _rows_that_count(owners, drafts, cache):
+        finish = NOT_FINITE if not math.isfinite(sampled.logprobs[row]) else None
+        if masked and finish is None:
+            finish = _take_mask(seq, row, sampled)
+        if finish is None:
+            _append(seq, row, sampled, sequences.versions[seq.weight_set])
+            finish = _grow_text(seq) if seq.output_text is not None else None
+            if len(seq.token_ids) % size == 0:  # another block has a name
+                seq.prefix.extend(seq.token_ids, size)
+                publish(seq, cache)
+            finish = finish or finish_of(seq)
+            if finish is None or finish == LENGTH:
+                ended = follow_grammar(seq)
+                # the last token may end the text; that nothing could follow it is no failure
+                if finish is None or (ended is not None and ended.reason == "stop"):
+                    finish = ended
+            if seq.grammar is not None and finish is None:
+                followed.append(seq)
+        if finish is not None:
+            retire(seq, sequences, cache)
+            finished.append((seq, finish))
+    for seq in dict.fromkeys(owners[row] for row in drafts):
+        _give_back_blocks(seq, cache)
+    return finished + _fill_masks(followed, sequences, cache)
+
+
+def _fill_masks(
+    seqs: Listed[Sequence], sequences: Sequences, cache: KVCacheManager
+) -> list[tuple[Sequence, Finish]]:
+    """Make the masks of the tokens that these sequences draw next; returns those that end because
+    they have none.
+    """
+    left = [  # of several tokens in this step the last one counts
+        (seq, seq.grammar)
+        for seq in dict.fromkeys(seqs)
+        if seq.grammar is not None and seq.status is not SequenceStatus.FINISHED
+    ]
+    if left:
+        left[0][1].fill([grammar for _, grammar in left[1:]])
+    finished: list[tuple[Sequence, Finish]] = []
+    for seq, grammar in left:
+        if grammar.problem is not None:
+            retire(seq, sequences, cache)
+            finished.append((seq, grammar_failure(grammar.problem)))
+    return finished
+
+
+def _rows_that_count(
+    owners: Listed[Sequence], drafts: Drafts, cache: KVCacheManager
+) -> Iterator[tuple[int, Sequence]]:
+    """Rows whose tokens are to be taken in before the next one is asked for.
+
+    A row behind drafts counts if all of these were drawn: what it computed and drew is then what it
+    would have been without drafts, to the bit. The first that does not count, and those behind it,
+    are dropped, whatever they hold.
+    """
+    wrong: Sequence | None = None
+    for row, seq in enumerate(owners):
+        if seq.status is SequenceStatus.FINISHED:
+            continue  # it ended or was aborted, maybe by the row before
+        if drafts and row in drafts:
+            if seq is wrong or seq.token_ids[-1] != drafts[row][-1]:
+                wrong = seq
+                continue
+            _accept_row(seq, cache)
+        yield row, seq
+
+
+def _give_back_blocks(seq: Sequence, cache: KVCacheManager) -> None:
+    """Let go of blocks that only drafts needed."""
+    wanted = -(-len(seq.token_ids) // cache.block_size)
+    if len(seq.block_ids) > wanted:
+        cache.deallocate(seq.block_ids[wanted:])
+        del seq.block_ids[wanted:]
+
+
+def _accept_row(seq: Sequence, cache: KVCacheManager) -> None:
+    """The row behind a sequence's computed ones was computed with the token that is now known: it
+    counts as computed. Only now its window moves, and a block that it fills can be matched.
+    """
+    if seq.status is SequenceStatus.RUNNING:  # else its blocks are gone
+        seq.num_computed_tokens += 1
+        cache.slide(seq.block_ids, seq.num_computed_tokens - 1, seq.num_computed_tokens)
+        publish(seq, cache)
+
+
+def commit_scores(
+    scored: Listed[tuple[Sequence, int, int]],
+    sampled: SampledTokens,
+    sequences: Sequences,
+    cache: KVCacheManager,
+) -> list[TrainingSample]:
+    """Take in a step's scores, of rows [start, end) of each sequence; returns the samples that are
+    now scored.
+    """
+    done: list[TrainingSample] = []
+    scores, rows = iter(sampled.scores), iter(sampled.score_best)
+    for seq, start, end in scored:
+        values = list(itertools.islice(scores, (end - start) * seq.request.score_width))
+        best = (
+            [_top(*row, seq.request.num_best) for row in itertools.islice(rows, end - start)]
+            if seq.request.num_best
+            else ()
+        )
+        if seq.status is SequenceStatus.FINISHED:
+            continue
+        seq.add_scores(start, values, best)
+        sample = seq.request.scored_sample
+        if sample is not None and seq.num_scored == len(seq.request.scored):
+            retire(seq, sequences, cache)
+            done.append(replace(sample, ref_logprobs=tuple(seq.scores)))
+    return done
+
+
+def enter(seq: Sequence, sequences: Sequences, block_size: int) -> None:
+    """Take in a new sequence, with the status that it has."""
+    seq.prefix.namespace = sequences.namespace_of(seq)
+    seq.prefix.extend(seq.token_ids, block_size)
+    sequences.insert(seq)
+
+
+def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
+    """Take a running sequence's blocks away; it will recompute them (or find them cached) when it
+    is let in again.
+    """
+    num_slid = _num_slid(seq.num_computed_tokens, cache)
+    cache.deallocate(seq.release(sequences.namespace_of(seq)), num_slid)
+    seq.prefix.extend(seq.token_ids, cache.block_size)
+    sequences.move(seq, SequenceStatus.WAITING)
+
+
+def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
+    """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun
+    cannot hurt.
+    """
+    if seq.request.at_end is not None:
+        seq.request.at_end(seq)
+    sequences.remove(seq)
+    _keep(seq, sequences, cache)
+    cache.deallocate(seq.block_ids, _num_slid(seq.num_computed_tokens, cache))
+    seq.block_ids = []
+
+
+def _keep(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
+    """Keep the blocks of a sequence that ends, if its request asked for that. What an old version
+    computed, even a part of it, is of no use any more.
+    """
+    params, adapter = seq.request.params, seq.adapter
+    newest = adapter is None or sequences.adapters.get(adapter.name) is adapter
+    is_current = seq.publishable and seq.weight_set == POLICY and newest
+    if params.keep_cache_seconds and is_current:
+        start = seq.request.num_prompt_tokens
+        cache.keep(seq.prefix, start, params.keep_cache_seconds, params.cache_priority)
+
+
+def publish(seq: Sequence, cache: KVCacheManager) -> None:
+    """Make blocks matchable that are full of known tokens and whose computation is launched."""
+    if seq.publishable:
+        full = min(seq.num_computed_tokens // cache.block_size, len(seq.prefix.hashes))
+        if full > seq.num_published_blocks:
+            cache.publish(
+                seq.block_ids, seq.token_ids, seq.prefix, range(seq.num_published_blocks, full)
+            )
+            seq.num_published_blocks = full
+
+
+def context_versions(seq: Sequence) -> tuple[ContextVersions, ...]:
+    """Which versions computed what its completion tokens attended to. Token i is drawn at row
+    prompt + i - 1.
+    """
+    entries = list(seq.request.past_contexts)
+    ends = [context.token_start for context in seq.contexts[1:]] + [seq.num_completion_tokens]
+    for (start, past, version), end in zip(seq.contexts, ends, strict=False):  # it may have none
+        if end > start:
+            last = VersionSpan(
+                version, past[-1].end if past else 0, seq.request.num_prompt_tokens + end - 1
+            )
+            entries.append(ContextVersions(start, end, (*past, last)))
+    return tuple(entries)
+
+
+def training_samples(
+    seq: Sequence, finish: Finish, version: int, numerics: str
+) -> list[TrainingSample]:
+    """What the caller gets for an ended sequence: one sample, or all of a group that was not forked
+    yet.
+    """
+    request = seq.request
+    params = request.params
+    if request.scored_sample is not None:  # ended before it was scored
+        return [request.scored_sample]
+    prompt = seq.token_ids[: request.num_prompt_tokens]
+    completion = seq.token_ids[request.num_prompt_tokens :]
+    text, failed = whole_text(seq)
+    finish = failed or finish
+    loss_mask, experts = (True,) * len(completion), seq.routed_experts
+    for each in request.appended:
+        loss_mask = (*loss_mask[: each.start], *[False] * len(each), *loss_mask[each.stop :])
+    spans, adapter_spans = (
+        [
+            VersionSpan(v, start, end)
+            for (v, start), (_, end) in itertools.pairwise([*starts, (version, len(completion))])
+        ]
+        for starts in (seq.version_starts, seq.adapter_starts)
+    )
+    return [
+        TrainingSample(
+            prompt_tokens=tuple(prompt),
+            completion_tokens=tuple(completion),
+            logprobs=tuple(seq.output_logprobs),
+            ref_logprobs=None,
+            weight_version=spans[-1].version if spans else version,
+            finish_reason=finish.reason,
+            stop_reason=finish.stop_reason,
+            weight_versions=tuple(spans),
+            prompt_logprobs=(math.nan, *seq.scores) if params.prompt_logprobs else None,
+            raw_logprobs=tuple(seq.output_raw_logprobs) if params.raw_logprobs else None,
+            log_kept_mass=tuple(seq.output_log_kept_mass),
+            sampling_mask=seq.mask.whole() if params.sampling_mask else None,
+            top_logprobs=tuple(seq.output_top) if params.top_logprobs else None,
+            text=text,
+            numerics=numerics,
+            seed=request.seed,
+            sample_index=index,
+            request_id=seq.request_id,
+            group_id=request.group_id,
+            cached_tokens=seq.cached_tokens,
+            adapter_versions=tuple(adapter_spans),
+            kv_versions=context_versions(seq),
+            loss_mask=loss_mask,
+            sampling_params=params,
+            prompt_top_logprobs=(_NOTHING, *seq.score_best) if params.prompt_top_logprobs else None,
+            routed_experts=None if isinstance(experts, str) else experts,
+            routed_experts_unknown=experts if isinstance(experts, str) else None,
+        )
+        for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
+    ]
+
+
+def _fork(
+    seq: Sequence, num_samples: int, start: int, sequences: Sequences, cache: KVCacheManager
+) -> list[Sequence]:
+    """The other samples of a group whose prompt is completed by a chunk from `start` on. They share
+    every block.
+    """
+    forks = [
+        seq.fork(sequences.new_id(), index, copied_text(seq)) for index in range(1, num_samples)
+    ]
+    for fork in forks:
+        cache.adopt(fork.block_ids, _num_slid(start, cache))
+        sequences.insert(fork)
+    seq.num_samples = 1
+    return forks
+
+
+def _num_slid(computed: int, cache: KVCacheManager) -> int:
+    return cache.layout.num_slid(computed, cache.block_size)
+
+
+def _append(seq: Sequence, row: int, sampled: SampledTokens, version: int) -> None:
+    starts, params = seq.version_starts, seq.request.params
+    if not starts or starts[-1][0] != version:
+        starts.append((version, seq.num_completion_tokens))
+    if seq.adapter is not None and (
+        not seq.adapter_starts or seq.adapter_starts[-1][0] != seq.adapter.version
+    ):
+        seq.adapter_starts.append((seq.adapter.version, seq.num_completion_tokens))
+    seq.append_token(sampled.token_ids[row], sampled.logprobs[row], sampled.log_kept_mass[row])
+    if params.raw_logprobs:
+        seq.output_raw_logprobs.append(sampled.raw_logprobs[row])
+    if sampled.top is not None and params.top_logprobs:
+        seq.output_top.append(_top(*sampled.top[row], params.top_logprobs))
+
+
+def _take_mask(seq: Sequence, row: int, sampled: SampledTokens) -> Finish | None:
+    """Note which ids the filters kept for the newest token. Where they are too many: how the
+    sequence ends.
+    """
+    assert sampled.masks is not None
+    if not seq.request.params.sampling_mask:
+        return None
+    ids = sampled.masks[row]
+    if not seq.mask.has_room(ids):
+        return MASK_FULL
+    seq.mask.append(ids)
+    return None
+
+
+def _grow_text(seq: Sequence) -> Finish | None:
+    """Feed the newest token to the text. Where that raises: how the sequence ends, without a
+    text.
+    """
+    text = seq.output_text
+    if text is None or ends_by_id(seq):  # the text ends before a stop id
+        return None
+    try:
+        seq.stop_string = text.append(seq.token_ids[-1], may_stop(seq))
+    except Exception as problem:
+        seq.output_text = None
+        return failure(seq, "the text", problem)
+    return None
+
+
+def _top(token_ids: Listed[int], logprobs: Listed[float], k: int) -> TopLogprobs:
+    best = [(i, p) for i, p in zip(token_ids[:k], logprobs[:k], strict=True) if p > -math.inf]
+    return TopLogprobs(tuple(i for i, _ in best), tuple(p for _, p in best))

@@ -1,0 +1,521 @@
+"""The pure decision: which sequences compute how many tokens in the next step.
+
+There is no prefill and no decode here. A sequence has known tokens (those on the host, plus the one
+that a step in flight is sampling) and computed tokens; a step closes the gap, within three limits:
+sequences, tokens, blocks.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Listed
+from functools import cached_property
+from typing import NamedTuple
+
+from nano_inference.config import SchedulerConfig
+from nano_inference.core.decision import Admission, Chunk, SchedulerOutput
+from nano_inference.core.sequence import Sequence
+from nano_inference.kv_cache.manager import CacheAllocation, CacheView
+from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
+
+NOTHING: Mapping[int, int] = {}
+NO_MATCH = CacheAllocation((), 0)
+
+
+def schedule(
+    waiting: Listed[Sequence],
+    running: Listed[Sequence],
+    cache: CacheView,
+    config: SchedulerConfig,
+    pending: Mapping[int, int] = NOTHING,
+    num_in_flight: int = 0,
+    drafts: Drafts = NO_DRAFTS,
+) -> SchedulerOutput:
+    """Decide one step. Reads its arguments and writes nothing.
+
+    Args:
+        waiting: sequences without blocks, in scheduling order (`Sequence.order`): priority,
+            arrival, sample.
+        running: sequences with blocks, in the same order.
+        cache: what may be asked of the KV cache.
+        config: the limits of a step.
+        pending: sequence id -> tokens of it being sampled by steps in flight, not known on the host
+            yet.
+        num_in_flight: these steps; read where `config.groups` is above 1.
+        drafts: sequence id -> guesses of the tokens behind its known ones.
+
+    Running sequences come first, those that need one token before those that need more; where the
+    step is too small for all, the oldest request comes first, and its samples go on evenly. Blocks
+    are given in scheduling order, and where they run out the last in that order is preempted. Then
+    waiting sequences enter, in order, while they fit. Where layers have a window, a longer chunk is
+    cut to what fits before a sequence is preempted for it.
+
+    With `config.groups` above 1 a sequence whose token is being sampled is not planned, and a step
+    draws for at most 1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in
+    every step: those of a long prompt follow each other. With `config.max_drafts` too a sequence is
+    not planned while its token is being sampled: drafts stand behind known tokens.
+
+    Drafts take what is left over when all others are planned: tokens, draws and free blocks.
+    """
+    in_turns = config.groups > 1 or config.max_drafts > 0
+    free = [seq for seq in running if seq.seq_id not in pending] if in_turns else running
+    turns = _Turns(config, len(running), len(free), len(waiting), num_in_flight)
+    plan = _Plan(running, cache, config, pending, turns)
+    for seq, want, length in _share_budget(free, config, plan):
+        plan.grow(seq, want, length)
+    if not plan.preempted:
+        for seq in waiting:
+            if not plan.admit(seq):
+                break
+    if drafts:
+        plan.add_drafts(free, drafts)
+    return plan.freeze()
+
+
+def _share_budget(
+    running: Listed[Sequence], config: SchedulerConfig, plan: "_Plan"
+) -> Iterable[tuple[Sequence, int, int]]:
+    """Running sequences that can use some tokens, how many they could, and how many they get; in
+    scheduling order.
+
+    Where there are not enough for all: by priority, single tokens first, by arrival of the request;
+    of its samples the shortest first, so that they end together.
+    """
+    seqs, wants = plan.wanted(running)
+    budget = config.max_tokens_per_batch
+    longest = plan.chunk_length(budget, budget)
+    places = config.max_batch_size
+    if config.groups > 1:
+        places = plan.turns.share(
+            without=sum(
+                want > longest or not s.num_samples for s, want in zip(seqs, wants, strict=True)
+            )
+        )
+    if len(seqs) <= places and sum(wants) <= budget and max(wants, default=0) <= longest:
+        return zip(seqs, wants, wants, strict=True)
+    queue = sorted(
+        zip(seqs, wants, strict=True),
+        key=lambda each: (
+            each[0].request.params.priority,
+            each[1] > 1,
+            each[0].request_id,
+            each[0].num_computed_tokens,
+        ),
+    )
+    grants: dict[int, int] = {}
+    for seq, want in queue[: config.max_batch_size]:
+        length = plan.chunk_length(want, budget)
+        draws = length == want and seq.num_samples > 0
+        if length and (places or not draws):
+            grants[seq.seq_id] = length
+            budget -= length
+            places -= draws
+    return [
+        (seq, want, grants[seq.seq_id])
+        for seq, want in zip(seqs, wants, strict=True)
+        if seq.seq_id in grants
+    ]
+
+
+class _Turns(NamedTuple):
+    """Sequences that take turns in the stages of a pipeline."""
+
+    config: SchedulerConfig
+    num_running: int
+    num_free: int  # of them those that no step in flight draws for
+    num_waiting: int
+    num_in_flight: int  # steps
+
+    def share(self, without: int = 0, with_waiting: bool = False) -> int:
+        """For how many sequences this step may draw, so that as many are left for each of the steps
+        to follow.
+
+        `without`: running ones that cannot draw yet; what they want is more than a step takes.
+        """
+        more, groups = self.num_waiting if with_waiting else -without, self.config.groups
+        live, most = self.num_running + more, self.config.max_batch_size
+        free = min(self.num_free + more, most - (self.num_running - self.num_free))
+        return max(
+            1, min(-(-min(live, most) // groups), -(-free // max(1, groups - self.num_in_flight)))
+        )
+
+
+class _Plan:
+    """A decision in the making: local counts of what the step has left. Writes only to itself."""
+
+    def __init__(
+        self,
+        running: Listed[Sequence],
+        cache: CacheView,
+        config: SchedulerConfig,
+        pending: Mapping[int, int],
+        turns: "_Turns",
+    ) -> None:
+        self.turns = turns
+        self.cache, self.config, self.pending = cache, config, pending
+        self.alive = list(running)
+        self.budget = config.max_tokens_per_batch
+        self.room, self.layout, self.block_size = Room(cache), cache.layout, cache.block_size
+        # the fields of `Chunk`, by sequence id
+        self.chunks: dict[int, tuple[int, int, int, int, str, int, tuple[int, ...]]] = {}
+        self.admitted: list[Admission] = []
+        self.preempted: list[int] = []
+        self.copied: dict[int, int] = {}  # sequence id -> shared block that its chunk copies first
+        # units that running sequences lack for known tokens; None until asked for
+        self.promised: int | None = None
+        self.owed = 0  # the same of newcomers
+
+    @cached_property
+    def num_seqs(self) -> int:
+        """Sequences that hold blocks, each as wide as its group. Like `computing` counted when
+        a newcomer may enter.
+        """
+        return sum(seq.width for seq in self.alive)
+
+    @cached_property
+    def places(self) -> int:
+        """Newcomers that may still draw in this step; those that will follow are counted with
+        them.
+        """
+        drawing = sum(chunk[3] > 0 for chunk in self.chunks.values())
+        return self.turns.share(with_waiting=True) - drawing
+
+    @cached_property
+    def computing(self) -> set[int]:
+        """Names of the blocks that this plan's chunks fill."""
+        names: set[int] = set()
+        for seq in self.alive:
+            chunk = self.chunks.get(seq.seq_id)
+            # few of those that decode
+            if chunk is not None and chunk[1] // self.block_size < len(seq.prefix.hashes):
+                names.update(self._names(seq, chunk[1], chunk[2]))
+        return names
+
+    def wanted(self, running: Listed[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """Who has known tokens that are not computed, and how many; not where the one in flight is
+        surely the last.
+        """
+        seqs: list[Sequence] = []
+        wants: list[int] = []
+        pending = self.pending
+        for seq in running:
+            known = len(seq.token_ids) + pending.get(seq.seq_id, 0)
+            if not seq.num_samples:
+                known = seq.num_to_compute
+            elif known >= seq.most_tokens:
+                continue
+            if known > seq.num_computed_tokens:
+                seqs.append(seq)
+                wants.append(known - seq.num_computed_tokens)
+        return seqs, wants
+
+    def chunk_length(self, want: int, budget: int) -> int:
+        """How many of `want` tokens one step can take: 0 for none."""
+        if not self.config.enable_chunked_prefill:
+            return want if want <= budget else 0
+        return min(want, budget, self.config.max_chunk_tokens or want)
+
+    def grow(self, seq: Sequence, want: int, length: int) -> None:
+        """Give a running sequence its chunk, preempting from the end of the order until its blocks
+        are there.
+        """
+        if self.preempted and seq.seq_id in self.preempted:
+            return
+        start, fresh = seq.num_computed_tokens, 0
+        if start + length > self._own_blocks(seq, start) * self.block_size:
+            length = self._make_way(seq, start, length)
+            if not length:
+                return
+            fresh = self._blocks(start + length) - self._own_blocks(seq, start)
+            self._own_written_block(seq, start)
+        self._add_chunk(seq, start, length, fresh, length == want)
+
+    def _make_way(self, seq: Sequence, start: int, length: int) -> int:
+        """How many of `length` tokens a running sequence computes; sequences after it make way. 0:
+        it did so itself.
+        """
+        least = self._least(length)
+        while (
+            fits := self._fitting(start, length, self._own_blocks(seq, start), self.room.fresh())
+        ) < least:
+            victim = self.alive[-1]
+            if victim is seq and fits and self.layout.num_sliding:
+                # what it computes will leave its window, so it needs no more memory to go on than
+                # for one token
+                break
+            self._preempt(victim)
+            if victim is seq:
+                return 0
+        return fits
+
+    def admit(self, seq: Sequence) -> bool:
+        """Let a waiting sequence in if it fits. False: stop here, none may overtake it."""
+        if self.budget == 0 or self.pending.get(seq.seq_id, 0):
+            return False
+        match = NO_MATCH
+        if self.config.enable_prefix_caching:
+            match = self.cache.match(seq.token_ids, seq.prefix, seq.num_matchable)
+            if self._is_computing_next_block(seq, match):
+                # a twin computes its next block in this step: it waits for that, others go on
+                return True
+        start = match.cached_length
+        length = self.chunk_length(seq.num_to_compute - start, self.budget)
+        draws = start + length == seq.num_to_compute and seq.num_samples > 0
+        if not length or (draws and not self._has_place(seq)):
+            return False
+        # what holds a prefix is free no more once it is used
+        self.room.hold(match.block_ids, self._num_slid(start))
+        length = self._make_room(seq, match, length)
+        if not length:
+            return False
+        fresh = self._blocks(start + length) - len(match.block_ids)
+        self.owed += max(0, self._need(seq, match, length) - fresh * self.layout.num_units)
+        self.num_seqs += seq.width
+        self.admitted.append(Admission(seq.seq_id, match))
+        if self.config.groups > 1:
+            self.places -= draws
+        self._add_chunk(seq, start, length, fresh, start + length == seq.num_to_compute)
+        self.computing.update(self._names(seq, start, length))
+        return True
+
+    def add_drafts(self, running: Listed[Sequence], drafts: Drafts) -> None:
+        """Lengthen chunks that draw by drafts, as far as there is room for them that nothing else
+        wants now.
+        """
+        draws = self.config.max_draws - sum(chunk[3] for chunk in self.chunks.values())
+        for seq in running:
+            wanted, chunk = drafts.get(seq.seq_id, ()), self.chunks.get(seq.seq_id)
+            if not wanted or chunk is None or chunk[3] != 1:
+                continue
+            seq_id, start, length, samples, weight_set, fresh, _ = chunk
+            most = (self.config.max_chunk_tokens or self.budget + length) - length
+            room = min(len(wanted), most, self.budget, draws, seq.most_tokens - start - length - 1)
+            held = len(seq.block_ids) - (seq_id in self.copied) + fresh
+            if start + length + room > held * self.block_size:
+                spare = self.room.fresh(self._reserved(seq))
+                room = min(room, (held + spare) * self.block_size - start - length)
+            if room <= 0:
+                continue
+            more = max(0, self._blocks(start + length + room) - held)
+            self.room.take(more)
+            self.budget, draws = self.budget - room, draws - room
+            self.chunks[seq_id] = (
+                seq_id,
+                start,
+                length + room,
+                samples,
+                weight_set,
+                fresh + more,
+                tuple(wanted[:room]),
+            )
+
+    def freeze(self) -> SchedulerOutput:
+        """The decision."""
+        columns = tuple(zip(*self.chunks.values(), strict=True)) or ((),) * len(Chunk._fields)
+        return SchedulerOutput(
+            *columns, admitted=tuple(self.admitted), preempted_seqs=tuple(self.preempted)
+        )
+
+    def _has_place(self, seq: Sequence) -> bool:
+        """Whether a newcomer may draw in this step; one for whom others would make way need not
+        wait for balance.
+        """
+        if self.config.groups == 1 or self.places > 0:
+            return True
+        return (
+            bool(self.alive)
+            and self.alive[-1].request.params.priority > seq.request.params.priority
+        )
+
+    def _add_chunk(
+        self, seq: Sequence, start: int, length: int, fresh: int, completes: bool
+    ) -> None:
+        samples = seq.num_samples if completes else 0
+        # a plain tuple: a named one costs ten times as much to make
+        self.chunks[seq.seq_id] = (seq.seq_id, start, length, samples, seq.weight_set, fresh, ())
+        if fresh:
+            self.room.take(fresh)
+        self.budget -= length
+
+    def _names(self, seq: Sequence, start: int, length: int) -> Listed[int]:
+        """Names of the blocks that a chunk fills, as far as they will be matchable."""
+        size = self.block_size
+        return (
+            seq.prefix.hashes[start // size : (start + length - 1) // size + 1]
+            if seq.publishable
+            else ()
+        )
+
+    def _need(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
+        """Units that a newcomer takes, beside its match, until its known tokens and the next are
+        computed.
+        """
+        most = self.layout.most_units(
+            seq.num_to_compute + (seq.num_samples > 0), self._least(length), self.block_size
+        )
+        return max(0, most - self._units(len(match.block_ids), match.cached_length))
+
+    def _make_room(self, seq: Sequence, match: CacheAllocation, length: int) -> int:
+        """How many of `length` tokens a newcomer computes now, or 0: sequences of strictly lower
+        priority make way.
+        """
+        held = len(match.block_ids)
+        while not self._fits(seq, match, length):
+            # alone; that it fits was checked when it was added
+            if not self.alive and not self.admitted:
+                return self._fitting(match.cached_length, length, held, self.room.fresh())
+            victim = self.alive[-1] if self.alive else None
+            if victim is None or victim.request.params.priority <= seq.request.params.priority:
+                return 0
+            self._preempt(victim)
+        return self._fitting(
+            match.cached_length, length, held, self.room.fresh(self._reserved(seq))
+        )
+
+    def _fits(self, seq: Sequence, match: CacheAllocation, length: int) -> bool:
+        least = self._least(length)
+        fresh = self._blocks(match.cached_length + least) - len(match.block_ids)
+        return (
+            self.num_seqs + seq.width <= self.config.max_batch_size
+            and self._need(seq, match, length) <= self.room.units - self._reserved(seq)
+            and fresh <= self.room.fresh(self._reserved(seq))
+        )
+
+    def _reserved(self, seq: Sequence) -> int:
+        """Units that a newcomer leaves free: what admitted sequences still need for tokens that
+        they already know, and a block for each other sample of its group, which will want one as
+        soon as it is forked.
+        """
+        if self.promised is None:
+            # A chunk that draws has the blocks for all that its sequence knows; with a window it
+            # may need more units.
+            done = {
+                chunk[0]
+                for chunk in self.chunks.values()
+                if chunk[3] and not self.layout.num_sliding
+            }
+            self.promised = sum(self._promise(seq) for seq in self.alive if seq.seq_id not in done)
+        return self.promised + self.owed + (seq.width - 1) * self.layout.num_units
+
+    def _promise(self, seq: Sequence) -> int:
+        known = seq.num_to_compute + self.pending.get(seq.seq_id, 0)
+        fresh = self.chunks[seq.seq_id][5] if seq.seq_id in self.chunks else 0
+        length = self.chunk_length(
+            max(1, known - seq.num_computed_tokens), self.config.max_tokens_per_batch
+        )
+        most = self.layout.most_units(known, self._least(length or 1), self.block_size)
+        held = (
+            self._units(len(seq.block_ids), seq.num_computed_tokens) + fresh * self.layout.num_units
+        )
+        return max(0, most - held)
+
+    def _fitting(self, start: int, length: int, held: int, fresh: int) -> int:
+        """How many of `length` tokens from `start` on fit into blocks that are held already, and so
+        many fresh ones.
+        """
+        fits = max(0, min(length, (held + fresh) * self.block_size - start))
+        return fits if fits == length or self.config.enable_chunked_prefill else 0
+
+    def _least(self, length: int) -> int:
+        """The part of a chunk that is worth another sequence's blocks: a longer one costs more than
+        it will keep.
+        """
+        divisible = self.layout.num_sliding and self.config.enable_chunked_prefill
+        return min(length, self.layout.window) if divisible else length
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.num_seqs -= victim.width
+        self.alive.remove(victim)
+        self.preempted.append(victim.seq_id)
+        self.promised = None
+        chunk = self.chunks.pop(victim.seq_id, None)
+        if chunk is not None:  # undo it: only a newcomer of higher priority comes this late
+            _, _, length, _, _, fresh, _ = chunk
+            self.budget += length
+            self.room.take(-fresh)
+            if victim.seq_id in self.copied:
+                self.room.hold([self.copied.pop(victim.seq_id)], 0)
+        self.room.let_go(victim.block_ids, self._num_slid(victim.num_computed_tokens))
+
+    def _is_computing_next_block(self, seq: Sequence, match: CacheAllocation) -> bool:
+        index = len(match.block_ids)
+        usable = (index + 1) * self.block_size <= seq.num_matchable
+        return (
+            usable and index < len(seq.prefix.hashes) and seq.prefix.hashes[index] in self.computing
+        )
+
+    def _own_blocks(self, seq: Sequence, start: int) -> int:
+        """Blocks of a running sequence that it may go on with: the one it writes to is copied if
+        others hold it too.
+        """
+        held, index = len(seq.block_ids), start // self.block_size
+        return held - 1 if index < held and self.room.refs(seq.block_ids[index]) > 1 else held
+
+    def _own_written_block(self, seq: Sequence, start: int) -> None:
+        if self._own_blocks(seq, start) < len(seq.block_ids):
+            shared = seq.block_ids[start // self.block_size]
+            self.room.let_go([shared], 0)
+            self.copied[seq.seq_id] = shared
+
+    def _units(self, num_blocks: int, computed: int) -> int:
+        """Units of a table at rest."""
+        return self.layout.num_units * num_blocks - self.layout.num_sliding * self._num_slid(
+            computed
+        )
+
+    def _num_slid(self, computed: int) -> int:
+        return self.layout.num_slid(computed, self.block_size)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+class Room:
+    """Blocks and units that can be taken, and the counts of blocks that a plan changes.
+
+    A fresh block takes `layout.num_units` units. A block that no table holds any more gives back
+    its units of full layers, one that is in no table's window those of sliding layers.
+    """
+
+    def __init__(self, cache: CacheView) -> None:
+        self.layout = cache.layout
+        self.blocks = cache.num_free_blocks()
+        self.units = cache.num_free_units()
+        self._cache = cache
+        self._refs: dict[int, int] = {}
+        self._users: dict[int, int] = {}
+
+    def refs(self, block_id: int) -> int:
+        """How many tables hold a block."""
+        return self._refs[block_id] if block_id in self._refs else self._cache.ref_count(block_id)
+
+    def fresh(self, reserved_units: int = 0) -> int:
+        """Blocks that can be taken, if some units are kept back."""
+        return max(0, min(self.blocks, (self.units - reserved_units) // self.layout.num_units))
+
+    def take(self, num_blocks: int) -> None:
+        """Take fresh blocks; a negative number gives them back."""
+        self.blocks -= num_blocks
+        self.units -= num_blocks * self.layout.num_units
+
+    def hold(self, block_ids: Listed[int], num_slid: int) -> None:
+        """A table holds these blocks, all but the first `num_slid` of them in its window."""
+        self._count(block_ids, num_slid, 1)
+
+    def let_go(self, block_ids: Listed[int], num_slid: int) -> None:
+        """A table holds these blocks no more."""
+        self._count(block_ids, num_slid, -1)
+
+    def _count(self, block_ids: Listed[int], num_slid: int, change: int) -> None:
+        # the count before of a block that changes hands: taken at 0, given back at 1
+        lone = change > 0
+        for block_id in block_ids:
+            refs = self.refs(block_id)
+            self._refs[block_id] = refs + change
+            if refs == 1 - lone:
+                self.blocks -= change
+                self.units -= change * self.layout.num_full
+        if self.layout.num_sliding:
+            for block_id in block_ids[num_slid:]:
+                users = self._users.get(block_id, self._cache.num_users(block_id))
+                self._users[block_id] = users + change
+                if users == 1 - lone:
+                    self.units -= change * self.layout.num_sliding

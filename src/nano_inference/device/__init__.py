@@ -1,0 +1,4 @@
+"""A device at work: runner, memory of keys and values, graphs, sleep, memory plan.
+
+Imports: core, models, ops, weights. Begin with runner.py.
+"""

@@ -1,0 +1,286 @@
+"""`CudaRunner`: steps on a GPU, none of which the host waits for before it has prepared and
+launched the next.
+
+A step as the host and the device see it (`EngineLoop.step`, lookahead 1):
+
+    host    build n+1 | upload and forward n+1 | wait for n | take in n | draw n+1 | build n+2 | …
+    device  … forward n, draw n                | forward n+1 …                     | draw n+1  |
+    forward n+2 … beside it                                    results of n go to the host
+
+- All that a forward reads goes up in one copy from pinned memory. A decode step that draws as the
+  one before did needs no other.
+- The token that step n draws is an input of step n+1. It gets there on the device
+  (`DrawResults.token_ids`).
+- Results come down on a side stream while the next forward computes. Waiting for them is the host's
+  only wait.
+- Copies up, kernels and graphs stand on one stream, in order, so nothing is written over that
+  something queued before still reads. Results of n are written over by draw n+1, which is queued
+  when the host has them.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.config import EngineConfig
+from nano_inference.core.apply import SampledTokens
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.core.sequence import POLICY
+from nano_inference.device.backends import captures_graphs
+from nano_inference.device.graphs import (
+    RESULTS,
+    DecodeGraphs,
+    DrawResults,
+    is_plain,
+    row_by_row,
+)
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.queues import Event, HostQueue, queue_of
+from nano_inference.device.runner import ModelRunner, StepResult, sampled_tokens
+from nano_inference.device.step_buffers import Downloads, Uploads
+from nano_inference.models.decoder import NO_ADAPTERS, Decoder
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
+
+_NO_SCORES = torch.empty(0)
+_NO_IDS, _NO_LOGPROBS = torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 0))
+
+
+class Arriving:
+    """Samples of a step on their way to the host.
+
+    Args:
+        queue: of the device.
+        event: after which they are there.
+        draw, scores, best: in pinned memory; see `sampled_tokens`.
+        held: tensors that they are copied from, whose memory must not be used again before.
+    """
+
+    def __init__(
+        self,
+        queue: HostQueue,
+        event: Event,
+        draw: Draw,
+        scores: Tensor,
+        best: Sequence[tuple[Tensor, Tensor]],
+        held: Any,
+    ) -> None:
+        self._queue, self._event, self._held = queue, event, held
+        self._draw, self._scores, self._best = draw, scores, best
+
+    def wait(self) -> SampledTokens:
+        """The samples. The only place where the host waits for the device. Raises `DeviceHangs`, or
+        a CUDA error.
+        """
+        self._queue.wait(self._event)
+        self._held = None
+        draw = replace(
+            self._draw,
+            kept=None if self._draw.kept is None else self._draw.kept.clone(),
+            top_ids=self._draw.top_ids.clone(),
+            top_logprobs=self._draw.top_logprobs.clone(),
+        )
+        return sampled_tokens(draw, self._scores, self._best)
+
+
+class CudaRunner(ModelRunner):
+    """Replays captured graphs where a step is a decode of the policy and nothing else, with drafts
+    or without; computes all others as usual.
+
+    Args:
+        models, storages: by weight set.
+        queue: of the device that they are on.
+        largest: rows of the largest decode step.
+        max_blocks: of a sequence's block table.
+        graphs: whether there are any.
+
+    Attributes:
+        num_replays, num_eager_steps: forwards so far.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Decoder],
+        storages: Mapping[str, KVStorage],
+        queue: HostQueue,
+        *,
+        largest: int,
+        max_blocks: int,
+        graphs: bool = True,
+    ) -> None:
+        super().__init__(models, storages)
+        self.queue = queue
+        with queue.current():
+            self._uploads, self._downloads = Uploads(queue, self.device), Downloads(queue)
+            self._results = DrawResults(largest, self.device)
+            self._graphs: DecodeGraphs | None = None
+            if graphs:
+                self._graphs = DecodeGraphs(
+                    self.models[POLICY],
+                    self.storage,
+                    queue,
+                    self._uploads,
+                    self._results,
+                    max_blocks=max_blocks,
+                )
+        self._newest = self._results.token_ids  # tokens of the last draw
+        self._no_scores = torch.empty(0, device=self.device)
+        self.num_replays = self.num_eager_steps = 0
+
+    def capture(self) -> None:
+        """Capture all graphs now, rather than in the first step that needs one. Nothing may be in
+        flight.
+        """
+        if self._graphs is not None:
+            with self.queue.current():
+                self._graphs.capture_all()
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Any,
+    ) -> StepResult:
+        """See `ModelRunner.forward`. Returns when it is queued."""
+        with self.queue.current():
+            self._copy_blocks(block_copies)
+            if self._graphs is not None and self._is_decode(batches, self._graphs):
+                self.num_replays += 1
+                return self._replay(row_by_row(batches[0]), self._graphs)
+            self.num_eager_steps += 1
+            return self._compute(self._uploads.send_all(batches), previous)
+
+    @torch.inference_mode()
+    def sample(self, result: StepResult, batch: SamplingBatch) -> Arriving:
+        """Draw the samples of a step. Returns when that is queued."""
+        with self.queue.current():
+            if (
+                self._graphs is not None
+                and result.graph is not None
+                and _draws_every_row(result, batch)
+            ):
+                self._graphs.draw(result.graph, batch)
+                self._newest = self._results.token_ids
+                return self._fetch_results(len(batch))
+            (moved,) = self._uploads.send_all([batch])
+            draw = self._draw(result, moved)
+            self._newest = self._results.keep_tokens(draw)
+            return self._fetch(draw, result)
+
+    def close(self) -> None:
+        """Let go of graphs, weights and KV tensors, once the device is done with them, if it ever
+        is.
+        """
+        if not self.queue.failed:
+            with contextlib.suppress(Exception):  # the waiting caller has got the error
+                self.queue.synchronise()
+        super().close()
+        self._graphs = None  # it knows the KV tensors, and the engine may be known for longer
+
+    def _is_decode(self, batches: Sequence[ForwardBatch], graphs: DecodeGraphs) -> bool:
+        """Whether a graph can compute a step: a draw from each row, drafts' too, all by the
+        policy.
+        """
+        if len(batches) != 1:
+            return False
+        (batch,) = batches
+        rows = len(batch.input_ids)
+        is_relayed = len(batch.relay_rows) > 0
+        return (
+            batch.weight_set == POLICY
+            and rows == len(batch.logits_indices)
+            and rows <= graphs.largest
+            and not len(batch.score_rows)
+            and batch.block_tables.shape[1] <= graphs.max_blocks
+            and (not is_relayed or self._newest is self._results.token_ids)
+        )
+
+    def _replay(self, batch: ForwardBatch, graphs: DecodeGraphs) -> StepResult:
+        self._count(batch)
+        graph, hidden = graphs.forward(batch)
+        return StepResult([(self.models[POLICY], hidden, NO_ADAPTERS)], self._no_scores, [], graph)
+
+    def _newest_tokens(self, previous: Any) -> Tensor:
+        return self._newest
+
+    def _fetch_results(self, rows: int) -> Arriving:
+        fetched = self._downloads.fetch([self._results.buffer])
+        results = self._results.on_host(fetched.tensors[0], rows)
+        named = dict(zip(RESULTS, results, strict=True))
+        draw = Draw(**named, kept=None, top_ids=_NO_IDS, top_logprobs=_NO_LOGPROBS)
+        return Arriving(self.queue, fetched.event, draw, _NO_SCORES, (), self._results)
+
+    def _fetch(self, draw: Draw, result: StepResult) -> Arriving:
+        names = [field.name for field in fields(draw) if getattr(draw, field.name) is not None]
+        tensors = [result.scores, *(getattr(draw, name) for name in names)]
+        tensors += [tensor for best in result.best for tensor in best]
+        fetched = self._downloads.fetch(tensors)
+        scores, *found = fetched.tensors
+        arriving = replace(draw, **dict(zip(names, found, strict=False)))
+        best = found[len(names) :]
+        pairs = list(zip(best[::2], best[1::2], strict=True))
+        return Arriving(self.queue, fetched.event, arriving, scores, pairs, tensors)
+
+
+def make_runner(
+    config: EngineConfig,
+    models: Mapping[str, Decoder],
+    storages: Mapping[str, KVStorage],
+    *,
+    max_model_len: int,
+) -> ModelRunner:
+    """The runner of the CUDA backend; on a GPU with its graphs captured."""
+    model = models[POLICY]
+    runner = CudaRunner(
+        models,
+        storages,
+        queue_of(model.device),
+        largest=min(config.scheduler.max_draws, config.max_tokens_per_batch),
+        max_blocks=-(-max_model_len // config.block_size),
+        graphs=captures_graphs(config),
+    )
+    if runner.queue.captures_early:
+        runner.capture()
+    return runner
+
+
+def graph_memory(
+    config: EngineConfig,
+    models: Mapping[str, Decoder],
+    storages: Mapping[str, KVStorage],
+    *,
+    max_model_len: int,
+) -> int:
+    """Bytes that the graphs of an engine take on a GPU, found by capturing them over these
+    storages. 0 without any.
+    """
+    if not captures_graphs(config):
+        return 0
+    device = models[POLICY].device
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info(device)[0]
+    runner = make_runner(config, models, storages, max_model_len=max_model_len)
+    torch.cuda.empty_cache()
+    taken = before - torch.cuda.mem_get_info(device)[0]
+    models[POLICY].forget_recorded()
+    del runner
+    torch.cuda.empty_cache()
+    return max(taken, 0)
+
+
+def _draws_every_row(result: StepResult, batch: SamplingBatch) -> bool:
+    """Whether a captured draw can draw a step: one sample of each row, in order, with nothing of
+    its own.
+    """
+    rows = len(result.drawn[0][1])
+    return (
+        len(batch) == rows
+        and is_plain(batch)
+        and np.array_equal(batch.rows.numpy(), np.arange(rows))
+    )

@@ -1,0 +1,363 @@
+"""Kept blocks that were evicted, in files: written when their memory is reused, read back when a
+prompt begins with them.
+
+A file is named by everything that its contents depend on: the model, the arithmetic, the chain of
+tokens, the weight version, the adapter, the salt. It holds a checksum of all, is renamed into place
+when it is whole, and is known to the engine that wrote it alone: another one, also a later one of
+the same folder, never reads it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nano_inference.device.blocks import MOST_BYTES, put_blocks
+from nano_inference.device.runner import ModelRunner
+from nano_inference.errors import ConfigError
+from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys
+from nano_inference.kv_cache.kept import Mark
+from nano_inference.kv_cache.manager import EvictedBlock, KVCacheManager
+from nano_inference.system.cache_folder import locked
+from nano_inference.system.regular_files import open_regular
+
+logger = logging.getLogger("nano_inference")
+
+DEFAULT_BYTES = 4 << 30
+# of a folder, one for each engine, and of the file that holds its lock; of the lock of all of them
+_PREFIX, _LOCK, _COMMON_LOCK = "nano-kept-", "lock", "nano-kept.lock"
+_OWN = re.compile(_PREFIX + "[0-9a-f]{32}")
+_PATIENCE = 10.0  # seconds to wait for the common lock, which is held for moments
+_PAUSE = 30.0  # seconds without an attempt, after one to write has failed
+_MAGIC = b"nano-kv1"
+_DIGEST = 32
+_FARTHEST = 3600.0  # seconds that a timer waits at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is known of a file."""
+
+    path: Path
+    size: int
+    namespace: Namespace
+    mark: Mark
+
+
+class KeptFiles:
+    """The files of one engine, in a folder of its own within `folder`. One thread takes and brings
+    back; `sweep` is for any.
+
+    Args:
+        folder: made, private, where it is missing. What engines that were killed left is removed.
+        most_bytes: of all files; beyond that the oldest go.
+        cache: whose blocks these are.
+        runner: has the blocks.
+        identity: names model and arithmetic.
+        clock: the cache's, by which marks end.
+
+    Raises `ConfigError` where the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        cache: KVCacheManager,
+        runner: ModelRunner,
+        identity: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache, self._runner, self._clock = cache, runner, clock
+        self._most_bytes = most_bytes
+        (self._shape,) = runner.block_shapes()
+        told = (identity, str(runner.storage.keys.dtype), self._shape, cache.block_size)
+        self._identity = hashlib.sha256(repr(told).encode()).digest()
+        self._lock = threading.RLock()
+        self._entries: dict[int, _Entry] = {}  # by the block's name, the oldest first
+        self._timer: threading.Timer | None = None
+        self._wakes = 0.0
+        self._writes_again = float("-inf")  # by the clock
+        self._closed = False
+        self.num_bytes = 0
+        self.num_written = 0
+        self.num_read = 0
+        try:
+            self.folder, self._held = _own_folder(folder)
+        except OSError as problem:
+            raise ConfigError(
+                f"kept_cache_folder={str(folder)!r} cannot be used: {problem}"
+            ) from problem
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # -- out of the cache --------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def take(self, block: EvictedBlock) -> None:
+        """Write a block, unless its file is there. What cannot be written is lost, and computed
+        again.
+        """
+        with self._lock:
+            entry = self._entries.pop(block.name, None)
+            if entry is not None:  # a name has one content
+                self._entries[block.name] = replace(entry, mark=block.mark)
+                self._wake_by(block.mark.until)
+                return
+        if self._clock() < self._writes_again:
+            return
+        (data,) = self._runner.read_blocks([block.block_id])
+        content = self._content(block.name, block.token_ids, data)
+        path = self.folder / hashlib.sha256(self._key(block.name)).hexdigest()
+        with self._lock:
+            if self._closed or len(content) > self._most_bytes:
+                return
+            self._make_room(len(content))
+            if not self._write(path, content):
+                return
+            self._entries[block.name] = _Entry(path, len(content), block.namespace, block.mark)
+            self.num_bytes += len(content)
+            self.num_written += 1
+            self._wake_by(block.mark.until)
+
+    def forget(self, is_dead: Callable[[Namespace], bool]) -> None:
+        """Remove the files of these namespaces."""
+        with self._lock:
+            self._remove([name for name, e in self._entries.items() if is_dead(e.namespace)])
+
+    def sweep(self) -> None:
+        """Remove the files whose time is over."""
+        with self._lock:
+            now = self._clock()
+            self._remove([name for name, e in self._entries.items() if e.mark.until <= now])
+
+    def close(self) -> None:
+        """Remove all files, and the folder."""
+        with self._lock:
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self._entries.clear()
+            self.num_bytes = 0
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._held)
+            self._held = os.open(os.devnull, os.O_RDONLY)
+
+    # -- back into the cache -----------------------------------------------------------------------
+
+    def missing(self, names: Sequence[int]) -> range:
+        """The places in a chain, behind what the cache has, whose blocks are in files."""
+        if not self._entries:
+            return range(0)
+        here, now = self._cache.count(names), self._clock()
+        with self._lock:
+            found = itertools.takewhile(
+                lambda name: (e := self._entries.get(name)) is not None and e.mark.until > now,
+                names[here:],
+            )
+            return range(here, here + sum(1 for _ in found))
+
+    @torch.inference_mode()
+    def bring_back(self, token_ids: Sequence[int], prefix: PrefixKeys, places: range) -> list[int]:
+        """Put these blocks of a chain into the cache again. Nothing may be in flight.
+
+        Returns a block table that holds them and those before them, for the caller to let go of.
+        A file that is not as it was written, and those behind it, are not read.
+        """
+        held: list[int] = []
+        at, size = places.start, self._cache.block_size
+        most = max(1, MOST_BYTES // self._block_bytes)
+        while at < places.stop:
+            names = prefix.hashes[at : min(at + most, places.stop)]
+            marks: list[Mark] = []
+            parts: list[Tensor] = []
+            for place, name in enumerate(names, at):
+                read = self._read(name, token_ids[place * size : (place + 1) * size])
+                if read is None:
+                    break
+                marks.append(read[0])
+                parts.append(read[1])
+            if parts:
+                table = self._put(token_ids, prefix, at, marks, parts)
+                self._cache.deallocate(held)
+                held = table
+            at += len(names)
+            if len(held) < at:
+                break
+        return held
+
+    def _put(
+        self,
+        token_ids: Sequence[int],
+        prefix: PrefixKeys,
+        start: int,
+        marks: Sequence[Mark],
+        parts: Sequence[Tensor],
+    ) -> list[int]:
+        """Blocks from place `start` on, as far as there is room; returns a table that holds
+        them.
+        """
+        data = torch.stack(list(parts))
+        table, _ = put_blocks(self._cache, self._runner, token_ids, prefix, start, [data])
+        taken = max(0, len(table) - start)
+        for end, mark in enumerate(marks[:taken], start + 1):
+            if end == start + taken or marks[end - start] != mark:
+                self._cache.keep_again(prefix.hashes[:end], mark)
+        with self._lock:
+            # what is kept no more, as others come first, would not be written again
+            back = self._cache.kept.marks.keys() & self._entries.keys()
+            self._remove([name for name in prefix.hashes[start : start + taken] if name in back])
+        self.num_read += taken
+        return table
+
+    def _read(self, name: int, token_ids: Sequence[int]) -> tuple[Mark, Tensor] | None:
+        with self._lock:
+            entry = self._entries.get(name)
+        if entry is None:
+            return None
+        try:
+            with open_regular(entry.path) as file:
+                content = file.read(entry.size + 1)
+        except OSError:
+            content = b""
+        head = len(_MAGIC) + 2 * _DIGEST + 8 * len(token_ids)
+        data = torch.frombuffer(bytearray(content[head:] or b"\0"), dtype=torch.uint8)
+        if content != self._content(name, token_ids, data):
+            logger.warning("The file of a kept block is not as it was written: it is not read.")
+            with self._lock:
+                self._remove([name] if name in self._entries else [])
+            return None
+        return entry.mark, data
+
+    # -- files -------------------------------------------------------------------------------------
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._runner.storage.keys.itemsize * math.prod(self._shape)
+
+    def _key(self, name: int) -> bytes:
+        # the name is a hash of tokens, weight set, version, adapter and salt
+        return self._identity + name.to_bytes(_DIGEST, "little")
+
+    def _content(self, name: int, token_ids: Sequence[int], data: Tensor) -> bytes:
+        """Of a file: the magic, a checksum of what follows, the name, the token ids, the block."""
+        body = hashlib.sha256(self._key(name)).digest() + array("q", token_ids).tobytes()
+        body += data.numpy().tobytes()
+        return _MAGIC + hashlib.sha256(body).digest() + body
+
+    def _make_room(self, size: int) -> None:
+        while self._entries and self.num_bytes + size > self._most_bytes:
+            self._remove([next(iter(self._entries))])
+
+    def _remove(self, names: Sequence[int]) -> None:
+        for name in names:
+            entry = self._entries.pop(name)
+            self.num_bytes -= entry.size
+            with contextlib.suppress(OSError):  # the folder goes with the engine, or the next one
+                entry.path.unlink()
+
+    def _write(self, path: Path, content: bytes) -> bool:
+        """Write a file, which is there when it is whole. False: it could not be written, nor will
+        others be for a while.
+        """
+        part = path.with_suffix(".part")
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        except OSError as problem:
+            logger.warning(
+                "A kept block cannot be written: %s. For %g seconds those that are evicted are "
+                "lost.",
+                problem,
+                _PAUSE,
+            )
+            self._writes_again = self._clock() + _PAUSE
+            with contextlib.suppress(OSError):
+                part.unlink()
+            return False
+        return True
+
+    def _wake_by(self, until: float) -> None:
+        """Sweep at that time, also where no step is run until then."""
+        if self._timer is not None and self._wakes <= until:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes = until
+        wait = min(max(0.0, until - self._clock()), _FARTHEST)
+        self._timer = threading.Timer(wait, self._on_time)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _on_time(self) -> None:
+        with self._lock:
+            self._timer = None
+            self.sweep()
+            if self._entries and not self._closed:
+                self._wake_by(min(e.mark.until for e in self._entries.values()))
+
+
+def _own_folder(folder: Path) -> tuple[Path, int]:
+    """A new private folder in this one, and the descriptor that holds its lock; those without a
+    holder are removed. Raises `OSError`.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError("it is not a folder itself; name the folder")
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError("others own it or may write there; name one of your own (chmod go-w)")
+    common = _open_lock(folder / _COMMON_LOCK, os.O_CREAT)
+    try:
+        if not locked(common, _PATIENCE):
+            raise TimeoutError(f"another process has held {_COMMON_LOCK} for {_PATIENCE:g} seconds")
+        for path in folder.glob(_PREFIX + "*"):
+            _remove_if_left(path)
+        own = folder / f"{_PREFIX}{secrets.token_hex(16)}"
+        own.mkdir(mode=0o700)
+        held = _open_lock(own / _LOCK, os.O_CREAT)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    finally:
+        os.close(common)
+    return own, held
+
+
+def _open_lock(path: Path, flags: int = 0) -> int:
+    """Open a regular file, which is no link, without waiting. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return descriptor
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a folder that an engine of this user made and does not hold any more."""
+    with contextlib.suppress(OSError):  # it is gone, has no lock, or another engine holds that
+        found = path.lstat()
+        private = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+        if not (private and found.st_uid == os.getuid() and _OWN.fullmatch(path.name)):
+            return
+        lock = _open_lock(path / _LOCK)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)

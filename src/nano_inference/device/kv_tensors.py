@@ -1,0 +1,421 @@
+"""The KV tensors, and how layers and blocks find their place in them."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nano_inference.config import KVCacheDType
+from nano_inference.core.sequence import DRAFT, POLICY
+from nano_inference.device.state_tensors import StateStorage
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
+from nano_inference.models.sharding.shard import split_layers
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.cpu.memory import advise_huge_pages
+from nano_inference.ops.kv_codes import KvFormat
+
+NO_PLACE = (-1, -1)  # of a layer without keys
+
+
+def kv_format(dtype: torch.dtype, kv_cache_dtype: KVCacheDType) -> KvFormat:
+    """How rows are kept of a model of this dtype."""
+    return KvFormat(dtype, coded=kv_cache_dtype == "int8")
+
+
+def kv_shape(spec: ModelSpec) -> tuple[object, ...]:
+    """What models that can share KV tensors agree in."""
+    one = spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.kv_tensors, spec.state
+    return (*one, *((kind.kept, kind.keys_of) for kind in spec.kinds))
+
+
+def storage_key(
+    spec: ModelSpec, layout: BlockLayout, weight_set: str = POLICY
+) -> tuple[object, ...]:
+    """Models with the same key share KV tensors: also which layers have a window must agree where
+    that counts. A model that drafts shares none: it computes the tokens of the policy's sequences.
+    """
+    return (*kv_shape(spec), spec.windows if layout.num_sliding else (), weight_set == DRAFT)
+
+
+def common_layout(specs: Sequence[ModelSpec], max_len: int, stages: int = 1) -> BlockLayout:
+    """What a block costs if every model, and every stage of a pipeline, is to find its place in it.
+
+    A unit holds as many layers as divide both those with a window and those without, in every
+    stage; a stage that has fewer of them than another leaves some of its units empty. Where layers
+    are of several kinds, see `_packed`. Block ids are
+    shared, so models whose layouts differ all keep everything, as if no layer had a window.
+    """
+    layouts = {_layout(spec, max_len, stages) for spec in specs}
+    return layouts.pop() if len(layouts) == 1 else UNIFORM
+
+
+def state_layout(specs: Sequence[ModelSpec], block_size: int) -> BlockLayout | None:
+    """What a block costs in the memory of layers with a state, where all models have the same.
+
+    That is a memory of its own, one unit a block within their window. Keys and values lie in the
+    block itself: of models that have such layers the others keep everything. None: a block is its
+    unit.
+    """
+    kinds = {spec.state for spec in specs}
+    state = kinds.pop()
+    if kinds or state is None:
+        return None
+    return BlockLayout(0, 1, state.window(block_size), beside=True)
+
+
+def _layout(spec: ModelSpec, max_len: int, stages: int) -> BlockLayout:
+    # one that no sequence outgrows is none
+    windows = [window if window < max_len else 0 for window in spec.windows]
+    if not any(windows):
+        return UNIFORM
+    if spec.kinds:
+        full, sliding = _packed(spec, [window > 0 for window in windows])[1:]
+        return BlockLayout(full, sliding, max(windows))
+    held = [[windows[layer] for layer in layers] for layers in split_layers(spec, stages)]
+    num_full, num_sliding = (
+        [each.count(0) for each in held],
+        [len(each) - each.count(0) for each in held],
+    )
+    layers = math.gcd(*num_full, *num_sliding)
+    return BlockLayout(max(num_full) // layers, max(num_sliding) // layers, max(windows))
+
+
+def unit_width(spec: ModelSpec, layout: BlockLayout, kept: KvFormat) -> int:
+    """Numbers that a unit has for a token's keys."""
+    if spec.kinds:
+        return _unit_of_kinds(spec, layout)[0]
+    return layers_of_a_unit(spec, layout) * spec.num_kv_heads * kept.width(spec.head_dim)
+
+
+def _unit_of_kinds(spec: ModelSpec, layout: BlockLayout) -> tuple[int, list[tuple[int, int]]]:
+    """How wide a unit is, and where each layer lies: in which unit, and from which number on."""
+    if layout.num_sliding:
+        slides = _slides(spec, layout)
+        width, num_full, num_sliding = _packed(spec, slides)
+        if (num_full, num_sliding) != (layout.num_full, layout.num_sliding):
+            raise ValueError(f"{spec.architecture} does not lie in units as {layout} has them.")
+    else:
+        slides = [False] * spec.num_layers
+        width = sum(kind.kept for layer, kind in enumerate(spec.kinds) if kind.keys_of == layer)
+    places: dict[int, tuple[int, int]] = {}
+    for unit, of in ((0, False), (layout.num_full, True)):
+        own = [layer for layer in _makers(spec) if slides[layer] == of]
+        found = _in_a_row([spec.kinds[layer].kept for layer in own], width)
+        places |= {
+            layer: (unit + nth, first) for layer, (nth, first) in zip(own, found, strict=True)
+        }
+    return width, [places[kind.keys_of] for kind in spec.kinds]
+
+
+def _makers(spec: ModelSpec) -> list[int]:
+    """Layers that make keys and values."""
+    return [layer for layer, kind in enumerate(spec.kinds) if kind.keys_of == layer]
+
+
+def _packed(spec: ModelSpec, slides: Sequence[bool]) -> tuple[int, int, int]:
+    """The width of a unit, and units of full and of sliding layers, where layers are of several
+    kinds: the least is left empty, and of such the widest is taken. Layers are not cut.
+    """
+    kept = [
+        [spec.kinds[layer].kept for layer in _makers(spec) if slides[layer] == of]
+        for of in (False, True)
+    ]
+    least = math.lcm(*kept[0], *kept[1])
+    options: list[tuple[int, int, int, int]] = []
+    for width in range(least, max(map(sum, kept)) + least, least):
+        full, sliding = (
+            max((nth + 1 for nth, _ in _in_a_row(each, width)), default=0) for each in kept
+        )
+        options.append((width * (full + sliding), -width, full, sliding))
+    _, width, full, sliding = min(options)
+    return -width, full, sliding
+
+
+def _in_a_row(sizes: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """Where things of these sizes lie in units so wide: in which, and from which number on."""
+    found, unit, first = list[tuple[int, int]](), 0, 0
+    for size in sizes:
+        if first + size > width:
+            unit, first = unit + 1, 0
+        found.append((unit, first))
+        first += size
+    return found
+
+
+def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
+    """How many layers' keys and values one unit holds, of a model or of a stage's part of it."""
+    if spec.state is not None:
+        return spec.state.layers.count(False)
+    num_sliding = sum(_slides(spec, layout))
+    kinds = ((spec.num_layers - num_sliding, layout.num_full), (num_sliding, layout.num_sliding))
+    return max(-(-layers // units) for layers, units in kinds if units)
+
+
+def _slides(spec: ModelSpec, layout: BlockLayout) -> list[bool]:
+    """For each layer: whether it lies in units of sliding layers."""
+    return [0 < window <= layout.window for window in spec.windows]
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on a device, behind what is queued there; the host does not wait
+    for it.
+    """
+    return (
+        tensor.to(device)
+        if device.type == "cpu"
+        else tensor.pin_memory().to(device, non_blocking=True)
+    )
+
+
+class UnitMap:
+    """Which units stand behind which block, on the device: a mirror of `UnitPool.unit_of`, shared
+    by all storages.
+    """
+
+    def __init__(self, pool: UnitPool, device: torch.device) -> None:
+        self.layout, self.num_units = pool.layout, pool.num_units
+        self._pool = pool
+        self._host = torch.frombuffer(pool.unit_of, dtype=torch.int64).view(
+            pool.layout.num_units, pool.num_blocks
+        )
+        # a CPU reads the pool's own memory
+        self._units = self._host if device.type == "cpu" else self._host.to(device)
+
+    def units(self) -> Tensor:
+        """Units [units of a block, blocks] as they are now."""
+        if self._units is not self._host and self._pool.changed:
+            blocks = torch.tensor(sorted(self._pool.changed))
+            changed = sent(torch.cat([blocks[None], self._host[:, blocks]]), self._units.device)
+            self._units[:, changed[0]] = changed[1:]  # in place: captured graphs read it
+            self._pool.changed.clear()
+        return self._units
+
+
+class KVStorage:
+    """Keys and values: two tensors [layers of a unit, kv heads, units, block_size, numbers of a
+    row]. A `KvcacheView`.
+
+    The head stands before the block, so that a gather over slots gives one contiguous matrix a
+    head. Without `units` a block is one unit of all layers. With them, each layer of a block lies
+    in one of the block's units. Where a model has layers with a state, the units are theirs. Where
+    layers are of several kinds, the two are [units, numbers of a unit], with a layer's [kv heads,
+    block_size, head_dim] in one piece; a layer that reads another's keys lies where that one does.
+
+    Args:
+        spec: of the model, or of a rank's part of it.
+        num_blocks: blocks there is room for.
+        block_size: tokens of one.
+        dtype: of the model.
+        device: where they lie.
+        units: what stands behind blocks; None: a block is its unit.
+        kv_cache_dtype: as in `EngineConfig`.
+
+    Attributes:
+        format: of the rows.
+        head_dim: numbers of a row that are attended.
+        states: what layers with a state keep; None: the model has none.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        units: UnitMap | None = None,
+        kv_cache_dtype: KVCacheDType = "auto",
+    ) -> None:
+        self.format, self.head_dim = kv_format(dtype, kv_cache_dtype), spec.head_dim
+        self.states = (
+            None
+            if spec.state is None
+            else StateStorage(spec.state, num_blocks, block_size, dtype, device, units)
+        )
+        if self.states is not None:
+            units = None
+        layout, num_units = (
+            (UNIFORM, num_blocks) if units is None else (units.layout, units.num_units)
+        )
+        stored = self.format.stored
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.unit_map = units
+        self._kinds = spec.kinds
+        shape: tuple[int, ...]
+        if spec.kinds:
+            width, self.places = _unit_of_kinds(spec, layout)
+            shape = (num_units, width * block_size)
+        else:
+            layers = layers_of_a_unit(spec, layout)
+            row = self.format.width(spec.head_dim)
+            shape = (layers, spec.num_kv_heads, num_units, block_size, row)
+            self.places = _places(spec, layout, layers)
+        # Not initialised: no slot is read before it is written (tests fill them with NaN), and
+        # touching gigabytes that may never be used takes seconds.
+        self.keys = torch.empty(shape, dtype=stored, device=device)
+        self.values = (
+            torch.empty(shape, dtype=stored, device=device) if spec.kv_tensors == 2 else self.keys
+        )
+        if device.type == "cpu":
+            for cache in self._caches:
+                advise_huge_pages(cache)
+        lie = {place: self._lie(layer) for layer, place in enumerate(self.places)}
+        self._layers = [lie[place] for place in self.places]
+
+    def lie(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values where they lie: two of [kv heads, units, block_size, numbers
+        of a row].
+        """
+        return self._layers[layer]
+
+    def _lie(self, layer: int) -> tuple[Tensor, Tensor]:
+        place = self.places[layer][1]
+        if not self._kinds:
+            return self.keys[place], self.values[place]
+        kind, size = self._kinds[layer], self.block_size
+        shape, own = (kind.num_kv_heads, size, kind.head_dim), slice(place * size, None)
+        keys, values = (
+            cache[:, own][:, : kind.kept * size].unflatten(1, shape).transpose(0, 1)
+            for cache in (self.keys, self.values)
+        )
+        return keys, values
+
+    def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copy whole blocks (source, target), all layers; no target may be a source."""
+        pairs = sent(torch.tensor(copies), self.keys.device)
+        sources, targets = pairs[:, 0], pairs[:, 1]
+        if self.states is not None:
+            self.states.copy_blocks(sources, targets)
+        if self.unit_map is not None:
+            units = self.unit_map.units()
+            sources, targets = units[:, sources].flatten(), units[:, targets].flatten()
+        for cache in self._caches:
+            own = cache if self._kinds else cache.movedim(2, 0)
+            own[targets] = own[sources]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it."""
+        states = () if self.states is None else self.states.tensors.values()
+        return [*self._caches, *states]
+
+    @property
+    def _caches(self) -> list[Tensor]:
+        """Keys and values; of latents, which are both, one."""
+        return [self.keys] if self.values is self.keys else [self.keys, self.values]
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of one block in `read_blocks`: [tensors, layers, kv heads, block_size, numbers of a row],
+        keys first; with states all of its numbers in a row.
+        """
+        if self.states is not None or self._kinds:
+            states = 0 if self.states is None else self.states.block_bytes // self.keys.itemsize
+            return (self._kept + states,)
+        layers = len(self._attention_layers)
+        return len(self._caches), layers, self.keys.shape[1], self.block_size, self.keys.shape[-1]
+
+    @property
+    def _kept(self) -> int:
+        """Numbers of a block's keys and values."""
+        return sum(
+            cache[:, :1].numel() for layer in self._attention_layers for cache in self._of(layer)
+        )
+
+    @property
+    def _attention_layers(self) -> list[int]:
+        """Layers that keep keys and values, each place once."""
+        firsts = {place: layer for layer, place in reversed([*enumerate(self.places)])}
+        return sorted(layer for place, layer in firsts.items() if place != NO_PLACE)
+
+    def _of(self, layer: int) -> tuple[Tensor, ...]:
+        """A layer's keys and values; of latents, which are both, one."""
+        return self._layers[layer][: len(self._caches)]
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """Copies of whole blocks on the host: uint8 [blocks, bytes of a block]."""
+        blocks = torch.tensor(block_ids, device=self.keys.device)
+        found = [
+            cache[:, self._find_blocks(layer, blocks)].transpose(0, 1).flatten(1)
+            for caches in zip(*map(self._of, self._attention_layers), strict=True)
+            for layer, cache in zip(self._attention_layers, caches, strict=True)
+        ]
+        keys = torch.cat(found, dim=1).to("cpu").view(torch.uint8)
+        if self.states is None:
+            return keys
+        return torch.cat([keys, self.states.read_blocks(block_ids)], dim=1)
+
+    def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
+        """Put back what `read_blocks` gave, of any storage of the same shape, into blocks that
+        nothing reads now.
+        """
+        blocks = torch.tensor(block_ids, device=self.keys.device)
+        size = self._kept * self.keys.itemsize
+        if self.states is not None:
+            self.states.write_blocks(block_ids, data[:, size:])
+        values = data[:, :size].contiguous().view(self.keys.dtype).to(self.keys.device)
+        first = 0
+        for caches in zip(*map(self._of, self._attention_layers), strict=True):
+            for layer, cache in zip(self._attention_layers, caches, strict=True):
+                shape = (cache.shape[0], *cache.shape[2:])
+                part = values[:, first : first + math.prod(shape)].unflatten(1, shape)
+                cache[:, self._find_blocks(layer, blocks)] = part.transpose(0, 1)
+                first += math.prod(shape)
+
+    def _find_blocks(self, layer: int, blocks: Tensor) -> Tensor:
+        """The units in which a layer of these blocks lies."""
+        unit = self.places[layer][0]
+        return blocks if self.unit_map is None else self.unit_map.units()[unit][blocks]
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [N, kv heads, head_dim] at slots [N]."""
+        slots = self._find(layer, slots)
+        for cache, rows in zip(self._of(layer), (keys, values), strict=False):
+            own = self.format.encode(rows).transpose(0, 1)
+            if cache.is_contiguous():
+                cache.flatten(1, 2).index_copy_(1, slots, own)
+            else:
+                cache[:, slots // self.block_size, slots % self.block_size] = own
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at slots [...], as float32: two of [kv heads, ..., head_dim]."""
+        flat = self._find(layer, slots.flatten())
+        keys, values = (self._picked(cache, flat) for cache in self._layers[layer])
+        shape = (keys.shape[0], *slots.shape, keys.shape[-1])
+        return keys.view(shape), values.view(shape)
+
+    def _picked(self, cache: Tensor, slots: Tensor) -> Tensor:
+        if cache.is_contiguous():
+            return self.format.decode(cache.flatten(1, 2).index_select(1, slots))
+        return self.format.decode(cache[:, slots // self.block_size, slots % self.block_size])
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values themselves: two of [kv heads, slots, numbers of a row]."""
+        if self.unit_map is not None:
+            raise RuntimeError(
+                "slots of units are not slots of blocks; plan_memory keeps them apart."
+            )
+        keys, values = self._layers[layer]
+        return keys.flatten(1, 2), values.flatten(1, 2)
+
+    def _find(self, layer: int, slots: Tensor) -> Tensor:
+        """The slots of the units that a layer lies in."""
+        if self.unit_map is None:
+            return slots
+        units = self.unit_map.units()[self.places[layer][0]][slots // self.block_size]
+        return units * self.block_size + slots % self.block_size
+
+
+def _places(spec: ModelSpec, layout: BlockLayout, layers: int) -> list[tuple[int, int]]:
+    """For each layer: which of a block's units it lies in, and where in there. Full layers stand
+    before others.
+    """
+    seen = {False: itertools.count(), True: itertools.count(layout.num_full * layers)}
+    has_state = spec.state.layers if spec.state is not None else (False,) * spec.num_layers
+    return [
+        NO_PLACE if of_state else divmod(next(seen[slides]), layers)
+        for slides, of_state in zip(_slides(spec, layout), has_state, strict=True)
+    ]

@@ -1,0 +1,298 @@
+"""What a step takes beside weights and KV cache, found by running the largest one before the cache
+is made.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nano_inference.config import EngineConfig
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage, kv_shape
+from nano_inference.device.memory import Claims, gibibytes, longest_asked
+from nano_inference.device.warm_up import run_all_kinds
+from nano_inference.errors import ConfigError, one_line
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.sampling.columns import to_device
+from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.types import SamplingParams
+
+# of the storage that a step is tried on: every block table names these over and over
+SCRATCH_BLOCKS = 4
+MOST_BEST = 20  # tokens of which a row's logprobs are tried
+TILE_ROWS = 1024  # rows whose logits a guess takes to be in memory at once, where more are scored
+
+# How the largest sample is drawn: everything at once.
+GREEDIEST = SamplingParams(
+    temperature=0.7,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias={0: -1.0},
+    top_logprobs=MOST_BEST,
+    raw_logprobs=True,
+    sampling_mask=True,
+)
+
+# captures, lets go, returns the bytes
+GraphMemory = Callable[[Mapping[str, Decoder], Mapping[str, KVStorage]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """A card's memory at one moment, in bytes.
+
+    Attributes:
+        total: what it has.
+        free: what is not taken.
+        reserved: what torch has taken from it, in this process.
+        allocated: of that, what tensors stand in.
+        peak: most that they stood in at once since `DeviceMemory.reset_peak`.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    allocated: int
+    peak: int
+
+    @property
+    def used(self) -> int:
+        """What cannot be had: all but what is free, and what torch has taken and would give to the
+        next tensor.
+        """
+        return self.total - self.free - (self.reserved - self.allocated)
+
+
+class DeviceMemory(Protocol):
+    """What can tell of a card's memory."""
+
+    def read(self) -> MemoryReading:
+        """As it is now, with nothing under way."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Begin to look for the peak anew."""
+        ...
+
+    def release(self) -> None:
+        """Give back what no tensor stands in."""
+        ...
+
+
+class CudaMemory:
+    """That of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> MemoryReading:
+        """See `DeviceMemory`."""
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return MemoryReading(
+            total=total,
+            free=free,
+            reserved=torch.cuda.memory_reserved(self._device),
+            allocated=torch.cuda.memory_allocated(self._device),
+            peak=torch.cuda.max_memory_allocated(self._device),
+        )
+
+    def reset_peak(self) -> None:
+        """See `DeviceMemory`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def release(self) -> None:
+        """See `DeviceMemory`."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure(
+    config: EngineConfig,
+    models: Mapping[str, Decoder],
+    weights: int,
+    memory: DeviceMemory,
+    graph_memory: GraphMemory | None = None,
+) -> Claims:
+    """What the card's memory is for beside the KV cache: run the largest step and every kind of
+    draw once, so that none compiles kernels later, and capture graphs once.
+
+    Args:
+        config: of the engine.
+        models: by weight set, with their weights.
+        weights: bytes that these take.
+        memory: of the card.
+        graph_memory: captures the graphs on a scratch storage, lets go of them, and returns the
+            bytes that they took.
+
+    Raises `ConfigError` where the step does not fit.
+    """
+    memory.release()
+    storages = _scratch(config, models)
+    memory.reset_peak()
+    before = memory.read()
+    try:
+        run_largest_steps(config, models, storages)
+        run_all_kinds(config, models, storages)
+    except torch.OutOfMemoryError:
+        raise ConfigError(_too_large(config, models, weights, before)) from None
+    except Exception as problem:
+        # the probe was of few rows; at these sizes a kernel asks for more of the card
+        raise ConfigError(
+            "the CUDA kernels fail on the largest step; backend='reference' runs it "
+            f"({one_line(problem)})."
+        ) from problem
+    workspace = max(memory.read().peak - before.allocated, 0)
+    memory.release()
+    graphs = 0
+    if graph_memory is not None:
+        try:
+            graphs = graph_memory(models, storages)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not "
+                "fit beside the "
+                f"weights ({gibibytes(weights)}); lower max_batch_size to "
+                f"{max(config.max_batch_size // 2, 1)}."
+            ) from None
+        except Exception as problem:
+            raise ConfigError(
+                "CUDA graphs cannot be captured; cuda_graphs=False runs without them "
+                f"({one_line(problem)})."
+            ) from problem
+    del storages
+    memory.release()
+    after = memory.read()
+    # with what kernels and the CUDA context hold, and other tensors of ours
+    others = max(after.used - weights, 0)
+    return Claims(weights, workspace, graphs, others, after.total)
+
+
+@torch.inference_mode()
+def run_largest_steps(
+    config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
+) -> None:
+    """The steps that take the most: as many rows as may be, all of them scored; and as many decodes
+    of full length.
+    """
+    specs = [model.spec for model in models.values()]
+    longest = longest_asked(config, specs)
+    drawn = _sampling(min(config.scheduler.max_draws, config.max_tokens_per_batch))
+    for lengths, scored in ((_chunk_lengths(config, longest), True), ([1] * len(drawn), False)):
+        for name, model in models.items():
+            batch = _batch(lengths, longest, config.block_size, name, scored)
+            result = model.forward(to_device(batch, model.device), storages[name])
+            model.draw(result.hidden, to_device(drawn, model.device))
+            del result
+
+
+def guess(
+    config: EngineConfig, specs: Iterable[ModelSpec], dtype: torch.dtype, kernels: bool
+) -> int:
+    """About how many bytes a step takes beside weights and KV cache, where none was run.
+
+    Args:
+        config: of the engine.
+        specs: of the models.
+        dtype: of weights and activations.
+        kernels: attention is a kernel of its own; else it is the reference's, which lists what each
+            row reads.
+    """
+    specs = list(specs)
+    rows, size = config.max_tokens_per_batch, dtype.itemsize
+    most = 0
+    for spec in specs:
+        kinds = [spec.layer(layer) for layer in range(spec.num_layers)]
+        heads = max(2 * (spec.num_heads * kind.head_dim + kind.kept) for kind in kinds)
+        inner = max(kind.intermediate_size for kind in kinds)
+        a_row = 3 * 4 * spec.hidden_size + size * (heads + 3 * inner)
+        a_row += 3 * 4 * spec.num_layers * spec.layer_inputs
+        # all of a row's products, as they are sorted and as they are added up
+        if spec.moe is not None:
+            a_row += spec.moe.experts_per_token * (
+                8 * spec.hidden_size + 3 * size * spec.moe.intermediate_size
+            )
+            if spec.moe.shared is not None:  # whose products are joined to the others
+                a_row += 4 * (spec.moe.experts_per_token + 2) * spec.hidden_size
+                a_row += 3 * size * spec.moe.shared.intermediate_size
+        if not kernels:
+            a_row += 9 * longest_asked(config, specs)  # a slot and a flag for each key
+        logits = 2 * 4 * spec.vocab_size * max(config.scheduler.max_draws, min(rows, TILE_ROWS))
+        most = max(most, rows * a_row + logits)
+    return most
+
+
+def _scratch(config: EngineConfig, models: Mapping[str, Decoder]) -> dict[str, KVStorage]:
+    """Storages of a few blocks, whole ones: what a block costs with windows changes nothing of what
+    a step takes.
+    """
+    shared: dict[object, KVStorage] = {}
+    storages: dict[str, KVStorage] = {}
+    for name, model in models.items():
+        key = kv_shape(model.spec)
+        if key not in shared:
+            shared[key] = KVStorage(
+                model.spec, SCRATCH_BLOCKS, config.block_size, model.dtype, model.device
+            )
+            shared[key].keys.zero_()  # what stands in free memory may be NaN
+            shared[key].values.zero_()
+        storages[name] = shared[key]
+    return storages
+
+
+def _chunk_lengths(config: EngineConfig, longest: int) -> list[int]:
+    """As many rows in as many chunks as a step may have; the first are as long as a chunk may
+    be.
+    """
+    room = config.max_tokens_per_batch
+    most = min(config.max_chunk_tokens or longest, longest)
+    lengths: list[int] = []
+    for behind in reversed(range(min(config.max_batch_size, room))):
+        lengths.append(min(most, room - behind))
+        room -= lengths[-1]
+    return lengths
+
+
+def _batch(
+    lengths: Sequence[int], longest: int, block_size: int, weight_set: str, scored: bool
+) -> ForwardBatch:
+    """Chunks that end where the longest sequence does, all on the same few blocks."""
+    blocks = [place % SCRATCH_BLOCKS for place in range(-(-longest // block_size))]
+    ends = torch.tensor(lengths).cumsum(0)
+    return batch_of_rows(
+        [Rows([0] * length, longest - length, blocks) for length in lengths],
+        block_size,
+        draws=(ends - 1).tolist(),
+        scores=[(row, 0) for row in range(int(ends[-1]))] if scored else (),
+        num_best=MOST_BEST if scored else 0,
+        weight_set=weight_set,
+    )
+
+
+def _sampling(num_samples: int) -> SamplingBatch:
+    return sampling_batch([DrawRequest(GREEDIEST, row, (0, row, 1)) for row in range(num_samples)])
+
+
+def _too_large(
+    config: EngineConfig, models: Mapping[str, Decoder], weights: int, before: MemoryReading
+) -> str:
+    room = before.total - before.used
+    model = next(iter(models.values()))
+    guessed = guess(config, [each.spec for each in models.values()], model.dtype, kernels=True)
+    tokens = min(
+        config.max_tokens_per_batch // 2, config.max_tokens_per_batch * room // max(guessed, 1)
+    )
+    return (
+        f"a step of max_tokens_per_batch={config.max_tokens_per_batch} and "
+        f"max_batch_size={config.max_batch_size} does "
+        f"not fit: the weights take {gibibytes(weights)}, and {gibibytes(room)} of "
+        f"{gibibytes(before.total)} are free; "
+        f"lower max_tokens_per_batch to {max(tokens, 1)}."
+    )

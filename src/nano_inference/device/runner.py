@@ -1,0 +1,290 @@
+"""`ModelRunner`: runs batches on one device, one forward a weight set, and draws the samples."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nano_inference.core.apply import Applied, SampledTokens
+from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.decision import SchedulerOutput
+from nano_inference.core.gate import Gate
+from nano_inference.core.loop import Pending
+from nano_inference.core.sequence import POLICY, PREVIOUS, Sequences
+from nano_inference.device.kept_ids import BestRows, KeptIds
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.sleep import Sleep, give_back
+from nano_inference.errors import RankLost
+from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult, HeadRows
+from nano_inference.models.routes import RouteRecord
+from nano_inference.sampling.columns import to_device
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
+from nano_inference.types import Memory
+from nano_inference.weights.update import OtherRanks, WeightUpdate
+
+
+def sampled_tokens(
+    draw: Draw, scores: Tensor, best: Sequence[tuple[Tensor, Tensor]]
+) -> SampledTokens:
+    """What a step drew, on the host.
+
+    Args:
+        draw: R samples; `kept` and the best tokens must stay as they are.
+        scores: float32 [P].
+        best: ids and logprobs [R, K] of batches whose rows' most probable tokens are wanted.
+    """
+    top = masks = None
+    if draw.top_ids.shape[1]:
+        top = BestRows(draw.top_ids.cpu().numpy(), draw.top_logprobs.cpu().numpy())
+    if draw.kept is not None:
+        masks = KeptIds(draw.kept.cpu().numpy())
+    return SampledTokens(
+        token_ids=draw.token_ids.tolist(),
+        logprobs=draw.logprobs.tolist(),
+        raw_logprobs=draw.raw_logprobs.tolist(),
+        log_kept_mass=draw.log_kept_mass.tolist(),
+        masks=masks,
+        top=top,
+        scores=scores.tolist(),
+        score_best=[
+            pair
+            for ids, logprobs in best
+            for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)
+        ],
+    )
+
+
+class Sampled:
+    """Samples of a step, maybe still being computed on the device."""
+
+    def __init__(self, draw: Draw, scores: Tensor, best: Sequence[BestTokens] = ()) -> None:
+        self.draw = draw
+        self.scores = scores
+        self.best = best
+
+    def wait(self) -> SampledTokens:
+        """The samples on the host. The only place where the host waits for the device."""
+        return sampled_tokens(self.draw, self.scores, self.best)
+
+
+class StepResult(NamedTuple):
+    """What a step computed."""
+
+    # models with rows [L, H] to draw from and whose they are, in the order of the batches
+    drawn: list[tuple[Decoder, Tensor, HeadRows]]
+    scores: Tensor  # float32 [P], in the order of the batches
+    best: list[BestTokens]  # of the batches that have some
+    graph: Any = None  # that computed it, if one did
+
+
+class Mortal(Protocol):
+    """An engine, as a runner of several ranks sees it.
+
+    Attributes:
+        when_dead: called with the reason when the engine ends.
+    """
+
+    when_dead: Callable[[str], None]
+
+    def lose(self, problem: RankLost) -> None:
+        """End the engine because a rank is lost."""
+        ...
+
+
+class ModelRunner:
+    """Owns the models and the KV tensors by weight set. Counts what goes through the forward.
+
+    Attributes:
+        shares: the other ranks' parts of weight updates; None: there are no other ranks.
+    """
+
+    shares: OtherRanks | None = None
+
+    def __init__(self, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> None:
+        self.models = dict(models)
+        # sets whose KV tensors have one shape may share them: a block belongs to one
+        self.storages = dict(storages)
+        self.device = self.storage.keys.device
+        self.gate = Gate()
+        self.clock = self.models[POLICY].rank_exchange.clock
+        self.tokens_computed = 0
+        self.prompt_tokens_computed = 0  # of the policy
+
+    def restart_counters(self) -> None:
+        """Count tokens from 0 again."""
+        self.tokens_computed = self.prompt_tokens_computed = 0
+
+    def rank_times(self) -> list[tuple[int, int]]:
+        """Nanoseconds that each rank was busy in steps, and that it waited in them for another
+        stage.
+        """
+        return [(self.clock.busy, self.clock.waiting)]
+
+    def _working_time(self) -> int:
+        """Nanoseconds that go on while it does not wait for another stage."""
+        return time.perf_counter_ns() - self.clock.waiting
+
+    @property
+    def storage(self) -> KVStorage:
+        """The policy's KV tensors."""
+        return self.storages[POLICY]
+
+    def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
+        """See `Runner`. There is no other rank here."""
+
+    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
+        """See `Runner`. There is no other rank here."""
+
+    def forward(
+        self,
+        batches: tuple[ForwardBatch, ...],
+        block_copies: tuple[tuple[int, int], ...],
+        previous: Any,
+    ) -> StepResult:
+        """Copy blocks, then compute every batch; returns what samples are drawn from, and the
+        scores of all.
+        """
+        began = self._working_time()
+        self._copy_blocks(block_copies)
+        result = self._compute([to_device(batch, self.device) for batch in batches], previous)
+        self.clock.busy += self._working_time() - began
+        return result
+
+    def idle(self) -> None:
+        """Serve the other engines in lockstep, without a batch of one's own."""
+        self._forward_all((), None)
+
+    def set_aside(self, weight_set: str, name: str, changing: Collection[str]) -> None:
+        """Keep a weight set as it is now under another name, or go on keeping it: what is about to
+        change is copied.
+        """
+        model = self.models[weight_set]
+        kept = self.models[name].params if name in self.models else model.params
+        shared = [key for key in changing if kept[key] is model.params[key]]
+        if shared or name not in self.models:
+            params = {**kept, **{key: model.params[key].clone() for key in shared}}
+            self.models[name] = twin = model.twin(params)
+            twin.routes = model.routes  # its rows lie in the same slots
+            self.storages[name] = self.storages[weight_set]
+
+    def set_aside_for(self, update: WeightUpdate) -> None:
+        """Keep the policy as it is as the previous weights: the update is about to be written."""
+        self.set_aside(POLICY, PREVIOUS, update.params)
+
+    def give_back(self, memory: Memory) -> Sleep:
+        """Give the weights or the KV cache back. Raises `OSError`, with nothing given back."""
+        return give_back(memory, self.storages.values(), self.models.values())
+
+    def drop(self, weight_set: str) -> None:
+        """Let go of a weight set. What is in flight may still hold it."""
+        del self.models[weight_set], self.storages[weight_set]
+
+    @torch.inference_mode()
+    def sample(self, result: StepResult, batch: SamplingBatch) -> Pending:
+        """Draw the samples of a step."""
+        began = self._working_time()
+        sampled = Sampled(
+            self._draw(result, to_device(batch, self.device)), result.scores, result.best
+        )
+        self.clock.busy += self._working_time() - began
+        return sampled
+
+    def watch(self, engine: Mortal) -> None:
+        """From now on end what it runs when a rank is lost. There is no other rank here."""
+
+    def block_shapes(self) -> list[tuple[int, ...]]:
+        """Of what `read_blocks` gives of one block, by rank (`KVStorage.block_shape`)."""
+        return [self.storage.block_shape]
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[Tensor]:
+        """Copies of the policy's blocks on the host, by rank: each uint8 [blocks, bytes]. Nothing
+        may be in flight.
+        """
+        return [self.storage.read_blocks(block_ids)]
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Put back what `read_blocks` gave, into blocks that nothing reads now."""
+        (own,) = parts
+        self.storage.write_blocks(block_ids, own)
+        for record in self._records():
+            record.forget(block_ids)
+
+    def close(self) -> None:
+        """Let go of weights and KV tensors."""
+        for model in self.models.values():
+            model.close()
+        self.storages.clear()
+
+    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        if copies:
+            for storage in set(self.storages.values()):
+                storage.copy_blocks(copies)
+            for record in self._records():
+                record.copy_blocks(copies)
+
+    def _records(self) -> set[RouteRecord]:
+        """Of the experts that rows went through, where there are some; weight sets may share
+        one.
+        """
+        return {model.routes for model in self.models.values() if model.routes is not None}
+
+    def _compute(self, batches: Sequence[ForwardBatch], previous: Any) -> StepResult:
+        """Compute batches of the device, and put their results together."""
+        results = self._forward_all(batches, previous)
+        drawn = [
+            (self.models[batch.weight_set], result.hidden, result.rows)
+            for batch, result in zip(batches, results, strict=True)
+            if len(result.hidden)
+        ]
+        scores = (
+            results[0].scores
+            if len(results) == 1
+            else torch.cat([result.scores for result in results])
+        )
+        return StepResult(
+            drawn, scores, [result.best for result in results if result.best is not None]
+        )
+
+    def _forward_all(self, batches: Sequence[ForwardBatch], previous: Any) -> list[ForwardResult]:
+        own = {batch.weight_set: batch for batch in batches}
+        found: dict[str, ForwardResult] = {}
+        for name in self.gate.begin(own):
+            if name in own:
+                found[name] = self._forward_one(own[name], previous)
+            else:
+                self.models[name].serve_others()
+        return [found[batch.weight_set] for batch in batches]
+
+    def _count(self, batch: ForwardBatch) -> None:
+        self.tokens_computed += len(batch.input_ids)
+        if batch.weight_set == POLICY:
+            self.prompt_tokens_computed += batch.num_prompt_tokens
+
+    def _newest_tokens(self, previous: Any) -> Tensor:
+        """The tokens that a step in flight is sampling, on the device."""
+        return previous.draw.token_ids
+
+    def _draw(self, result: StepResult, batch: SamplingBatch) -> Draw:
+        """Draw the samples of a step, whose batch is on the device."""
+        if len(result.drawn) == 1:
+            model, hidden, whose = result.drawn[0]
+            return model.draw(hidden, batch, whose)
+        ops = self.models[POLICY].ops
+        if not result.drawn:
+            return ops.sample_logits(torch.empty((0, 1), device=self.device), batch)
+        return ops.sample_logits(
+            torch.cat([model.logits(hidden, whose) for model, hidden, whose in result.drawn]),
+            batch,
+        )
+
+    @torch.inference_mode()
+    def _forward_one(self, batch: ForwardBatch, previous: Any) -> ForwardResult:
+        if len(batch.relay_rows):
+            if previous is None:
+                raise RuntimeError("a row waits for a token that no step in flight is sampling.")
+            batch.input_ids[batch.relay_rows] = self._newest_tokens(previous)[batch.relay_sources]
+        self._count(batch)
+        return self.models[batch.weight_set].forward(batch, self.storages[batch.weight_set])

@@ -1,0 +1,142 @@
+"""`StateStorage`: what layers with a state keep, beside the keys and values of the same blocks."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nano_inference.models.spec.states import StateColumn, StateSpec
+from nano_inference.ops.cpu.memory import advise_huge_pages
+
+if TYPE_CHECKING:
+    from nano_inference.device.kv_tensors import UnitMap
+
+
+def state_bytes(spec: StateSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that the layers of a model keep of one block."""
+    numbers = sum(
+        math.prod(_shape(column, block_size)) * _dtype(column, dtype).itemsize
+        for column in spec.columns.values()
+    )
+    return sum(spec.layers) * numbers
+
+
+class StateStorage:
+    """One tensor a column, [layers, units, (block_size,) *shape]. A `StateView`.
+
+    Args:
+        spec: of the layers.
+        num_blocks: block ids.
+        block_size: tokens of a block.
+        dtype: of the model.
+        device: of the model.
+        units: which unit stands behind which block; None: a block is its unit.
+
+    Attributes:
+        tensors: by column.
+        num_blocks, num_units: block ids, and units behind them.
+        window: how many tokens back a row reads, itself included.
+    """
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        units: "UnitMap | None" = None,
+    ) -> None:
+        self.spec, self.block_size, self.unit_map = spec, block_size, units
+        self.num_blocks, self.window = num_blocks, spec.window(block_size)
+        self.num_units = num_blocks if units is None else units.num_units
+        nth = itertools.count()
+        self.places = {layer: next(nth) for layer, own in enumerate(spec.layers) if own}
+        sizes = (len(self.places), self.num_units)
+        # Not initialised, as keys and values are not.
+        self.tensors = {
+            name: torch.empty(
+                (*sizes, *_shape(column, block_size)), dtype=_dtype(column, dtype), device=device
+            )
+            for name, column in spec.columns.items()
+        }
+        if device.type == "cpu":
+            for tensor in self.tensors.values():
+                advise_huge_pages(tensor)
+
+    def column(self, layer: int, name: str) -> Tensor:
+        """A column itself: [units, ...]."""
+        return self.tensors[name][self.places[layer]]
+
+    def unit_row(self) -> Tensor | None:
+        """The unit of each block, int64 [blocks]; None: its own number."""
+        return None if self.unit_map is None else self.unit_map.units()[0]
+
+    def units_of(self, blocks: Tensor) -> Tensor:
+        """The units that stand behind blocks [...] now."""
+        return blocks if self.unit_map is None else self.unit_map.units()[0][blocks]
+
+    def write(self, layer: int, name: str, slots: Tensor, values: Tensor) -> None:
+        """Store values [N, ...] of a column of each token at slots [N]."""
+        tokens = self._tokens(layer, name)
+        tokens.index_copy_(0, self._slots(slots), values.to(tokens.dtype))
+
+    def gather(self, layer: int, name: str, slots: Tensor) -> Tensor:
+        """Values at slots [...], float32 [..., *shape of the column]."""
+        tokens = self._tokens(layer, name)
+        found = tokens.index_select(0, self._slots(slots.flatten())).float()
+        return found.unflatten(0, slots.shape)
+
+    def read_state(self, layer: int, blocks: Tensor) -> Tensor:
+        """The column "state" of blocks [N]: float32 [N, *shape]."""
+        return self.column(layer, "state")[self.units_of(blocks)].float()
+
+    def write_state(self, layer: int, blocks: Tensor, state: Tensor) -> None:
+        """Store it."""
+        self.column(layer, "state")[self.units_of(blocks)] = state
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks; no target may be a source."""
+        sources, targets = self.units_of(sources), self.units_of(targets)
+        for tensor in self.tensors.values():
+            tensor[:, targets] = tensor[:, sources]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in `read_blocks`."""
+        return sum(tensor[:, 0].nbytes for tensor in self.tensors.values())
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """Copies of whole blocks on the host: uint8 [blocks, bytes of a block]."""
+        parts: list[Tensor] = []
+        for tensor in self.tensors.values():
+            units = self.units_of(torch.tensor(block_ids, device=tensor.device))
+            whole = tensor[:, units].transpose(0, 1).to("cpu").contiguous()
+            parts.append(whole.view(len(block_ids), -1).view(torch.uint8))
+        return torch.cat(parts, dim=1)
+
+    def write_blocks(self, block_ids: Sequence[int], data: Tensor) -> None:
+        """Put back what `read_blocks` gave, of any storage of the same columns."""
+        sizes = [tensor[:, 0].nbytes for tensor in self.tensors.values()]
+        for tensor, part in zip(self.tensors.values(), data.split(sizes, dim=1), strict=True):
+            units = self.units_of(torch.tensor(block_ids, device=tensor.device))
+            values = part.contiguous().view(tensor.dtype)
+            shape = (len(block_ids), len(tensor), *tensor.shape[2:])
+            tensor[:, units] = values.view(shape).transpose(0, 1).to(tensor.device)
+
+    def _tokens(self, layer: int, name: str) -> Tensor:
+        return self.column(layer, name).flatten(0, 1)  # [slots of units, ...]
+
+    def _slots(self, slots: Tensor) -> Tensor:
+        return self.units_of(slots // self.block_size) * self.block_size + slots % self.block_size
+
+
+def _shape(column: StateColumn, block_size: int) -> tuple[int, ...]:
+    return (block_size, *column.shape) if column.per_token else column.shape
+
+
+def _dtype(column: StateColumn, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if column.keep_float32 else dtype

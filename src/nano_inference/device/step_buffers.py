@@ -1,0 +1,256 @@
+"""Memory that a step's numbers travel through: pinned buffers used in turn, and the fixed places of
+a decode step.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.core.sequence import POLICY
+from nano_inference.device.queues import Event, HostQueue
+from nano_inference.sampling.columns import columns_of, tensors_of, with_tensors
+
+WORD = 8  # bytes
+# words: where a tensor may begin. Triton compiles other code for an address that 16 does not divide
+ALIGNED = 2
+
+
+class TensorPlace(NamedTuple):
+    """The shape and type of one tensor among others in a buffer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_words(self) -> int:
+        """Words that it takes."""
+        return _num_words(math.prod(self.shape) * self.dtype.itemsize)
+
+
+def _num_words(num_bytes: int) -> int:
+    return -(-num_bytes // (WORD * ALIGNED)) * ALIGNED
+
+
+def specs_of(tensors: Sequence[Tensor]) -> list[TensorPlace]:
+    """What these tensors are."""
+    return [TensorPlace(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def captured_specs(batch: type, sizes: Mapping[Any, int]) -> dict[str, TensorPlace]:
+    """The columns of a class of batches that have fixed places in captured graphs, at these
+    sizes.
+    """
+    return {
+        name: TensorPlace(tuple(sizes[size] for size in each.sizes), each.dtype)
+        for name, each in columns_of(batch).items()
+        if each.padding is not None
+    }
+
+
+def carve(buffer: Tensor, specs: Iterable[TensorPlace]) -> list[Tensor]:
+    """Views of an int64 buffer, one after the other."""
+    views: list[Tensor] = []
+    start = 0
+    for spec in specs:
+        words = buffer[start : start + spec.num_words]
+        views.append(words.view(spec.dtype)[: math.prod(spec.shape)].view(spec.shape))
+        start += spec.num_words
+    return views
+
+
+class PinnedBuffer:
+    """One pinned buffer of a ring, and the copy that used it last."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory  # int64
+        self.words: np.ndarray = memory.numpy()
+        self.event: Event | None = None
+
+
+class Ring:
+    """Pinned buffers used in turn. One is handed out again only when the copy that used it is
+    done.
+    """
+
+    def __init__(self, queue: HostQueue, num_slots: int, num_words: int) -> None:
+        self._queue = queue
+        self._slots = [PinnedBuffer(queue.pinned(num_words)) for _ in range(num_slots)]
+        self._next = 0
+
+    def take(self, num_words: int) -> PinnedBuffer:
+        """The next buffer, of at least so many words. A copy from it or to it notes its
+        event in it.
+        """
+        slot = self._slots[self._next]
+        if slot.event is not None:
+            self._queue.wait(slot.event)  # long passed, where steps wait for each other
+        if len(slot.words) < num_words:
+            slot = self._slots[self._next] = PinnedBuffer(
+                self._queue.pinned(max(num_words, 2 * len(slot.words)))
+            )
+        self._next = (self._next + 1) % len(self._slots)
+        return slot
+
+
+class Uploads:
+    """Copies to the device, each of many tensors at once; the host waits for none of them."""
+
+    def __init__(self, queue: HostQueue, device: torch.device) -> None:
+        self._queue, self._device = queue, device
+        # A step makes two at most, inputs and parameters, and the one before may still be on its
+        # way.
+        self._ring = Ring(queue, num_slots=4, num_words=4096)
+
+    def write(self, parts: Sequence[Tensor], target: Tensor) -> None:
+        """Put tensors of the host one after the other, each from a whole word on, to where `target`
+        (int64) begins.
+        """
+        sizes = [_num_words(part.nbytes) for part in parts]
+
+        def fill(words: np.ndarray) -> None:
+            memory = words.view(np.uint8)
+            start = 0
+            for part, size in zip(parts, sizes, strict=True):
+                if size:
+                    memory[start : start + part.nbytes] = part.numpy().reshape(-1).view(np.uint8)
+                start += size * WORD
+
+        self.write_words(sum(sizes), fill, target)
+
+    def write_words(self, count: int, fill: Callable[[np.ndarray], None], target: Tensor) -> None:
+        """Put what `fill` writes into int64 [count] to where `target` begins."""
+        slot = self._ring.take(count)
+        fill(slot.words[:count])
+        slot.event = self._queue.upload(slot.memory[:count], target[:count])
+
+    def send(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The same tensors, on the device."""
+        specs = specs_of(parts)
+        total = sum(spec.num_words for spec in specs)
+        target = torch.empty(total, dtype=torch.int64, device=self._device)
+        if total:
+            self.write(parts, target)
+        return carve(target, specs)
+
+    def send_all(self, batches: Sequence[Any]) -> list[Any]:
+        """The same batches (`ForwardBatch` or `SamplingBatch`), with their tensors on the device,
+        by one copy.
+        """
+        moved = iter(self.send([tensor for batch in batches for tensor in tensors_of(batch)]))
+        return [with_tensors(batch, moved) for batch in batches]
+
+
+class Fetched(NamedTuple):
+    """Tensors on their way to the host."""
+
+    tensors: list[Tensor]  # good after the event, until the next but one is fetched
+    event: Event
+
+
+class Downloads:
+    """Copies from the device, beside its work."""
+
+    def __init__(self, queue: HostQueue) -> None:
+        self._queue = queue
+        # a step's are read before the next one's are fetched
+        self._ring = Ring(queue, num_slots=2, num_words=4096)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetched:
+        """Tensors of the device, which must stay as they are until the event."""
+        specs = specs_of(tensors)
+        slot = self._ring.take(sum(spec.num_words for spec in specs))
+        places = carve(slot.memory, specs)
+        copies = [
+            (tensor, place) for tensor, place in zip(tensors, places, strict=True) if tensor.numel()
+        ]
+        slot.event = self._queue.download(copies)
+        return Fetched(places, slot.event)
+
+
+class DecodeInputs:
+    """Where a captured forward of `size` rows, one of each sequence, finds them: fixed places in a
+    device buffer.
+
+    Rows beyond those of a step are padding. Nothing of a padded row is stored (slot -1), its chunk
+    has no rows and no context, and what comes of it is not read. Block tables stand last and as
+    close as this step's are, so that only the part which is used travels; `table_stride` says how
+    close.
+
+    Args:
+        buffer: int64, of at least `num_words(size, max_blocks)`; graphs of other sizes use the
+            same.
+        size: rows.
+        max_blocks: of a block table.
+    """
+
+    def __init__(self, buffer: Tensor, size: int, max_blocks: int) -> None:
+        self.size = size
+        self._buffer = buffer
+        specs = _decode_specs(size, max_blocks)
+        places = dict(zip(specs, carve(buffer, specs.values()), strict=True))
+        ends = accumulate(spec.num_words for spec in specs.values())
+        self._starts = dict(zip(specs, (0, *ends), strict=False))
+        # what stands before the block tables if no row does
+        self._padding = np.zeros(self._starts["block_tables"], dtype=np.int64)
+        for name in ("slot_mapping", "relay_sources"):  # no slot, no source
+            self._padding[self._starts[name] :][:size] = -1
+        # place in the newest tokens; -1: the host knew the row's token
+        self.relay_sources, stride = places.pop("relay_sources"), places.pop("table_stride")
+        rows = torch.arange(size, device=buffer.device)
+        absent = {
+            name: torch.empty(0, dtype=each.dtype, device=buffer.device)
+            for name, each in columns_of(ForwardBatch).items()
+        }
+        alike = {"row_chunks": rows, "logits_indices": rows, "table_stride": stride}
+        found: dict[str, Any] = absent | places | alike
+        self.batch = ForwardBatch(weight_set=POLICY, **found)
+
+    @staticmethod
+    def num_words(size: int, max_blocks: int) -> int:
+        """Words that a step of so many rows takes at most."""
+        return sum(spec.num_words for spec in _decode_specs(size, max_blocks).values())
+
+    def clear(self) -> None:
+        """Padding alone: what is captured and warmed up touches no keys and values."""
+        self._buffer[: self.num_words(self.size, 0)].zero_()
+        self.batch.slot_mapping.fill_(-1)
+        self.relay_sources.fill_(-1)
+
+    def write(self, batch: ForwardBatch, uploads: Uploads) -> None:
+        """Bring a step here, at most `size` rows of it: one copy. By numpy: small operations of
+        torch take longer.
+        """
+        count = len(self._padding) + _num_words(batch.block_tables.nbytes)
+        uploads.write_words(count, lambda words: self._fill(words, batch), self._buffer)
+
+    def _fill(self, words: np.ndarray, batch: ForwardBatch) -> None:
+        rows, stride = batch.block_tables.shape
+        places = {name: words[start:] for name, start in self._starts.items()}
+        words[: len(self._padding)] = self._padding
+        places["relay_sources"][batch.relay_rows.numpy()] = batch.relay_sources.numpy()
+        places["table_stride"][0] = stride
+        places["cu_seqlens_q"][rows + 1 : self.size + 1] = rows
+        for name in _CAPTURED:
+            column = getattr(batch, name).numpy().reshape(-1)
+            places[name][: len(column)] = column
+
+
+def _decode_specs(size: int, max_blocks: int) -> dict[str, TensorPlace]:
+    """Where everything stands; the block tables last."""
+    own = {
+        name: TensorPlace(shape, torch.int64)
+        for name, shape in (("relay_sources", (size,)), ("table_stride", (1,)))
+    }
+    sizes = {"N": size, "S": size, "S + 1": size + 1, "B": max_blocks}
+    return own | captured_specs(ForwardBatch, sizes)
+
+
+_CAPTURED = tuple(
+    name for name, each in columns_of(ForwardBatch).items() if each.padding is not None
+)

@@ -1,0 +1,98 @@
+"""Compile, while the engine starts, what its first steps would compile while requests wait.
+
+Triton compiles a kernel when it is first launched with constants that are new, for most of a
+second. The largest steps (`memory_profile`) and the graphs launch what every step needs. Draws have
+more kinds: what their kernels are compiled for depends on what the samples of a batch ask for. And
+products of `batch_invariant` are compiled for a few numbers of rows. So each kind is run once here,
+with two rows; compiled kernels stay in Triton's cache on the disk, and later starts only load them.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.config import EngineConfig
+from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.memory import longest_asked
+from nano_inference.models.decoder import Decoder
+from nano_inference.sampling.columns import to_device
+from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.types import SamplingParams
+
+SAMPLES = 2
+
+# What rows are drawn from: as they are; with bias and penalties; with masks and bans, too.
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"logit_bias": {0: -1.0}, "presence_penalty": 0.1, "repetition_penalty": 1.1},
+    {"allowed_token_ids": frozenset({0, 1})},
+)
+_FILTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    {"top_k": 50, "sampling_mask": True},
+)
+_SHOWN: tuple[dict[str, Any], ...] = ({}, {"top_logprobs": 5})
+# Whether the model's own logprobs are reported: of none, of a sample that asks, of a greedy one.
+_BESIDE: tuple[dict[str, Any], ...] = ({}, {"raw_logprobs": True}, {"temperature": 0.0})
+
+
+def kinds_of_draws() -> Iterator[SamplingBatch]:
+    """A batch of every kind that the kernels of a draw are compiled for."""
+    for changes, filters, shown, beside in product(_CHANGES, _FILTERS, _SHOWN, _BESIDE):
+        params = SamplingParams(**changes, **filters, **shown)
+        banned = (1,) if params.allowed_token_ids is not None else ()
+        first = DrawRequest(params, 0, (0, 0, 1), prompt=[1], completion=[1], banned=banned)
+        yield sampling_batch([first, DrawRequest(SamplingParams(**beside), 1, (0, 1, 1))])
+
+
+@torch.inference_mode()
+def run_all_kinds(
+    config: EngineConfig, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
+) -> None:
+    """Run each kind of draw, and a step of each number of rows that has kernels of its own."""
+    longest = longest_asked(config, [model.spec for model in models.values()])
+    for name, model in models.items():
+        hidden = torch.zeros(
+            (SAMPLES, model.spec.hidden_size), dtype=model.dtype, device=model.device
+        )
+        for batch in kinds_of_draws():
+            model.draw(hidden, to_device(batch, model.device))
+        for rows in kinds_of_steps(config, model):
+            batch = _step(rows, longest, config.block_size, name)
+            model.forward(to_device(batch, model.device), storages[name])
+
+
+def kinds_of_steps(config: EngineConfig, model: Decoder) -> list[int]:
+    """Numbers of rows that have kernels of their own."""
+    most = config.max_tokens_per_batch
+    if not model.ops.schedule_invariant:
+        return [min(most, 64)]
+    from nano_inference.ops.cuda.matmul import kinds_of_rows  # brings in Triton
+
+    matrices = (
+        each for each in model.params.values() if isinstance(each, Tensor) and each.dim() == 2
+    )
+    shapes = {(len(each), each.shape[1], each.dtype) for each in matrices}
+    return sorted(
+        {
+            rows
+            for columns, depth, dtype in shapes
+            for rows in kinds_of_rows(columns, depth, dtype, most, model.device)
+        }
+    )
+
+
+def _step(rows: int, longest: int, block_size: int, weight_set: str) -> ForwardBatch:
+    """A decode, and prompts of at most `longest` tokens for all other rows; all in one block."""
+    lengths = [min(longest, rows - 1 - done) for done in range(0, rows - 1, longest)]
+    position = min(block_size, longest - 1)
+    chunks = [Rows([0], position, [0] * (position // block_size + 1))]
+    chunks += [Rows([0] * length, 0, [0] * -(-length // block_size)) for length in lengths]
+    ends = accumulate(len(chunk.token_ids) for chunk in chunks)
+    draws = [end - 1 for end in ends]
+    return batch_of_rows(chunks, block_size, draws=draws, weight_set=weight_set)

@@ -1,0 +1,289 @@
+"""`Drafter`: asks the sources for drafts, decides how many of them a step computes, and learns from
+what was drawn.
+
+Which drafts a step computes changes no bit of any sample. So all that decides it may depend on the
+clock, on other requests and on chance.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Container
+from collections.abc import Sequence as Listed
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+
+from nano_inference.config import SchedulerConfig
+from nano_inference.core.sequence import Sequence, Sequences
+from nano_inference.drafts.costs import StepCosts
+from nano_inference.drafts.source import (
+    NO_GUESS,
+    BadSource,
+    DraftSource,
+    Guess,
+    TimedSource,
+)
+from nano_inference.sampling.drafted import Drafts
+from nano_inference.types import SpeculationStats
+
+logger = logging.getLogger("nano_inference")
+
+MEMORY = 200.0  # drafts of a kind that its chance is the mean of
+CAUTION = 4.0  # as if so many had been seen before
+PRIOR = 0.3  # and this share of them drawn
+CERTAIN = 0.97  # no draft is worth more
+NEVER = (0.0, 0.0)  # was a draft of a kind reached, or drawn
+MODEL_PRIOR = 0.8  # what is hoped of a model before anything was seen of it
+FORGETTING = 0.99  # what is left, after a step without it, of what was seen of a model
+HOPELESS = 0.05  # and one that is drawn less often not the host's work, though its row be free
+
+
+class _Asked(NamedTuple):
+    """A guess that waits for its tokens."""
+
+    seq: Sequence
+    num_known: int
+    source: str
+    guess: Guess
+    chances: Listed[float]  # that each draft, and all before it, is drawn
+
+
+class Drafter:
+    """Drafts for the steps of one engine.
+
+    Args:
+        sources: that are asked, by falling trust where they are equally sure.
+        costs: of a step; None: as many drafts as there are.
+        most: drafts of one sequence in a step.
+        model: a source that takes time for each draft: asked for as many as may pay, of sequences
+            for which the other sources know little; None: there is none.
+    """
+
+    def __init__(
+        self,
+        sources: Listed[DraftSource],
+        costs: StepCosts | None = None,
+        most: int = 8,
+        model: TimedSource | None = None,
+    ) -> None:
+        self.sources = list(sources)
+        self.costs, self.most, self.model = costs, most, model
+        self._of_model = [0.0, 0.0]  # its drafts that were reached, and those that were drawn
+        self._asked: dict[int, _Asked] = {}
+        # by source and kind: drafts that were reached, and those that were drawn
+        self._seen: dict[tuple[str, int], list[float]] = {}
+        self._drafted: defaultdict[str, list[int]] = defaultdict(list[int])  # by source and place
+        self._accepted: defaultdict[str, list[int]] = defaultdict(list[int])
+
+    def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
+        """Drafts for the next step, by sequence id.
+
+        Args:
+            live: the sequences.
+            pending: ids of those of which a token is being sampled.
+            config: the limits of a step.
+        """
+        free = [seq for seq in live.running if seq.seq_id not in pending]
+        # guesses of sequences that ended otherwise belong to no sequence any more
+        self._asked = {key: each for key, each in self._asked.items() if key in pending}
+        seqs = [seq for seq in free if may_draft(seq)]
+        if not (self.sources or self.model) or not seqs:
+            return {}
+        # what the step computes without drafts, as far as that shows
+        wants = sum(seq.num_to_compute - seq.num_computed_tokens for seq in free)
+        wants += sum(seq.num_to_compute for seq in live.waiting)
+        num_rows = min(wants, config.max_tokens_per_batch)
+        room = min(config.max_draws - len(seqs), config.max_tokens_per_batch - num_rows)
+        most = min(self.most, room)
+        if most <= 0 or not self._may_pay(num_rows, len(seqs)):
+            return {}
+        asked = self._best(seqs, most)
+        if self.model is not None:
+            asked = self._with_model(self.model, asked, seqs, num_rows, most)
+        self._asked |= {each.seq.seq_id: each for each in asked}
+        drafts: dict[int, tuple[int, ...]] = {}
+        for each, length in self._share(asked, num_rows, len(seqs), room):
+            token_ids = allowed(each.seq, each.guess.token_ids[:length])
+            if token_ids:
+                drafts[each.seq.seq_id] = tuple(token_ids)
+        return drafts
+
+    def _best(self, seqs: Listed[Sequence], most: int) -> list[_Asked]:
+        """Of each sequence the guess of which most is expected, if there is any."""
+        best: dict[int, _Asked] = {}
+        for source in list(self.sources):
+            for seq, guess in zip(seqs, self._ask(source, seqs, most), strict=True):
+                if not guess.token_ids:
+                    continue
+                chances = self._chances(source.name, guess)
+                before = best.get(seq.seq_id)
+                if before is None or sum(chances) > sum(before.chances):
+                    best[seq.seq_id] = _Asked(seq, len(seq.token_ids), source.name, guess, chances)
+        return list(best.values())
+
+    def _with_model(
+        self,
+        model: TimedSource,
+        asked: list[_Asked],
+        seqs: Listed[Sequence],
+        num_rows: int,
+        most: int,
+    ) -> list[_Asked]:
+        """Guesses with those of a model in the place of such as promise less than its first one."""
+        seen, drawn = self._of_model
+        chance = min((drawn + CAUTION * MODEL_PRIOR) / (seen + CAUTION), CERTAIN)
+        sure = {each.seq.seq_id for each in asked if sum(each.chances) >= chance}
+        unsure = [seq for seq in seqs if seq.seq_id not in sure]
+        length = self._worth(model, chance, len(unsure), num_rows, len(seqs), most)
+        if not unsure or not length:
+            self._of_model = [each * FORGETTING for each in self._of_model]
+            return asked
+        found = self._ask(model, unsure, length)
+        best = {each.seq.seq_id: each for each in asked}
+        for seq, guess in zip(unsure, found, strict=True):
+            if guess.token_ids:
+                chances = self._chances(model.name, guess)
+                known = len(seq.token_ids)
+                best[seq.seq_id] = _Asked(seq, known, model.name, guess, chances)
+        return list(best.values())
+
+    def _worth(
+        self,
+        model: TimedSource,
+        chance: float,
+        num_unsure: int,
+        num_rows: int,
+        num_seqs: int,
+        most: int,
+    ) -> int:
+        """Of how many drafts of each tokens come fastest, what the model takes counted."""
+        if self.costs is None or not num_unsure:
+            return most
+        lengths = np.arange(most + 1)
+        tokens = num_seqs + num_unsure * np.concatenate(([0.0], np.cumsum(chance ** lengths[1:])))
+        seconds = self.costs.of(num_rows + num_unsure * lengths)
+        return int(np.argmax(tokens / (seconds + lengths * model.seconds(num_unsure))))
+
+    def _share(
+        self, asked: Listed[_Asked], num_rows: int, num_seqs: int, room: int
+    ) -> list[tuple[_Asked, int]]:
+        """How many drafts of each guess to compute: the likeliest of all."""
+        likeliest = sorted(
+            (
+                (chance, -number)
+                for number, each in enumerate(asked)
+                for chance in each.chances
+                if chance > HOPELESS
+            ),
+            reverse=True,
+        )[:room]
+        if self.costs is not None:
+            chances = [chance for chance, _ in likeliest]
+            likeliest = likeliest[: self.costs.most_paying(num_rows, num_seqs, chances)]
+        # the chances of one guess fall, so these are its first ones
+        lengths = Counter(-number for _, number in likeliest)
+        return [(asked[number], length) for number, length in lengths.items()]
+
+    def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
+        """Tokens of these sequences have become known; returns how many more than one of each.
+
+        Args:
+            seqs: each once.
+            drafts: that the step computed, by sequence id.
+        """
+        num_more = 0
+        for seq in seqs:
+            asked = self._asked.pop(seq.seq_id, None)
+            if asked is None:
+                continue
+            _, num_known, source, guess, _ = asked
+            drawn = seq.token_ids[num_known:]
+            pairs = zip(guess.token_ids, drawn, strict=False)
+            num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            for place, kind in enumerate(guess.kinds[: min(num_right + 1, len(drawn))]):
+                if self.model is not None and source == self.model.name:
+                    self._count(self._of_model, place < num_right)
+                self._count(self._seen.setdefault((source, kind), [0.0, 0.0]), place < num_right)
+            self._tell(source, len(drafts.get(seq.seq_id, ())), num_right)
+            num_more += max(len(drawn) - 1, 0)
+        return num_more
+
+    def _count(self, seen: list[float], was_right: bool) -> None:
+        if seen[0] >= MEMORY:
+            seen[:] = seen[0] / 2, seen[1] / 2
+        seen[0] += 1
+        seen[1] += was_right
+
+    def _tell(self, source: str, num_drafted: int, num_right: int) -> None:
+        drafted, accepted = self._drafted[source], self._accepted[source]
+        more = [0] * (num_drafted - len(drafted))
+        drafted += more
+        accepted += more
+        for place in range(num_drafted):
+            drafted[place] += 1
+            accepted[place] += place < num_right
+
+    def stats(self) -> SpeculationStats:
+        """What was drafted so far, and what of it was drawn. For any thread."""
+        # Lists of the items: the thread that steps may add a source meanwhile. Accepted first, so
+        # that no more drafts are accepted than drafted.
+        accepted = {name: tuple(each) for name, each in list(self._accepted.items())}
+        drafted = {name: tuple(each) for name, each in list(self._drafted.items())}
+        return SpeculationStats(
+            drafted=drafted,
+            accepted={name: accepted.get(name, ()) for name in drafted},
+            step_rows=self.costs.rows if self.costs else (),
+            step_seconds=self.costs.seconds if self.costs else (),
+            sources=tuple(
+                source.name for source in (*self.sources, self.model) if source is not None
+            ),
+        )
+
+    def _may_pay(self, num_rows: int, num_seqs: int) -> bool:
+        if self.costs is None:
+            return True
+        return self.costs.threshold(num_rows, num_seqs, self.most) < CERTAIN
+
+    def _ask(self, source: DraftSource, seqs: Listed[Sequence], most: int) -> Listed[Guess]:
+        try:
+            return source.propose(seqs, most)
+        except Exception as problem:
+            reason = problem if isinstance(problem, BadSource) else f"it raised {problem!r}"
+            logger.error("Drafts of the source %r are switched off: %s.", source.name, reason)
+            if source is self.model:
+                self.model = None
+            else:
+                self.sources.remove(source)
+            return [NO_GUESS] * len(seqs)
+
+    def _chances(self, source: str, guess: Guess) -> list[float]:
+        """That each draft, and all before it, is drawn."""
+        chances: list[float] = []
+        whole = 1.0
+        for kind in guess.kinds:
+            seen, drawn = self._seen.get((source, kind), NEVER)
+            whole *= min((drawn + CAUTION * PRIOR) / (seen + CAUTION), CERTAIN)
+            chances.append(whole)
+        return chances
+
+
+def allowed(seq: Sequence, drafts: Listed[int]) -> Listed[int]:
+    """The drafts up to the first that ends the sample, or that its grammar forbids."""
+    stop_ids = seq.request.stop_ids
+    for place, token_id in enumerate(drafts):
+        if token_id in stop_ids:
+            drafts = drafts[:place]
+            break
+    if seq.grammar is not None and drafts:
+        return drafts[: seq.grammar.look_ahead(drafts)]
+    return drafts
+
+
+def may_draft(seq: Sequence) -> bool:
+    """Whether drafts may stand behind a sequence's known tokens in the next step."""
+    return (
+        seq.num_samples == 1
+        and seq.num_computed_tokens == len(seq.token_ids) - 1
+        and len(seq.token_ids) + 1 < seq.most_tokens
+    )

@@ -1,0 +1,281 @@
+"""Drafts by an EAGLE-3 head: one layer with keys and values of its own, over the newest tokens and
+what three layers of the policy computed.
+
+The head's row at a position reads the token behind it, and what the policy computed at it. So a row
+can be computed as soon as the token behind it is known: a prompt's with the step that computes
+them, a drawn token's with the next one. Its keys and values stand in the slots of the sequence's
+own blocks, so that prefixes, forks and preemption need nothing here. What may stand there wrongly
+makes wrong drafts, and nothing else.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.core.batch import ALL, Chunks, ForwardBatch, Rows, batch_of_rows
+from nano_inference.core.sequence import DRAFT, POLICY, Sequence
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.drafts.drawn_rows import DrawnRows
+from nano_inference.drafts.heads import EagleSpec, HeadWeights
+from nano_inference.drafts.medusa import draw_known
+from nano_inference.drafts.model import (
+    Drafting,
+    DraftTimes,
+    draws_of,
+    guesses_of,
+    take_drawn,
+)
+from nano_inference.drafts.source import Guess
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.rope import rope_table
+from nano_inference.models.taps import Taps
+from nano_inference.ops.backend import KvcacheView, Norm, Operations
+from nano_inference.sampling.columns import to_device
+
+UNKNOWN = 256  # sequences more than four times those of a step whose progress is remembered
+
+
+class _Part(NamedTuple):
+    """Rows of a sequence whose next tokens are known, and what the policy computed at them."""
+
+    rows: Rows
+    given: list[Tensor]  # each [n, H]
+
+
+class EagleDrafts:
+    """See `TimedSource`.
+
+    Args:
+        policy: whose layers are read.
+        weights: of the head.
+        storage: where its keys and values go; the slots of blocks are those of the policy's.
+        scratch: blocks of that storage that no sequence has: for drafts behind a sequence's last.
+    """
+
+    name = "eagle"
+
+    def __init__(
+        self, policy: Decoder, weights: HeadWeights, storage: KVStorage, scratch: Listed[int]
+    ) -> None:
+        assert isinstance(weights.spec, EagleSpec)
+        self.policy, self.weights, self.spec = policy, weights, weights.spec
+        self._storage, self._scratch = storage, scratch
+        self._taps = policy.taps = Taps(self.spec.layer_ids)
+        policy.forget_recorded()
+        layer = self.spec.layer
+        self._num_positions = len(policy.ropes[0][0])
+        self._rope = rope_table(layer.ropes[0], layer.head_dim, self._num_positions, policy.device)
+        self._rows = DrawnRows()
+        self._settled: dict[int, int] = {}  # head's rows whose keys are stored, by sequence
+        self._given: Tensor | None = None  # of the rows that are computed now, [N, H]
+        self._recorded: dict[Callable[..., Any], Callable[[ForwardBatch], Tensor]] = {}
+        self._times = DraftTimes()
+
+    # -- what the policy computes ------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def see(self, chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
+        """A step was computed: store the keys of all rows whose next token is known, and keep the
+        others.
+        """
+        hidden = self.spec.layer.hidden_size
+        drawn: list[Tensor] = []
+        for (name, part), batch in zip(chunks.parts, batches, strict=True):
+            count = len(batch.logits_indices)
+            if name == POLICY:
+                rows = self._combined(self._taps.rows())
+                self._store(self._known_parts(chunks, part, rows))
+                drawn.append(rows[batch.logits_indices.to(rows.device)])
+            else:  # nothing is known of these
+                drawn.append(torch.full((count, hidden), torch.nan, device=self.policy.device))
+        self._rows.keep(chunks, torch.cat(drawn))
+
+    def _known_parts(self, chunks: Chunks, part: Any, rows: Tensor) -> list[_Part]:
+        columns = chunks.columns if part is ALL else chunks.columns.of(part)
+        seqs = chunks.seqs if part is ALL else list(compress(chunks.seqs, part.tolist()))
+        found: list[_Part] = []
+        first = 0
+        bounds = zip(seqs, columns.starts.tolist(), columns.lengths.tolist(), strict=True)
+        for seq, start, length in bounds:
+            end = max(min(start + length, len(seq.token_ids) - 1), start)
+            earlier = self._earlier(seq, start)
+            given = [*earlier, rows[first : first + end - start]]
+            begin = start - len(earlier)
+            if end > begin:
+                tokens = seq.token_ids[begin + 1 : end + 1]
+                found.append(_Part(Rows(tokens, begin, seq.block_ids), given))
+            self._settled[seq.seq_id] = end
+            first += length
+        if len(self._settled) > 4 * len(seqs) + UNKNOWN:
+            live = {seq.seq_id for seq in seqs}
+            self._settled = {key: each for key, each in self._settled.items() if key in live}
+        return found
+
+    def _earlier(self, seq: Sequence, end: int) -> list[Tensor]:
+        """The rows [1, H] before a position that are not stored yet."""
+        begin = self._settled.get(seq.seq_id, max(end - 1, 0))
+        rows = [self._rows.of(seq, position + 1) for position in range(begin, end)]
+        while rows and rows[0] is None:  # the policy did not compute them lately
+            rows.pop(0)
+        return [row[None] for row in rows if row is not None] if None not in rows else []
+
+    def _combined(self, rows: Tensor) -> Tensor:
+        """What three layers computed as one row: [N, 3 target] -> float32 [N, H]."""
+        spec, ops, params = self.spec, self.policy.ops, self.weights.params
+        if spec.norm_before_fc:
+            x = ops.rms_norm(None, rows, self._norm("input_norm"), 1.0)[0]
+        elif spec.fc_norm:
+            parts = rows.split(spec.target_hidden_size, dim=1)
+            normed = [
+                ops.rms_norm(None, part.contiguous(), self._norm(f"fc_norm.{i}"), 1.0)[0]
+                for i, part in enumerate(parts)
+            ]
+            x = torch.cat(normed, dim=1)
+        else:
+            x = rows.to(self.policy.dtype)
+        return ops.linear(x, params["fc"], None).float()
+
+    # -- drafts ------------------------------------------------------------------------------------
+
+    def seconds(self, num_seqs: int) -> float:
+        """See `TimedSource`."""
+        return self._times.of(num_seqs)
+
+    @torch.inference_mode()
+    def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
+        """See `DraftSource`."""
+        found, rows = self._begin(seqs, most)
+        hidden = torch.cat(rows) if rows else torch.empty(0)
+        while places := [place for place, each in enumerate(found) if each.is_open]:
+            began = time.perf_counter()
+            live = [found[place] for place in places]
+            computed, normed = self._compute(live, hidden[places])
+            params, spec = self.weights.params, self.spec
+            requests = to_device(draws_of(live), self.policy.device)
+            vocab_size = spec.layer.vocab_size
+            draw = draw_known(
+                *(self.policy.ops, normed, params["head"]),
+                self.weights.targets,
+                vocab_size,
+                requests,
+            )
+            take_drawn(live, draw, vocab_size)
+            hidden[places] = normed.float() if spec.norm_output else computed
+            self._times.note(len(live), time.perf_counter() - began)
+        return guesses_of(seqs, found)
+
+    def _begin(self, seqs: Listed[Sequence], most: int) -> tuple[list[Drafting], list[Tensor]]:
+        """Those of the sequences that can have drafts, and the rows [1, H] that they start from."""
+        size, scratch = self._storage.block_size, list(self._scratch)
+        found: list[Drafting] = []
+        rows: list[Tensor] = []
+        behind: list[_Part] = []
+        for seq in seqs:
+            start = len(seq.token_ids) - 2  # the first row that a draft is drawn from
+            row = self._rows.of(seq, start + 1)
+            if row is None:
+                continue
+            earlier = self._earlier(seq, start)
+            if earlier:
+                begin = start - len(earlier)
+                tokens = seq.token_ids[begin + 1 : start + 1]
+                behind.append(_Part(Rows(tokens, begin, seq.block_ids), earlier))
+            wanted = min(most, self._num_positions - start)
+            lacking = max(-(-(start + wanted) // size) - len(seq.block_ids), 0)
+            table = seq.block_ids + scratch[:lacking]
+            del scratch[:lacking]
+            wanted = min(wanted, len(table) * size - start)
+            self._settled[seq.seq_id] = start
+            if wanted > 0:
+                self._settled[seq.seq_id] = start + 1
+                found.append(Drafting(seq, start, table, wanted))
+                rows.append(row[None])
+        self._store(behind)
+        return found, rows
+
+    def _compute(self, live: Listed[Drafting], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One row of each: what the layer gives, float32 [S, H], and the same normed."""
+        rows = [Rows(each.token_ids[-1:], len(each.token_ids) - 2, each.table) for each in live]
+        computed = self._run(self._layer, rows, hidden).clone()
+        return computed, self.policy.ops.rms_norm(None, computed, self._norm("norm"), 1.0)[0]
+
+    def _store(self, parts: Listed[_Part]) -> None:
+        """Store the keys and values of rows."""
+        if parts:
+            given = torch.cat([rows for part in parts for rows in part.given])
+            self._run(self._projected, [part.rows for part in parts], given)
+
+    def _run(self, trunk: Callable[..., Any], rows: Listed[Rows], given: Tensor) -> Tensor:
+        ops, storage, policy = self.policy.ops, self._storage, self.policy
+        batch = batch_of_rows(rows, storage.block_size, weight_set=DRAFT)
+        batch = to_device(batch, policy.device)
+        self._given = given
+        if ops.compile is None:
+            return trunk(ops, batch, storage)
+        if trunk not in self._recorded:
+            self._recorded[trunk] = ops.compile(trunk, batch, storage, policy.dtype)
+        return self._recorded[trunk](batch)
+
+    # -- the layer, by operations that a backend may record ----------------------------------------
+
+    def _projected(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Any:
+        """Queries; keys and values are stored."""
+        return self._attending(ops, batch, view)[0]
+
+    def _attending(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Any:
+        """Queries, and what the layer adds to."""
+        layer, params, dtype = self.spec.layer, self.weights.params, self.policy.dtype
+        hidden = layer.hidden_size
+        own = params if self.spec.has_embedding else self.policy.params
+        embedded = ops.embed(batch.input_ids, own["embed"], 1.0)
+        embedded = ops.rms_norm(None, embedded, self._norm("embed_norm"), 1.0)[0]
+        residual = ops.call(batch, self._give, (), hidden, torch.float32)
+        norm = self._norm("hidden_norm")
+        if self.spec.norm_before_residual:
+            residual = ops.rms_norm(None, residual, norm._replace(dtype=torch.float32), 1.0)[0]
+            norm = Norm(None, 0.0, 0.0, dtype)
+        normed = ops.rms_norm(None, residual, norm, 1.0)[0]
+        x = ops.call(batch, _side_by_side, (embedded, normed), 2 * hidden, dtype)
+        cos, sin = self._rope
+        q = ops.rope_and_store(
+            ops.linear(x, params["qkv"], params.get("qkv_bias")),
+            cos,
+            sin,
+            batch.positions,
+            view,
+            0,
+            batch.slot_mapping,
+            layer.num_heads,
+            layer.num_kv_heads,
+            (self._norm("q_norm"), self._norm("k_norm")) if layer.qk_norm else None,
+        )
+        return q, residual
+
+    def _layer(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Any:
+        layer, params = self.spec.layer, self.weights.params
+        q, residual = self._attending(ops, batch, view)
+        plan = ops.plan_attention(batch, view.block_size, 0)
+        attended = ops.attention(q, view, 0, plan, layer.attention_scale)
+        x = ops.linear(attended, params["o"], params.get("o_bias"))
+        normed, residual = ops.rms_norm(x, residual, self._norm("mlp_norm"), 1.0)
+        x = ops.gate(ops.linear(normed, params["gate_up"], None), layer.activation)
+        x = ops.linear(x, params["down"], None)
+        return ops.rms_norm(x, residual, Norm(None, 0.0, 0.0, torch.float32), 1.0)[0]
+
+    def _give(self, _batch: ForwardBatch, out: Tensor) -> None:
+        assert self._given is not None
+        out.copy_(self._given)
+
+    def _norm(self, name: str) -> Norm:
+        eps = self.spec.layer.rms_norm_eps
+        return Norm(self.weights.params[name], eps, 0.0, self.policy.dtype)
+
+
+def _side_by_side(_batch: ForwardBatch, out: Tensor, one: Tensor, other: Tensor) -> None:
+    out[:, : one.shape[1]] = one
+    out[:, one.shape[1] :] = other

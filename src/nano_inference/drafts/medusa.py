@@ -1,0 +1,128 @@
+"""Drafts by Medusa heads: each guesses another of the next tokens, all from the last hidden row."""
+
+import time
+from collections.abc import Sequence as Listed
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.sequence import Sequence
+from nano_inference.drafts.drawn_rows import DrawnRows
+from nano_inference.drafts.heads import HeadWeights, MedusaSpec
+from nano_inference.drafts.model import (
+    Drafting,
+    DraftTimes,
+    draws_of,
+    guesses_of,
+    take_drawn,
+)
+from nano_inference.drafts.source import Guess
+from nano_inference.models.decoder import Decoder
+from nano_inference.ops.backend import Ops
+from nano_inference.sampling.columns import to_device
+from nano_inference.sampling.logit_scale import UNSCALED
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.sampling_batch import SamplingBatch
+
+NEVER = -1e30  # a logit of a token that heads do not know
+
+
+class MedusaDrafts:
+    """See `TimedSource`. Head i guesses the token i + 2 places behind the row that it reads: that
+    row's own was drawn already. Like a model that guesses it draws with the noise of the places.
+
+    Args:
+        policy: whose hidden rows they read.
+        weights: of the heads.
+    """
+
+    name = "medusa"
+
+    def __init__(self, policy: Decoder, weights: HeadWeights) -> None:
+        assert isinstance(weights.spec, MedusaSpec)
+        self.policy, self.weights, self.spec = policy, weights, weights.spec
+        self._rows = DrawnRows()
+        self._times = DraftTimes()
+
+    def see(self, chunks: Chunks, batches: Listed[ForwardBatch], result: Any) -> None:
+        """A step was computed: keep the rows that it draws from."""
+        drawn = [hidden for _, hidden, _ in result.drawn]
+        if drawn:
+            self._rows.keep(chunks, drawn[0].clone() if len(drawn) == 1 else torch.cat(drawn))
+
+    def seconds(self, num_seqs: int) -> float:
+        """See `TimedSource`."""
+        return self._times.of(num_seqs)
+
+    @torch.inference_mode()
+    def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
+        """See `DraftSource`."""
+        wanted = min(most, self.spec.num_heads)
+        rows = [self._rows.of(seq, len(seq.token_ids) - 1) for seq in seqs]
+        pairs = [(seq, row) for seq, row in zip(seqs, rows, strict=True) if row is not None]
+        found = [Drafting(seq, 0, [], wanted) for seq, _ in pairs]
+        if found:
+            self._draw_all(found, torch.stack([row for _, row in pairs]), wanted)
+        return guesses_of(seqs, found)
+
+    def _draw_all(self, found: Listed[Drafting], hidden: Tensor, wanted: int) -> None:
+        for head in range(wanted):
+            began = time.perf_counter()
+            places = [place for place, each in enumerate(found) if each.is_open]
+            if not places:
+                break
+            live = [found[place] for place in places]
+            rows = hidden if len(places) == len(found) else hidden[places]
+            draw = self._draw(self._blocks(head, rows), head, draws_of(live))
+            take_drawn(live, draw, self.spec.vocab_size)
+            self._times.note(len(live), time.perf_counter() - began)
+
+    def _blocks(self, head: int, hidden: Tensor) -> Tensor:
+        """The residual blocks of a head: rows [S, H] -> [S, H]."""
+        params = self.weights.params
+        for block in range(self.spec.num_blocks):
+            name = f"blocks.{head}.layers.{block}"
+            product = self.policy.ops.linear(
+                hidden, params[f"{name}.weight"], params.get(f"{name}.bias")
+            )
+            added = hidden.float() + functional.silu(product.float())
+            hidden = added.to(hidden.dtype)
+        return hidden
+
+    def _draw(self, hidden: Tensor, head: int, batch: SamplingBatch) -> Draw:
+        policy, spec = self.policy, self.spec
+        batch = to_device(batch, policy.device)
+        if not spec.projections:
+            return policy.draw(hidden, batch)
+        projection = self.weights.params[f"lm_heads.{min(head, spec.projections - 1)}.weight"]
+        return draw_known(
+            policy.ops, hidden, projection, self.weights.targets, spec.vocab_size, batch
+        )
+
+
+def draw_known(
+    ops: Ops,
+    hidden: Tensor,
+    projection: Any,
+    targets: Tensor | None,
+    vocab_size: int,
+    batch: SamplingBatch,
+) -> Draw:
+    """Draw among the tokens that heads know, with the noise of these tokens.
+
+    Args:
+        ops: of the policy.
+        hidden: rows [S, H].
+        projection: weight [known tokens, H].
+        targets: the policy's ids of the known tokens; None: all.
+        vocab_size: the policy's.
+        batch: what to draw.
+    """
+    if targets is None:
+        return ops.sample(hidden, projection, UNSCALED, batch)
+    logits = torch.full((len(hidden), vocab_size), NEVER, device=hidden.device)
+    logits[:, targets] = ops.logits(hidden, projection, UNSCALED)
+    return ops.sample_logits(logits, batch)

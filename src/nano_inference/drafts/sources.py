@@ -1,0 +1,175 @@
+"""The drafter of an engine: its sources, and what steps cost, measured once at start."""
+
+from collections.abc import Callable, Container
+from collections.abc import Sequence as Listed
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+from nano_inference.config import SELF, EngineConfig, SchedulerConfig
+from nano_inference.core.loop import Abort, EngineLoop
+from nano_inference.core.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
+from nano_inference.device.runner import ModelRunner
+from nano_inference.drafts.costs import ROWS, StepCosts
+from nano_inference.drafts.drafter import Drafter, may_draft
+from nano_inference.drafts.eagle import EagleDrafts
+from nano_inference.drafts.grammar import ForcedDrafts
+from nano_inference.drafts.heads import HeadWeights, MedusaSpec
+from nano_inference.drafts.history import HistoryDrafts
+from nano_inference.drafts.medusa import MedusaDrafts
+from nano_inference.drafts.model import ModelDrafts
+from nano_inference.drafts.source import DraftSource
+from nano_inference.drafts.suffix import SuffixDrafts
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters import form_of, numbers_of
+from nano_inference.sampling.drafted import Drafts
+from nano_inference.types import SamplingParams, TrainingSample
+
+MOST_SECONDS = 2.0  # that measuring may take, once some sizes are known
+LEAST_SIZES = 4
+TRIES = 3
+PROMPT = 8  # tokens of the sequences that are measured
+# Where nothing could be measured.
+GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
+
+
+def make_drafter(
+    config: EngineConfig, loop: EngineLoop, runner: ModelRunner, heads: HeadWeights | None = None
+) -> Drafter | None:
+    """The drafter that a config asks for. Heads that draft see every step of the loop."""
+    if not config.drafts:
+        return None
+    sources: list[DraftSource] = [ForcedDrafts()]
+    if config.speculation != "none":
+        sources.append(SuffixDrafts(config.speculation != "ngram"))
+    if config.speculation == "history":
+        history = HistoryDrafts()
+        sources.append(history)
+        # first: a sample that waits for its reference logprobs is passed on by none behind
+        loop.on_finish.insert(0, partial(_keep, history))
+    model = None
+    if heads is not None:
+        model = _head_drafts(heads, loop, runner)
+        loop.watches = (model.see,)
+    elif config.draft_model is not None:
+        model = _model_drafts(config, loop, runner)
+    return Drafter(sources, GUESSED, config.max_drafts, model)
+
+
+def _model_drafts(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) -> ModelDrafts:
+    model, storage = runner.models[DRAFT], runner.storages[DRAFT]
+    follow = None
+    if config.draft_quantization is not None:
+        versions = loop.sequences.versions
+        follow = CodedCopies(runner.models[POLICY], model, lambda: versions[POLICY]).follow
+    return ModelDrafts(
+        "self" if config.draft_model == SELF else "model",
+        model,
+        storage,
+        range(loop.cache.num_blocks, storage.num_blocks),
+        has_own_cache=storage is not runner.storage,
+        follow=follow,
+    )
+
+
+class CodedCopies:
+    """Keeps weights of a draft model that are codes of the policy's those of its newest ones.
+
+    Args:
+        policy: the model that is copied.
+        draft: its twin, of which some matrices may be codes of its own.
+        version: tells the version of the policy's weights.
+    """
+
+    def __init__(self, policy: Decoder, draft: Decoder, version: Callable[[], int]) -> None:
+        self._version, self._copied = version, version()  # `coded_copies` made them
+        self._copies = [
+            (policy.params[name], copy)
+            for name, copy in draft.params.items()
+            if copy is not policy.params.get(name) and form_of(copy) is not None
+        ]
+
+    def follow(self) -> None:
+        """Quantise the policy's weights again if they have changed."""
+        version = self._version()
+        if version == self._copied:
+            return
+        for own, copy in self._copies:
+            copy.write(0, numbers_of(own))
+        self._copied = version
+
+
+def _head_drafts(
+    heads: HeadWeights, loop: EngineLoop, runner: ModelRunner
+) -> MedusaDrafts | EagleDrafts:
+    policy = runner.models[POLICY]
+    if isinstance(heads.spec, MedusaSpec):
+        return MedusaDrafts(policy, heads)
+    storage = runner.storages[DRAFT]
+    return EagleDrafts(policy, heads, storage, range(loop.cache.num_blocks, storage.num_blocks))
+
+
+def _keep(
+    history: HistoryDrafts, seq: Sequence, samples: list[TrainingSample]
+) -> list[TrainingSample]:
+    if seq.num_samples == 1:
+        history.keep(seq, samples[0].weight_version)
+    return samples
+
+
+class _AnyDrafts:
+    """So many that a step has the rows that are wanted."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._drafts = (0,) * num_drafts
+
+    def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
+        """See `Drafter`."""
+        return {seq.seq_id: self._drafts for seq in live.running if may_draft(seq)}
+
+    def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
+        """See `Drafter`."""
+        return 0
+
+
+def measure_costs(loop: EngineLoop, runner: ModelRunner, max_model_len: int) -> StepCosts:
+    """Run steps of one sequence with drafts that are thrown away, and time them.
+
+    Nothing may run yet. Steps are those of the engine, on its own cache; its counters of tokens and
+    steps are 0 afterwards.
+    """
+    found: dict[int, float] = {}
+    _seconds(loop, 1)  # what the first steps do once is no cost of a row
+    begun = perf_counter()
+    for rows in sorted(ROWS, key=lambda rows: (rows & (rows - 1) != 0, rows)):
+        if len(found) >= LEAST_SIZES and perf_counter() - begun > MOST_SECONDS:
+            break
+        room = min(max_model_len, loop.cache.num_blocks * loop.cache.block_size)
+        if PROMPT + TRIES + rows < room and rows <= loop.config.max_tokens_per_batch:
+            found[rows] = _seconds(loop, rows)
+    runner.restart_counters()
+    sizes = sorted(found)
+    return StepCosts(sizes, [found[rows] for rows in sizes]) if sizes else GUESSED
+
+
+def _seconds(loop: EngineLoop, rows: int) -> float:
+    config = replace(loop.config, enable_prefix_caching=False, max_drafts=rows)
+    probe = EngineLoop(loop.cache, loop.runner, config, 0, loop.numerics)
+    probe.sequences = loop.sequences  # whose ids are used once
+    probe.drafter = _AnyDrafts(rows - 1)
+    params = SamplingParams(max_tokens=TRIES + rows)
+    request = CheckedRequest(
+        request_id=-1, num_prompt_tokens=PROMPT, params=params, stop_ids=frozenset(), seed=0
+    )
+    loop.sequences.insert(Sequence(loop.sequences.new_id(), request, [0] * PROMPT))
+    probe.step()  # the prompt
+    times: list[float] = []
+    for _ in range(TRIES):
+        started = perf_counter()
+        probe.step()
+        times.append(perf_counter() - started)
+        if times[0] > MOST_SECONDS / 8:
+            break
+    probe.inbox.append(Abort(None))
+    probe.handle()
+    return min(times)

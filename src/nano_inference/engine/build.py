@@ -1,0 +1,38 @@
+"""Builds the parts of an engine: in this process, on all ranks, or in lockstep with others."""
+
+from typing import TYPE_CHECKING, Any
+
+from nano_inference.checkpoints.shard_checks import mesh_of
+from nano_inference.config import EngineConfig
+from nano_inference.errors import ConfigError
+from nano_inference.ranks.build import Parts, assemble, rank_in_lockstep
+from nano_inference.ranks.lockstep import Lockstep
+
+if TYPE_CHECKING:
+    from nano_inference.ranks.launcher import Launcher
+else:
+    Launcher = Any
+
+
+def assemble_all(
+    config: EngineConfig, launcher: "Launcher | None", lockstep: Lockstep | None = None
+) -> Parts:
+    """Load everything that a config names, on all ranks. Raises `ConfigError` or
+    `ModelLoadError`.
+    """
+    if lockstep is not None:
+        return assemble(config, rank=rank_in_lockstep(config, lockstep.group))
+    if mesh_of(config).world_size == 1:
+        if launcher is not None:
+            raise ConfigError(
+                "a launcher starts other ranks, and this config has none; leave it out."
+            )
+        return assemble(config)
+    try:
+        from nano_inference.ranks.assembly import assemble_ranks  # brings in msgspec
+    except ModuleNotFoundError as problem:
+        raise ConfigError(
+            f"an engine of several ranks needs {problem.name}: pip install "
+            "'nano-inference[parallel]'."
+        ) from problem
+    return assemble_ranks(config, launcher)

@@ -1,0 +1,4 @@
+"""Declared and checked fields of dataclasses: options of commands and configurations.
+
+Imports: errors. Begin with option.py.
+"""

@@ -1,0 +1,85 @@
+"""Values of a request, checked: each function returns what may be used, or raises `InvalidRequest`
+that names it.
+
+What a number may be follows from what becomes of it: reals are made float32, whole numbers int64,
+and no accepted one may turn a finite logit into infinity or NaN.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.fields.option import is_number, is_whole
+
+PENALTIES = 0.01, 100.0  # repetition penalties: logits are multiplied with them and divided by them
+_WHOLE = 2**63
+_MOST_DIGITS = 40  # of an integer that is repeated in a message
+
+
+def real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    """A finite number in [low, high], or (low, high]."""
+    try:
+        fits = (
+            is_number(value)
+            and math.isfinite(value)
+            and low <= value <= high
+            and not (open_low and value == low)
+        )
+    except OverflowError:  # an integer that no float can hold
+        fits = False
+    if not fits:
+        bounds = f"{'above' if open_low else 'at least'} {low:g}"
+        if math.isfinite(high):
+            bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+        raise InvalidRequest(f"{name}={shown(value)} must be a finite number {bounds}.")
+
+
+def whole(name: str, value: Any, low: int, high: int = _WHOLE) -> None:
+    """An integer in [low, high)."""
+    if not is_whole(value, low) or value >= high:
+        is_small = not is_whole(value, _WHOLE)
+        bounds = f"at least {low}" if high == _WHOLE and is_small else f"in [{low}, {high})"
+        raise InvalidRequest(f"{name}={shown(value)} must be an integer {bounds}.")
+
+
+def shown(value: Any) -> str:
+    """A value for a message. Integers may be too long to be written, or read."""
+    if is_whole(value) and abs(value) >= 10**_MOST_DIGITS:
+        return f"about {'-' if value < 0 else ''}10**{int(value.bit_length() * math.log10(2))}"
+    return repr(value)
+
+
+def token_id_set(name: str, ids: Any) -> frozenset[int]:
+    """A set of token ids."""
+    try:
+        kept = frozenset(ids)
+    except TypeError:
+        raise InvalidRequest(f"{name} must be a set of token ids, not {ids!r}.") from None
+    for token_id in kept:
+        whole(f"{name} entry", token_id, 0)
+    return kept
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """One stop string, or several."""
+    if not isinstance(stop, str | list | tuple):
+        raise InvalidRequest(f"stop must be a list of strings, not {stop!r}.")
+    strings: tuple[Any, ...] = (stop,) if isinstance(stop, str) else tuple(stop)  # pyright: ignore
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequest(
+                f"stop holds {string!r}; a stop string must be a non-empty string."
+            )
+    return strings
+
+
+def biases(bias: Any) -> dict[int, float]:
+    """Token ids and what is added to their logits."""
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {bias!r}.")
+    entries: dict[Any, Any] = dict(bias)  # pyright: ignore[reportUnknownArgumentType]
+    for token_id, value in entries.items():
+        whole("logit_bias key", token_id, 0)
+        real(f"logit_bias[{token_id}]", value, -100.0, 100.0)
+    return {token_id: float(value) for token_id, value in entries.items()}

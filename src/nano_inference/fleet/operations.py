@@ -1,0 +1,453 @@
+"""`FleetOperations`: an engine operation, done by all replicas of a fleet. What it changes, it
+changes on all or on none.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from nano_inference.errors import (
+    AdapterError,
+    EngineDead,
+    InvalidRequest,
+    NanoInferenceError,
+    WeightUpdateConflict,
+)
+from nano_inference.fleet.router import Router
+from nano_inference.fleet.supervisor import Supervisor, bring_adapter
+from nano_inference.remote.client import EngineClient
+from nano_inference.remote.operations import FleetPolicy, Operation, operation_named
+from nano_inference.types import AdapterInfo, EngineStats, KvPolicy
+
+log = logging.getLogger("nano_inference.server")
+
+SOON = 60.0  # seconds of calls that wait for a step at most
+Arguments = Mapping[str, Any]
+Answers = dict[str, Any]  # by replica: what it returned, or the error that it raised
+Engines = Mapping[str, EngineClient]
+
+
+class FleetOperations:
+    """Pauses, memory, weight updates and questions, for all replicas at once.
+
+    A replica that dies meanwhile leaves the fleet, and the others go on. Whatever else fails on one
+    is undone on all. An update is first checked by all (`prepare_update`), then all stop between
+    two steps, take it, and go on: while one of them has the old weights no other draws a token with
+    the new ones.
+    """
+
+    def __init__(self, supervisor: Supervisor, router: Router) -> None:
+        self._supervisor = supervisor
+        self._lock = supervisor.lock
+        self._router = router
+        # Clients, not names alone: another engine in the place of a dead one has neither its
+        # session nor its groups.
+        self._session: Engines = {}  # that take part in the open weight update
+        self._groups: dict[str, Engines] = {}
+        self._turn = 0  # of `_one`
+        self._policies: Mapping[
+            FleetPolicy, Callable[[Operation, float, Arguments], Awaitable[Any]]
+        ] = {
+            "one": self._one,
+            "first": self._first,
+            "same": self._same,
+            "any": self._any,
+            "joined": self._joined,
+            "undone": self._undone,
+            "members": self._receive,
+            "own": self._do_own,
+            "replica": self._refuse,
+        }
+        self._own: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
+            "stats": self._stats,
+            "flush_cache": self._flush_cache,
+            "pause": self._pause,
+            "resume": self._resume,
+            "sleep": self._change_memory,
+            "wake": self._change_memory,
+            "join_group": self._join_group,
+            "leave_group": self._leave_group,
+            "has_group": self._has_group,
+            "begin_update": self._begin_update,
+            "finish_update": self._finish_update,
+            "cancel_update": self._cancel_update,
+            "load_adapter": self._load_adapter,
+            "load_adapter_file": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
+        }
+
+    async def call(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        """As `EngineClient.call`, of the whole fleet."""
+        return await self._policies[operation.fleet](operation, seconds, arguments)
+
+    async def _do_own(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        return await self._own[operation.name](operation.name, seconds, arguments)
+
+    async def _first(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        found = await self._all(operation.name, seconds, arguments)
+        return next(iter(found.values()))
+
+    async def _same(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        found = await self._all(operation.name, seconds, arguments)
+        if len(set(found.values())) > 1:
+            raise NanoInferenceError(f"the replicas do not agree on {operation.name}: {found}.")
+        return next(iter(found.values()))
+
+    async def _any(self, operation: Operation, seconds: float, arguments: Arguments) -> bool:
+        return any((await self._all(operation.name, seconds, arguments)).values())
+
+    async def _joined(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        assert operation.join is not None
+        return operation.join(await self._all(operation.name, seconds, arguments))
+
+    async def _undone(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        taken = operation_named(operation.undo).arguments
+        undo = {name: value for name, value in arguments.items() if name in taken}
+        async with self._lock:
+            found = await self._all_or_undone(operation.name, seconds, arguments, undo)
+        return next(iter(found.values()))
+
+    async def _refuse(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        raise InvalidRequest(
+            f"{operation.name!r} is not a call of a fleet, but of one of its replicas."
+        )
+
+    @staticmethod
+    def patience(operation: Operation, seconds: float) -> float:
+        """The time that an operation may take in all: one of several calls gets it for each."""
+        patience, _ = operation.timed(seconds, {})
+        return (4 if operation.name == "finish_update" else 2) * patience
+
+    def forget(self) -> None:
+        """All replicas are gone, and what they had with them."""
+        self._session = {}
+        self._groups.clear()
+
+    async def _one(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        """Ask the replicas by turns, and the next one where one has died."""
+        self._turn += 1
+        clients = list(self._supervisor.living().values())
+        for place in range(len(clients)):
+            client = clients[(self._turn + place) % len(clients)]
+            try:
+                return await client.call(operation.name, timeout=seconds, **arguments)
+            except EngineDead:
+                continue
+        raise EngineDead("no replica is left that could answer.")
+
+    # -- all of them -------------------------------------------------------------------------------
+
+    async def _each(
+        self,
+        name: str,
+        seconds: float,
+        arguments: Arguments,
+        among: Iterable[str] | None = None,
+        more: Callable[[int], Arguments] = lambda _: {},
+    ) -> Answers:
+        """Call all replicas (or these), the place-th with `more(place)`. The dead are left out.
+        Raises `EngineDead` if none is left.
+        """
+        clients = self._supervisor.living()
+        if among is not None:
+            clients = {replica: clients[replica] for replica in among if replica in clients}
+        answers = await asyncio.gather(
+            *(
+                client.call(name, timeout=seconds, **arguments, **more(place))
+                for place, client in enumerate(clients.values())
+            ),
+            return_exceptions=True,
+        )
+        living = self._supervisor.living()
+        found = {
+            replica: answer
+            for replica, answer in zip(clients, answers, strict=True)
+            if replica in living and not isinstance(answer, EngineDead)
+        }
+        if not found:
+            raise EngineDead("no replica is left that could answer.")
+        for answer in found.values():
+            if isinstance(answer, asyncio.CancelledError):
+                raise answer
+        return found
+
+    async def _all(
+        self, name: str, seconds: float, arguments: Arguments, **options: Any
+    ) -> Answers:
+        """As `_each`; raises the first error."""
+        found = await self._each(name, seconds, arguments, **options)
+        _raise_first(found)
+        return found
+
+    async def _all_or_undone(
+        self,
+        name: str,
+        seconds: float,
+        arguments: Arguments,
+        undo_arguments: Arguments,
+        *,
+        everywhere: bool = False,
+        more: Callable[[int], Arguments] = lambda _: {},
+    ) -> Answers:
+        """As `_all`; where one fails, the others undo it (`everywhere`: that one too)."""
+        found = await self._each(name, seconds, arguments, more=more)
+        done = [replica for replica, answer in found.items() if not _failed(answer)]
+        if len(done) < len(found):
+            if everywhere or done:
+                undo, among = operation_named(name).undo, None if everywhere else done
+                await self._each(undo, max(seconds, SOON), undo_arguments, among)
+            _raise_first(found)
+        return found
+
+    def _still(self, engines: Engines) -> Engines:
+        """Those of them that serve."""
+        living = self._supervisor.living()
+        return {
+            replica: client for replica, client in engines.items() if living.get(replica) is client
+        }
+
+    def _serving(self, replicas: Iterable[str]) -> Engines:
+        living = self._supervisor.living()
+        return {replica: living[replica] for replica in replicas if replica in living}
+
+    def _leave_behind(self, found: Answers, why: str) -> None:
+        """Those that have failed come back as the others are."""
+        for replica in found.keys() & self._supervisor.living().keys():
+            if _failed(found[replica]):
+                self._supervisor.left_behind(replica, f"{why}: {found[replica]}")
+
+    async def _stats(self, name: str, seconds: float, arguments: Arguments) -> EngineStats:
+        found = await self._all(name, seconds, arguments)
+        return self._supervisor.joined_stats(list(found.values()))
+
+    async def _flush_cache(self, name: str, seconds: float, arguments: Arguments) -> None:
+        await self._all(name, seconds, arguments)
+        self._router.forget()
+
+    # -- pauses and memory -------------------------------------------------------------------------
+
+    async def _pause(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        if arguments.get("mode") != "wait":
+            async with self._lock:
+                return await self._pause_now(seconds, arguments)
+        asked = self._supervisor.living()  # without the lock: a resume may come meanwhile
+        answer = await self._pause_now(seconds, arguments)
+        async with self._lock:
+            living = self._supervisor.living()
+            late = [each for each, client in living.items() if asked.get(each) is not client]
+            if self._supervisor.paused and late:
+                with suppress(EngineDead):  # those have died
+                    found = await self._each("pause", SOON, {"mode": "keep"}, late)
+                    self._leave_behind(found, "it does not pause")
+        return answer
+
+    async def _pause_now(self, seconds: float, arguments: Arguments) -> bool:
+        if not await self._stop(seconds, arguments):
+            return False
+        self._supervisor.paused = True
+        return True
+
+    async def _stop(self, seconds: float, arguments: Arguments) -> bool:
+        """Pause all engines. False: one did not come to its pause in time, and all go on."""
+        found = await self._each("pause", seconds, arguments)
+        if all(answer is True for answer in found.values()):
+            return True
+        if not self._supervisor.paused:
+            await self._go_on()
+        _raise_first(found)
+        return False
+
+    async def _resume(self, name: str, seconds: float, arguments: Arguments) -> None:
+        async with self._lock:
+            await self._go_on(seconds)
+            self._supervisor.paused = False
+
+    async def _go_on(self, seconds: float = SOON) -> None:
+        """End a pause. One that does not go on with the others leaves, and comes back as they are.
+        Raises the error of the first if none goes on.
+        """
+        found = await self._each("resume", seconds, {})
+        if all(map(_failed, found.values())):
+            _raise_first(found)
+        self._leave_behind(found, "it does not go on after a pause")
+
+    async def _change_memory(self, name: str, seconds: float, arguments: Arguments) -> None:
+        """Sleep or wake. Each undoes the other."""
+        supervisor = self._supervisor
+        async with self._lock:
+            before = supervisor.asleep
+            awake = [part for part in ("kv_cache", "weights") if part not in before]
+            undo = {"memory": awake if name == "sleep" else list(before)}
+            await self._all_or_undone(name, seconds, arguments, undo, everywhere=True)
+            supervisor.asleep = next(iter((await self._all("sleeping", seconds, {})).values()))
+            if name == "sleep" and "kv_cache" in supervisor.asleep:
+                self._router.forget()
+            if name == "wake" and before and arguments.get("memory") is None:
+                supervisor.paused = supervisor.paused and bool(supervisor.asleep)
+
+    # -- groups and updates ------------------------------------------------------------------------
+
+    async def _join_group(self, name: str, seconds: float, arguments: Arguments) -> None:
+        """Replicas get rank, rank + 1, … in the order in which they came to the fleet."""
+        count, rank = len(self._supervisor.living()), arguments["rank"]
+        if count > 1 and rank + count > arguments["world_size"]:
+            raise InvalidRequest(
+                f"rank={rank} and world_size={arguments['world_size']} leave no room for "
+                f"{count} replicas, "
+                "which are as many engines; the world size has to be at least "
+                f"{rank + count}."
+            )
+        group = arguments["group"]
+        found = await self._all_or_undone(
+            name,
+            seconds,
+            {key: value for key, value in arguments.items() if key != "rank"},
+            {"group": group},
+            more=lambda place: {"rank": rank + place},
+        )
+        self._groups[group] = self._serving(found)
+
+    async def _leave_group(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        self._groups.pop(arguments["group"], None)
+        return any((await self._all(name, seconds, arguments)).values())
+
+    async def _has_group(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        """Of those that joined it; a replica that came later gets its weights from them."""
+        members = self._still(self._groups.get(arguments["group"], {}))
+        return all((await self._all(name, seconds, arguments, among=members or None)).values())
+
+    async def _begin_update(self, name: str, seconds: float, arguments: Arguments) -> int:
+        reason = "another replica could not begin this weight update."
+        undo = {"session": arguments["session"], "reason": reason}
+        async with self._lock:
+            found = await self._all_or_undone(name, seconds, arguments, undo)
+            self._session = self._serving(found)
+            return max(found.values())
+
+    async def _receive(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
+        """Those receive that are in the session and in the group; the others are brought to the new
+        version later.
+        """
+        serving = self._still(self._session)
+        group = self._groups.get(arguments.get("group", ""), serving)
+        members = {each: client for each, client in serving.items() if group.get(each) is client}
+        members = members or self._supervisor.living()  # to say it as one engine does
+        reason = "another replica could not receive this weight update."
+        cancel = {"session": arguments.get("session"), "reason": reason}
+
+        async def receive(replica: str) -> Any:
+            answer = (await self._each(operation.name, seconds, arguments, [replica]))[replica]
+            if _failed(answer):  # the others need not wait for what will not come
+                await self._each("cancel_update", SOON, cancel)
+                raise answer
+            return answer
+
+        answers = await asyncio.gather(*map(receive, members), return_exceptions=True)
+        kept = {
+            replica: answer
+            for replica, answer in zip(members, answers, strict=True)
+            if not isinstance(answer, EngineDead)
+        }
+        kept = {replica: kept[replica] for replica in self._serving(kept)}
+        errors = [answer for answer in kept.values() if _failed(answer)]
+        if errors:  # the one that came first; others were cancelled for it
+            raise next((each for each in errors if reason not in str(each)), errors[0])
+        if not kept:
+            raise WeightUpdateConflict("every replica that received this weight update has died.")
+        self._session = self._still(members)
+        return next(iter(kept.values()))
+
+    async def _cancel_update(self, name: str, seconds: float, arguments: Arguments) -> bool:
+        self._session = {}
+        found = await self._each(name, seconds, arguments)
+        return any(answer is True for answer in found.values())
+
+    async def _finish_update(self, name: str, seconds: float, arguments: Arguments) -> int:
+        supervisor, version = self._supervisor, arguments["version"]
+        policy = arguments["kv_policy"]
+        async with self._lock:
+            members = self._still(self._session) or supervisor.living()
+            alone = len(supervisor.living()) == 1  # it need not wait for others
+            if not alone:
+                await self._all("prepare_update", seconds, arguments, among=members)
+            needs_no_stop = supervisor.paused or alone
+            if not needs_no_stop and not await self._stop(
+                seconds, {"mode": "wait" if policy == "wait" else "keep"}
+            ):
+                raise WeightUpdateConflict(
+                    f"the requests did not end in time for weight version {version}."
+                )
+            try:
+                found = await self._each(name, seconds, arguments, members)
+                if all(map(_failed, found.values())):
+                    _raise_first(found)
+                supervisor.version, supervisor.keeps_old = version, policy == "finish_old"
+                for replica in supervisor.living():
+                    answer = found.get(replica, "it took no part in the update")
+                    if replica not in found or _failed(answer):
+                        why = f"it does not serve weight version {version}: {answer}"
+                        supervisor.left_behind(replica, why)
+                self._session = {}
+                return version
+            finally:
+                if not needs_no_stop:
+                    await self._go_on()
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    async def _load_adapter(self, name: str, seconds: float, arguments: Arguments) -> AdapterInfo:
+        """One replica reads the folder or file, which it may refuse; the others get what that one
+        serves, whatever the folder holds by then. One that cannot have it comes back as the others
+        are.
+        """
+        supervisor, adapter = self._supervisor, arguments["name"]
+        async with self._lock:
+            newest = supervisor.adapter_versions.get(adapter, 0)
+            version = arguments.get("version")
+            if version is not None and version <= newest:
+                raise AdapterError(
+                    f"version={version} of adapter {adapter!r} must be above {newest}."
+                )
+            told = {**arguments, "version": newest + 1 if version is None else version}
+            while True:  # until one has it that lives
+                donor, client = next(iter(supervisor.living().items()), ("", None))
+                if client is None:
+                    raise EngineDead("no replica is left that could load it.")
+                try:
+                    info: AdapterInfo = await client.call(name, timeout=seconds, **told)
+                except EngineDead:
+                    if client.why_dead is None:
+                        raise
+                    continue
+                others = {each: its for each, its in supervisor.living().items() if each != donor}
+                policy: KvPolicy = arguments.get("kv_policy", "finish_old")
+                answers = await asyncio.gather(
+                    *(bring_adapter(client, its, adapter, policy) for its in others.values()),
+                    return_exceptions=True,
+                )
+                if client.why_dead is None or not all(map(_failed, answers)):
+                    break
+            supervisor.serves_adapter(info)
+            self._leave_behind(dict(zip(others, answers, strict=True)), f"no adapter {adapter!r}")
+            return info
+
+    async def _unload_adapter(self, name: str, seconds: float, arguments: Arguments) -> None:
+        async with self._lock:
+            found = await self._each(name, seconds, arguments)
+            if all(map(_failed, found.values())):
+                _raise_first(found)
+            self._supervisor.adapters.pop(arguments["name"], None)
+            self._leave_behind(found, f"it keeps adapter {arguments['name']!r}")
+
+
+def _failed(answer: Any) -> bool:
+    return isinstance(answer, BaseException)
+
+
+def _raise_first(found: Answers) -> None:
+    for replica, answer in found.items():
+        if isinstance(answer, BaseException):
+            log.warning("replica %s: %s", replica, answer)
+            raise answer

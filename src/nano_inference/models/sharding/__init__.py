@@ -1,0 +1,4 @@
+"""How a model is divided among ranks.
+
+Imports: models/spec, ops, parallel. Begin with shard.py.
+"""

@@ -1,0 +1,113 @@
+"""`SharedContext`: what the decoder asks of the ranks that share every sequence's keys and values
+with it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.backend import Joint, KvcacheView, Ops, PartialAttention
+from nano_inference.parallel.context import (
+    MOST_NUMBERS,
+    ContextSplit,
+    ContextStep,
+    Piece,
+    Rejoining,
+    own_rows,
+)
+from nano_inference.parallel.process_group import ProcessGroup
+
+
+class SharedContext:
+    """One rank of a context group.
+
+    Args:
+        group: the ranks, by context rank. All of them run the same steps.
+        ops: of the backend, with `partial`.
+        spec: of the part of the model that is here.
+
+    Attributes:
+        rows_computed: that went through this rank's forwards.
+    """
+
+    def __init__(self, group: ProcessGroup, ops: Ops, spec: ModelSpec) -> None:
+        if ops.partial is None:
+            raise ValueError(f"the {ops.name} backend computes attention whole.")
+        self.rows_computed = 0
+        self._group = group
+        self._partial: PartialAttention = ops.partial
+        self._windows = sorted(set(spec.windows))
+        self._heads = (spec.num_heads, spec.head_dim)
+        self._most_states = max(
+            1, MOST_NUMBERS // (spec.num_heads * ops.partial.width(spec.head_dim))
+        )
+        self._step: ContextStep | None = None
+        self._plans: dict[int, list[Any]] = {}  # of the step, by window: one for each piece
+
+    def own_rows(self, batch: ForwardBatch, block_size: int) -> ForwardBatch:
+        """This rank's rows of a batch; `block_size` is that of its storage."""
+        split = ContextSplit(self._group.size, block_size * self._group.size)
+        own = own_rows(batch, split, self._group.rank, self._windows, self._most_states)
+        self.rows_computed += len(own.input_ids)
+        return own
+
+    def rejoin(self, rejoining: Rejoining, values: Tensor) -> Tensor:
+        """Values [n, ...] of own rows, and of all others', in the order of the batch. Every rank
+        gets all.
+        """
+        return torch.cat(self._group.all_to_all([values] * self._group.size, rejoining.counts))[
+            rejoining.order
+        ]
+
+    def attention(
+        self,
+        view: KvcacheView,
+        layer: int,
+        window: int,
+        scale: float,
+        sinks: Tensor | None = None,
+        cap: float = 0.0,
+    ) -> Joint:
+        """A function for `Ops.call`: q [N, heads * D] of own rows -> attention over the keys of all
+        ranks. The sinks [heads] are added by the rows' owners, once.
+        """
+
+        def attend(batch: ForwardBatch, out: Tensor, q: Tensor) -> None:
+            heads = q.reshape(len(q), *self._heads)
+            plans = self._plans_of(batch, window, view.block_size)
+            for piece, plan in zip(batch.context.pieces[window], plans, strict=True):
+
+                def states(rows: Tensor, plan: Any = plan) -> Tensor:
+                    return self._partial.states(rows, view, layer, plan, scale, cap)
+
+                out[piece.own] = self._merged(piece, heads, states, sinks)
+
+        return attend
+
+    def _merged(
+        self,
+        piece: Piece,
+        q: Tensor,
+        states: Callable[[Tensor], Tensor],
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Queries to those who have keys for them, states back to the rows' owners."""
+        asked = torch.cat(self._group.all_to_all([q[rows] for rows in piece.queries], piece.asked))
+        found = states(asked[piece.arrived])
+        answers = torch.cat(
+            self._group.all_to_all([found[rows] for rows in piece.answers], piece.answered)
+        )
+        return self._partial.merge(answers[piece.order], piece.counts, q.dtype, sinks)
+
+    def _plans_of(self, batch: ForwardBatch, window: int, block_size: int) -> list[Any]:
+        """One plan a step and window, for all layers."""
+        if self._step is not batch.context:
+            self._step, self._plans = batch.context, {}
+        if window not in self._plans:
+            pieces = batch.context.pieces[window]
+            self._plans[window] = [self._partial.plan(piece.rows, block_size) for piece in pieces]
+        return self._plans[window]

@@ -1,0 +1,291 @@
+"""`ModelShard`: which part of a model one rank holds, as ranges of heads, columns, layers and
+tokens.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cache
+
+from nano_inference.errors import ConfigError
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.parallel.bounds import SEGMENTS, row_segments, segment_unit
+from nano_inference.parallel.mesh import Mesh, Place
+
+# Tokens are shared out by whole blocks of every backend's sums over the vocabulary, else by whole
+# panels, else singly.
+VOCAB_UNITS = (1536, 16, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """What a rank holds of a model.
+
+    Attributes:
+        place: the rank's.
+        whole: the model.
+        heads: query heads whose share of the attention's output is this rank's.
+        kv_heads: key-value heads that these need; other ranks may hold some of them too.
+        inner: columns of an MLP's inner side.
+        vocab: rows of embedding and head.
+        layers: of the pipeline stage.
+        experts: of the model's every layer of experts, whole ones; the others are at other ranks.
+        head_segments, inner_segments: bounds of the segments in which the columns that are this
+            rank's are added up, counted from its first; None: there are more ranks than segments.
+    """
+
+    place: Place
+    whole: ModelSpec
+    heads: range
+    kv_heads: range
+    inner: range
+    vocab: range
+    layers: range
+    experts: range
+    head_segments: tuple[int, ...] | None
+    inner_segments: tuple[int, ...] | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as this rank runs it: with the query heads of its KV heads, and with its layers
+        alone.
+        """
+        group = self.whole.num_heads // self.whole.num_kv_heads
+        first, last = self.layers.start, self.layers.stop
+        moe = self.whole.moe
+        return replace(
+            self.whole,
+            num_heads=len(self.kv_heads) * group,
+            num_kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.inner),
+            num_layers=len(self.layers),
+            ropes=self.whole.ropes[first:last],
+            windows=self.whole.windows[first:last],
+            moe=None if moe is None else replace(moe, layers=moe.layers[first:last]),
+        )
+
+    @property
+    def own_columns(self) -> tuple[int, int]:
+        """Where, in the attention output of the heads that it computes, its own ones stand: [start,
+        stop).
+        """
+        group, size = self.whole.num_heads // self.whole.num_kv_heads, self.whole.value_dim
+        first = self.kv_heads.start * group
+        return (self.heads.start - first) * size, (self.heads.stop - first) * size
+
+    def kv_heads_of(self, layer: int) -> range:
+        """Its KV heads in a layer. Models whose layers are of several kinds are not shared."""
+        count = self.whole.layer(layer).num_kv_heads
+        return range(count) if self.whole.kinds else self.kv_heads
+
+    def inner_of(self, layer: int) -> range:
+        """Its columns of an MLP's inner side in a layer."""
+        return range(self.whole.layer(layer).intermediate_size) if self.whole.kinds else self.inner
+
+    def head_segments_of(self, layer: int) -> tuple[int, ...] | None:
+        """`head_segments` of a layer."""
+        if not self.whole.kinds:
+            return self.head_segments
+        size = self.whole.layer(layer).head_dim
+        return tuple(bound * size for bound in row_segments(self.whole.num_heads, 1))
+
+    def inner_segments_of(self, layer: int) -> tuple[int, ...] | None:
+        """`inner_segments` of a layer."""
+        if not self.whole.kinds:
+            return self.inner_segments
+        size = self.whole.layer(layer).intermediate_size
+        return row_segments(size, segment_unit(size))
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether it needs the embedding: to embed, or as a tied head."""
+        return self.place.is_first_stage or (
+            self.place.is_last_stage and self.whole.tie_word_embeddings
+        )
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it holds a head of its own."""
+        return self.place.is_last_stage and not self.whole.tie_word_embeddings
+
+    @property
+    def vocab_bounds(self) -> tuple[int, ...]:
+        """Which tokens the ranks that share its layers hold: rank r from bounds[r] to bounds[r +
+        1].
+        """
+        return _vocab_bounds(self.whole.vocab_size, self.place.mesh.tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole model."""
+        every = self.whole.moe.num_experts if self.whole.moe is not None else 0
+        return (
+            self.place.mesh == Mesh(context=self.place.mesh.context) and len(self.experts) == every
+        )
+
+
+def shard_of(
+    spec: ModelSpec,
+    place: Place = Place(),  # noqa: B008 (frozen)
+    engines: tuple[int, int] = (0, 1),
+) -> ModelShard:
+    """What the rank at `place` holds. Raises `ConfigError` where a model cannot be shared so.
+
+    Args:
+        spec: of the whole model.
+        place: the rank's.
+        engines: which one this is of how many engines that have the experts in common; with one
+            tensor rank each.
+    """
+    ranks, index = place.mesh.tensor, place.tensor_rank
+    _require_divisible(spec, place.mesh)
+    if spec.kinds and engines[1] > 1:
+        raise ConfigError(
+            f"expert_parallel={engines[1]} is not possible for {spec.architecture}: its router "
+            "reads other rows than its experts; use replicas."
+        )
+    if ranks <= SEGMENTS:
+        heads = row_segments(spec.num_heads, 1)
+        inner = row_segments(spec.intermediate_size, segment_unit(spec.intermediate_size))
+        first, last = SEGMENTS // ranks * index, SEGMENTS // ranks * (index + 1)
+        own_heads, own_inner = range(heads[first], heads[last]), range(inner[first], inner[last])
+        head_segments = tuple(
+            (bound - heads[first]) * spec.value_dim for bound in heads[first : last + 1]
+        )
+        inner_segments = tuple(bound - inner[first] for bound in inner[first : last + 1])
+    else:
+        own_heads, own_inner = (
+            _share(spec.num_heads, ranks, index),
+            _share(spec.intermediate_size, ranks, index),
+        )
+        head_segments = inner_segments = None
+    group = spec.num_heads // spec.num_kv_heads
+    vocab = _vocab_bounds(spec.vocab_size, ranks)
+    return ModelShard(
+        place=place,
+        whole=spec,
+        heads=own_heads,
+        kv_heads=range(own_heads.start // group, -(-own_heads.stop // group)),
+        inner=own_inner,
+        vocab=range(vocab[index], vocab[index + 1]),
+        layers=split_layers(spec, place.mesh.pipeline)[place.stage],
+        experts=_experts(spec, (index, ranks) if ranks > 1 else engines),
+        head_segments=head_segments,
+        inner_segments=inner_segments,
+    )
+
+
+def expert_bounds(spec: ModelSpec, ranks: int) -> tuple[int, ...]:
+    """The first expert of each of so many ranks, and the number of experts."""
+    assert spec.moe is not None
+    return tuple(spec.moe.num_experts * rank // ranks for rank in range(ranks + 1))
+
+
+def _experts(spec: ModelSpec, rank: tuple[int, int]) -> range:
+    if spec.moe is None:
+        return range(0)
+    index, ranks = rank
+    if ranks > spec.moe.num_experts:
+        raise ConfigError(
+            f"{ranks} ranks are more than the model's {spec.moe.num_experts} experts; use at most "
+            "so many."
+        )
+    bounds = expert_bounds(spec, ranks)
+    return range(bounds[index], bounds[index + 1])
+
+
+@cache
+def split_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
+    """Which layers each stage of a pipeline holds, so that stages hold about as many bytes of
+    weights each.
+
+    The first stage bears the embedding, the last one the head. Raises `ConfigError` where there are
+    more stages than layers.
+    """
+    if stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel={stages} is more than the model's {spec.num_layers} layers; use "
+            "at most "
+            f"{spec.num_layers}."
+        )
+    if stages == 1:
+        return (range(spec.num_layers),)
+    # numbers of an embedding, or a head
+    most, ends = spec.num_layers, spec.vocab_size * spec.hidden_size
+    up_to = list(
+        itertools.accumulate((_layer_size(spec, layer) for layer in range(most)), initial=0)
+    )
+
+    def cost(stage: int, start: int, stop: int) -> int:
+        size = up_to[stop] - up_to[start] + ends * ((stage == 0) + (stage == stages - 1))
+        return size * size  # the least sum of squares is the most even
+
+    # By how many layers the stages so far have: the least that it costs, and the first layer of
+    # each of them.
+    best = {stop: (cost(0, 0, stop), (0,)) for stop in range(1, most)}
+    for stage in range(1, stages):
+        left = stages - 1 - stage
+        best = {
+            stop: min(
+                (spent + cost(stage, start, stop), (*starts, start))
+                for start, (spent, starts) in best.items()
+                if start < stop
+            )
+            for stop in range(stage + 1, most - left + 1)
+        }
+    starts = best[most][1]
+    return tuple(range(*bounds) for bounds in zip(starts, (*starts[1:], most), strict=True))
+
+
+def _layer_size(spec: ModelSpec, layer: int) -> int:
+    """Numbers that a layer's matrices hold."""
+    heads, moe = 2 * spec.num_heads + 2 * spec.num_kv_heads, spec.moe
+    mlp = 3 * spec.intermediate_size
+    if moe is not None and moe.layers[layer]:
+        mlp = moe.num_experts * (3 * moe.intermediate_size + 1)
+        mlp += 3 * moe.shared.intermediate_size if moe.shared is not None else 0
+    return spec.hidden_size * (heads * spec.head_dim + mlp)
+
+
+def _vocab_bounds(size: int, ranks: int) -> tuple[int, ...]:
+    """Where the tokens of each rank begin, and where the last one's end."""
+    unit = next(unit for unit in VOCAB_UNITS if size >= unit * ranks or unit == 1)
+    units = -(-size // unit)
+    return tuple(min(units * index // ranks * unit, size) for index in range(ranks + 1))
+
+
+def _share(count: int, ranks: int, index: int) -> range:
+    return range(count * index // ranks, count * (index + 1) // ranks)
+
+
+def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
+    for has_them, what in (
+        (spec.state is not None, "layers with a state"),
+        (spec.kinds, "layers of several kinds"),
+    ):
+        if has_them and mesh != Mesh():
+            raise ConfigError(
+                f"{spec.architecture} has {what}, which ranks do not share yet; use replicas "
+                "instead of tensor_parallel, pipeline_parallel or context_parallel."
+            )
+    if spec.latent is not None and mesh.tensor * mesh.context > 1:
+        shared = "tensor" if mesh.tensor > 1 else "context"
+        raise ConfigError(
+            f"{shared}_parallel={getattr(mesh, shared)} is not possible for {spec.architecture}: "
+            "its attention is over latents; use pipeline_parallel or replicas."
+        )
+    if mesh.tensor > 1 and spec.qk_norm == "full":
+        raise ConfigError(
+            f"tensor_parallel={mesh.tensor} is not possible for {spec.architecture}: its norm of "
+            "queries and keys "
+            "spans all heads; use pipeline_parallel or replicas."
+        )
+    for count, what in (
+        (spec.num_heads, "attention heads"),
+        (spec.intermediate_size, "inner columns"),
+    ):
+        if mesh.tensor > count:
+            most = 1 << count.bit_length() - 1  # a power of two
+            raise ConfigError(
+                f"tensor_parallel={mesh.tensor} is more than the model's {count} {what}; use at "
+                f"most {most}."
+            )

@@ -1,0 +1,456 @@
+"""What a checkpoint says of its quantisation: read first, from config.json or a file beside it,
+into one small description. No tensors.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.spec.config_checks import Config
+from nano_inference.system.regular_files import read_json
+
+# A row of `quantised_weights.FORMATS` each.
+FormatName = Literal[
+    "awq", "bitsandbytes-4bit", "bitsandbytes-int8", "fp8", "gguf", "gptq", "int8", "mxfp4",
+    "mxfp4-packed", "nvfp4", "nvfp4-modelopt", "packed-int",
+]  # fmt: skip
+Block = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the weight of a module is stored.
+
+    Attributes:
+        format: which tensors hold it, and how they are read.
+        bits: of a code.
+        block: rows and columns that share a scale; None: all of them.
+        symmetric: codes count from the middle of their range; else there are zero points.
+        zero_offset: what the stored zero points lack (GPTQ: 1).
+        by_column: a tensor says for each column which group's scale it has.
+    """
+
+    format: FormatName
+    bits: int
+    block: Block = (None, None)
+    symmetric: bool = True
+    zero_offset: int = 0
+    by_column: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What a checkpoint says of its quantisation.
+
+    Attributes:
+        method: its name.
+        where: the file that says so.
+        schemes: by patterns of modules' names; the first that matches holds.
+        left_out: patterns of the modules that are stored as they are.
+        activations: how activations were to be quantised, which is not done here; empty: they were
+            not.
+    """
+
+    method: str
+    where: str
+    schemes: tuple[tuple[str, Scheme], ...]
+    left_out: tuple[str, ...] = ()
+    activations: str = ""
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """How a module's weight is stored; None: as it is."""
+        if any(_compiled(pattern).match(module) for pattern in self.left_out):
+            return None
+        matching = (each for pattern, each in self.schemes if _compiled(pattern).match(module))
+        return next(matching, None)
+
+    def __str__(self) -> str:
+        """The method and its schemes, for a line."""
+        if self.method == "gguf":  # each of its matrices has a scheme of its own
+            return "the blocks of a .gguf file"
+        kinds = dict.fromkeys(_told(scheme) for _, scheme in self.schemes)
+        return f"{self.method} ({'; '.join(kinds)})"
+
+    @property
+    def computed(self) -> str:
+        """What `quantization="file"` makes of it, for a line."""
+        return f"quantised with {self}, computed with its own codes"
+
+    def becomes(self, dtype: str) -> str:
+        """What is made of it, for a line."""
+        left = f"; activations are not quantised, to {self.activations}" if self.activations else ""
+        return f"quantised with {self}, dequantised to {dtype}{left}"
+
+
+# Where a config.json says it: transformers' key, compressed-tensors' old one, MLX's; each also
+# inside `text_config`.
+KEYS = ("quantization_config", "compression_config", "quantization")
+# Files that say it beside config.json -> the method.
+SIDE_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+# Of a description that names no method: a field that this method writes, the most telling first.
+_TRACES = {
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "config_groups": "compressed-tensors",
+    "quant_algo": "modelopt",
+    "w_bit": "awq",
+    "desc_act": "gptq",
+    "bits": "mlx",
+}
+GGUF = "gguf"  # what `models.gguf` writes of a file whose blocks products read as they are
+_NONE = (None, "", "none", "no_quant")
+_ANY = ""  # matches every name
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """`re` itself keeps 512 of them; some checkpoints leave out more modules than that."""
+    return re.compile(pattern)
+
+
+def read_quantisation(config: Config, folder: Path | None = None) -> Quantisation | None:
+    """What a config.json, or a file beside it in `folder`, says of the weights; None: they are
+    plain.
+
+    Raises `ModelLoadError` naming the method, or the value, that is not known.
+    """
+    for where, fields, default in _descriptions(config, folder):
+        method = _method(fields, default) if isinstance(fields, Mapping) else str(fields)
+        if method is None:
+            return None
+        if method not in _READERS or not isinstance(fields, Mapping):
+            raise _unknown(method, _detail(fields) if isinstance(fields, Mapping) else "", where)
+        try:
+            return _READERS[method](_Description(method, where, fields))
+        except (TypeError, ValueError, AttributeError, KeyError, re.error) as problem:
+            raise ModelLoadError(
+                f"{where} describes a quantisation ({method}) with a value of the wrong kind: "
+                f"{problem}."
+            ) from problem
+    return None
+
+
+def quantisation_of(folder: Path) -> Quantisation | None:
+    """The same of a model's folder."""
+    path = folder / "config.json"
+    return read_quantisation(read_json(path) if path.exists() else {}, folder)
+
+
+def _descriptions(config: Config, folder: Path | None) -> Iterable[tuple[str, Any, str | None]]:
+    """Where it is said, what is said, and the method where none is named."""
+    inner = config.get("text_config")
+    for source in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in KEYS:
+            if source.get(key):
+                yield "config.json", source[key], None
+    for name, method in SIDE_FILES.items():
+        if folder is not None and (folder / name).exists():
+            told = read_json(folder / name)
+            inner = told.get("quantization")
+            yield str(folder / name), inner if isinstance(inner, Mapping) else told, method
+
+
+def _unknown(method: str, detail: str, where: str) -> ModelLoadError:
+    told = f" ({detail})" if detail else ""
+    return ModelLoadError(
+        f"the checkpoint is quantised with {method}{told}, as {where} says, and that is not "
+        "supported; use the unquantised checkpoint, or a GGUF file of the model."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The fields of a description, read with errors that name them."""
+
+    method: str
+    where: str
+    fields: Config
+
+    def refuse(self, detail: str) -> ModelLoadError:
+        return _unknown(self.method, detail, self.where)
+
+    def wrong(self, key: str, needed: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self.where} describes a quantisation ({self.method}) with "
+            f"{key}={self.fields.get(key)!r}; {needed} is needed."
+        )
+
+    def one_of(self, key: str, known: Iterable[Any], default: Any) -> Any:
+        value = self.fields.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or value not in tuple(known):
+            raise self.wrong(key, " or ".join(map(str, known)))
+        return value
+
+    def group(self, key: str, default: int | None) -> int | None:
+        """Columns that share a scale; -1 there is None here: all of them."""
+        value = self.fields.get(key)
+        value = default if value is None else value
+        if value in (None, -1):
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.wrong(key, "a number of columns, or -1 for all,")
+        return value
+
+    def block(self, key: str) -> Block:
+        value = self.fields.get(key)
+        sizes = value if isinstance(value, list | tuple) else ()
+        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            raise self.wrong(key, "rows and columns of a block")
+        return (sizes[0], sizes[1])
+
+    def names(self, *keys: str) -> list[str]:
+        """All names that these keys list."""
+        return [str(name) for key in keys for name in self.fields.get(key) or ()]
+
+    def build(
+        self,
+        *schemes: tuple[str, Scheme],
+        left_out: Iterable[str] = (),
+        activations: str = "",
+    ) -> Quantisation:
+        patterns = tuple(left_out)
+        for pattern in (*(pattern for pattern, _ in schemes), *patterns):
+            _compiled(pattern)
+        return Quantisation(self.method, self.where, schemes, patterns, activations)
+
+
+_LEFT_OUT = ("modules_to_not_convert",)
+
+
+def _read_one(
+    told: _Description,
+    scheme: Scheme,
+    left_out: tuple[str, ...] = _LEFT_OUT,
+    activations: str = "",
+) -> Quantisation:
+    """One scheme for all modules but for those that the keys `left_out` list."""
+    patterns = _parts_of_names(told.names(*left_out))
+    return told.build((_ANY, scheme), left_out=patterns, activations=activations)
+
+
+def _read_fp8(told: _Description) -> Quantisation:
+    """transformers' and DeepSeek's, and AutoFP8's."""
+    blocked = told.fields.get("weight_block_size") is not None
+    block: Block = told.block("weight_block_size") if blocked else (None, None)
+    return _read_one(
+        told,
+        Scheme("fp8", 8, block),
+        (*_LEFT_OUT, "ignored_layers"),
+        f"fp8, {told.fields.get('activation_scheme', 'dynamic')}",
+    )
+
+
+_MODELOPT = {
+    "FP8": (Scheme("fp8", 8), "fp8, static"),
+    "FP8_PB_WO": (Scheme("fp8", 8, (128, 128)), ""),
+    "FP8_PER_CHANNEL_PER_TOKEN": (Scheme("fp8", 8, (1, None)), "fp8, dynamic"),
+    "NVFP4": (Scheme("nvfp4-modelopt", 4, (1, 16)), "nvfp4"),
+}
+
+
+def _read_modelopt(told: _Description) -> Quantisation:
+    algorithm = str(told.fields.get("quant_algo"))
+    if algorithm not in _MODELOPT:
+        raise told.refuse(algorithm)
+    scheme, activations = _MODELOPT[algorithm]
+    left_out = (
+        _whole_name(fnmatch.translate(name)) for name in told.names("exclude_modules", "ignore")
+    )
+    return told.build((_ANY, scheme), left_out=left_out, activations=activations)
+
+
+def _read_gptq(told: _Description) -> Quantisation:
+    if told.fields.get("is_marlin_format"):
+        raise told.refuse("marlin format")
+    layout = told.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    schemes = [(_ANY, _gptq_scheme(told, layout))]
+    left_out: list[str] = []
+    # gptqmodel's: pattern -> what is other there; "-:" before it: left out
+    changes = told.fields.get("dynamic") or {}
+    for name, fields in changes.items():
+        if name.startswith("-:"):
+            left_out.append(name[2:])
+        else:
+            own = replace(told, fields={**told.fields, **fields})
+            schemes.insert(-1, (name.removeprefix("+:"), _gptq_scheme(own, layout)))
+    return told.build(*schemes, left_out=left_out)
+
+
+def _gptq_scheme(told: _Description, layout: str) -> Scheme:
+    symmetric = bool(told.fields.get("sym", True))
+    bits = told.one_of("bits", (2, 4, 8), None)
+    offset = 1 if layout == "gptq" else 0
+    group = (1, told.group("group_size", 128))
+    ordered = bool(told.fields.get("desc_act", False))
+    return Scheme("gptq", bits, group, symmetric, offset, ordered)
+
+
+def _read_awq(told: _Description) -> Quantisation:
+    for key in ("version", "checkpoint_format", "format"):
+        layout = str(told.fields.get(key) or "gemm").lower()
+        if layout != "gemm":
+            raise told.refuse(layout)
+    bits = told.one_of("w_bit" if "w_bit" in told.fields else "bits", (4,), 4)
+    group = told.group("q_group_size" if "q_group_size" in told.fields else "group_size", 128)
+    scheme = Scheme("awq", bits, (1, group), not told.fields.get("zero_point", True))
+    return _read_one(told, scheme)
+
+
+def _read_bitsandbytes(told: _Description) -> Quantisation:
+    """A block of 4-bit codes is as large as each weight's own statistics say."""
+    fields = told.fields
+    four = bool(fields.get("load_in_4bit") or fields.get("_load_in_4bit"))
+    eight = bool(fields.get("load_in_8bit") or fields.get("_load_in_8bit"))
+    if four == eight:
+        raise told.wrong("load_in_4bit", "one of load_in_4bit and load_in_8bit")
+    scheme = Scheme("bitsandbytes-4bit", 4) if four else Scheme("bitsandbytes-int8", 8, (1, None))
+    return _read_one(told, scheme, ("llm_int8_skip_modules",), "int8, dynamic" * eight)
+
+
+# compressed-tensors' formats: -> this one's, type and bits of the codes.
+_COMPRESSED: dict[str, tuple[FormatName, str, tuple[int, ...]]] = {
+    "float-quantized": ("fp8", "float", (8,)),
+    "int-quantized": ("int8", "int", (4, 8)),
+    "mxfp4-pack-quantized": ("mxfp4-packed", "float", (4,)),
+    "mxfp8-quantized": ("fp8", "float", (8,)),
+    "nvfp4-pack-quantized": ("nvfp4", "float", (4,)),
+    "pack-quantized": ("packed-int", "int", (2, 4, 8)),
+}
+_BLOCKS: dict[str, Callable[[_Description], Block]] = {
+    "tensor": lambda _: (None, None),
+    "channel": lambda _: (1, None),
+    "group": lambda weights: (1, weights.group("group_size", None)),
+    "tensor_group": lambda weights: (1, weights.group("group_size", None)),
+    "block": lambda weights: weights.block("block_structure"),
+}
+
+
+def _read_compressed(told: _Description) -> Quantisation:
+    sparse = (told.fields.get("sparsity_config") or {}).get("format") or "dense"
+    if sparse != "dense":
+        raise told.refuse(f"{sparse} sparsity")
+    if (told.fields.get("transform_config") or {}).get("config_groups"):
+        raise told.refuse("transforms of activations")
+    found: list[tuple[int, str, Scheme]] = []
+    activations = ""
+    for group in (told.fields.get("config_groups") or {}).values():
+        if group.get("weights") is None:
+            continue
+        weights = replace(told, fields=group["weights"])
+        scheme = _compressed_scheme(weights, group.get("format") or told.fields.get("format"))
+        found += [(*_target(str(target)), scheme) for target in group.get("targets") or ()]
+        activations = activations or _activations(group.get("input_activations"))
+    schemes = [(pattern, scheme) for _, pattern, scheme in sorted(found, key=lambda each: each[0])]
+    left_out = (_target(name)[1] for name in told.names("ignore"))
+    return told.build(*schemes, left_out=left_out, activations=activations)
+
+
+def _compressed_scheme(weights: _Description, layout: Any) -> Scheme:
+    kind, bits = weights.one_of("type", ("int", "float"), "int"), weights.fields.get("num_bits", 8)
+    if layout in (None, "naive-quantized"):
+        layout = f"{kind}-quantized"
+    if layout not in _COMPRESSED:
+        raise weights.refuse(str(layout))
+    name, needed, sizes = _COMPRESSED[layout]
+    if kind != needed or bits not in sizes:
+        raise weights.refuse(f"{layout} of {kind} with {bits} bits")
+    group = weights.fields.get("group_size")
+    default = "tensor" if group is None else "group" if group > 0 else "channel"
+    strategy = weights.one_of("strategy", _BLOCKS, default)
+    symmetric = bool(weights.fields.get("symmetric", True))
+    ordered = weights.fields.get("actorder") in ("group", "dynamic", True)
+    return Scheme(name, bits, _BLOCKS[strategy](weights), symmetric, by_column=ordered)
+
+
+def _target(target: str) -> tuple[int, str]:
+    """How nearly a target of compressed-tensors names a module, and its pattern: a name, a pattern,
+    or a class of modules.
+    """
+    if target.startswith("re:"):
+        return 1, target[3:]
+    if "." not in target and target[:1].isupper():
+        return 2, r".*embed_tokens$" if target == "Embedding" else r"(?!.*embed_tokens$)"
+    return 0, _whole_name(re.escape(target))
+
+
+def _activations(told: Any) -> str:
+    if not isinstance(told, Mapping):
+        return ""
+    kind = "fp" if told.get("type") == "float" else "int"
+    return f"{kind}{told.get('num_bits', 8)}, {'dynamic' if told.get('dynamic') else 'static'}"
+
+
+_READERS: dict[str, Callable[[_Description], Quantisation]] = {
+    "awq": _read_awq,
+    "bitsandbytes": _read_bitsandbytes,
+    "compressed-tensors": _read_compressed,
+    "fbgemm_fp8": partial(
+        _read_one, scheme=Scheme("fp8", 8, (1, None)), activations="fp8, dynamic"
+    ),
+    "fp8": _read_fp8,
+    GGUF: partial(_read_one, scheme=Scheme("gguf", 8), left_out=()),
+    "gptq": _read_gptq,
+    "modelopt": _read_modelopt,
+    "mxfp4": partial(_read_one, scheme=Scheme("mxfp4", 4, (1, 32))),
+}
+
+
+def _parts_of_names(names: Iterable[str]) -> list[str]:
+    """transformers' rule: the beginning of a name up to a dot, as a pattern, or its end."""
+    return [
+        rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name.removeprefix('.'))}$" for name in names
+    ]
+
+
+def _whole_name(pattern: str) -> str:
+    return rf"(?:{pattern})$"
+
+
+def _told(scheme: Scheme) -> str:
+    """A scheme in words."""
+    rows, columns = scheme.block
+    if scheme.format == "bitsandbytes-4bit":
+        return "4 bits"
+    shared = {
+        (None, None): "a scale a tensor",
+        (1, None): "a scale a row",
+    }.get(scheme.block) or f"a scale for {f'{rows} x ' if rows != 1 else ''}{columns}"
+    return f"{scheme.bits} bits, {shared}"
+
+
+def _method(fields: Config, default: str | None) -> str | None:
+    """None: the description says that nothing is quantised."""
+    for key in ("quant_method", "quant_algo"):
+        if key in fields and _is_none(fields[key]):
+            return None
+    if named := fields.get("quant_method"):
+        return str(named)
+    return default or next(
+        (method for field, method in _TRACES.items() if field in fields), "an unnamed method"
+    )
+
+
+def _detail(fields: Config) -> str:
+    """Of how many bits, or of which kind, its codes are; empty: it does not say."""
+    bits = next(
+        (fields[key] for key in ("bits", "w_bit", "wbits") if isinstance(fields.get(key), int)),
+        None,
+    )
+    if bits is not None:
+        return f"{bits} bits"
+    kinds = (fields.get(key) for key in ("quant_algo", "quant_type", "weights", "format"))
+    return next((kind for kind in kinds if isinstance(kind, str)), "")
+
+
+def _is_none(value: Any) -> bool:
+    return (value.lower() if isinstance(value, str) else value) in _NONE

@@ -1,0 +1,286 @@
+"""Weight updates from rank 0 to the others: each gets its slices, bucket by bucket; no rank gathers
+the whole. A worker puts its part aside until all ranks have theirs; then all write it, or none.
+"""
+
+import itertools
+import threading
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.errors import RankLost, WeightTransferError, WeightUpdateError
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters import Slot, named_slots, param_table, read
+from nano_inference.models.sharding.shard import shard_of
+from nano_inference.parallel.mesh import Place
+from nano_inference.ranks.messages import Call, Piece
+from nano_inference.ranks.worker_group import WorkerGroup
+from nano_inference.weights.update import Change, StagedChanges, WeightUpdate
+
+PIECE_BYTES = 2**23  # of a tensor in one message: steps go between them
+
+
+class SentUpdates:
+    """The other ranks' parts of updates of the policy: what is given is sent on, and written on all
+    ranks or on none. Raises `WeightUpdateError` or `RankLost`.
+    """
+
+    def __init__(self, worker_group: WorkerGroup, model: Decoder) -> None:
+        spec, mesh = model.part.whole, model.part.place.mesh
+        self._worker_group, self._model = worker_group, model
+        tables = [
+            param_table(spec, shard_of(spec, Place(mesh, rank))) for rank in range(mesh.world_size)
+        ]
+        self._slots: list[dict[str, Slot]] = [named_slots(table) for table in tables]
+        self._dtypes = {
+            source.name: torch.float32 if param.keep_float32 else model.dtype
+            for table in tables
+            for param in table
+            for source in param.sources
+        }
+        self._numbers: dict[WeightUpdate, int] = {}
+        self._count = itertools.count(1)
+        self._lock = threading.Lock()
+
+    @property
+    def num_open(self) -> int:
+        """Updates that the others have something of."""
+        return len(self._numbers)
+
+    def give(self, update: WeightUpdate, name: str, values: Tensor, indices: Tensor | None) -> None:
+        """Send all other ranks their parts of a checked tensor, or of single numbers of one."""
+        if update.done():  # given up by another thread, as who brings it is about to see
+            return
+        number = self.number(update)
+        try:
+            self._give(number, name, values, indices)
+        finally:
+            if update.done():  # since then: what was sent after `discard` is forgotten too
+                self._numbers.pop(update, None)
+                self._forget(number)
+
+    def _give(self, number: int, name: str, values: Tensor, indices: Tensor | None) -> None:
+        for rank, table in enumerate(self._slots[1:], start=1):
+            slot = table.get(name)
+            if slot is None:
+                continue
+            dtype = self._dtypes[slot.tied_to or name]
+            if indices is None:
+                self._send(
+                    rank,
+                    number,
+                    name,
+                    _bytes_of(slot.take(values.detach()), dtype),
+                    dtype,
+                    slot.local_shape,
+                )
+            else:
+                places, numbers = slot.take_places(indices.to(values.device), values.detach())
+                data = torch.cat([_bytes_of(places, torch.int64), _bytes_of(numbers, dtype)])
+                self._send(rank, number, name, data, dtype, places.shape, patch=True)
+
+    def settle(self, update: WeightUpdate) -> None:
+        """All was given. Returns when every rank has its part and can write it."""
+        try:
+            self._worker_group.call("settle", slow=True, update=self.number(update))
+        except RankLost as problem:
+            raise WeightTransferError(
+                f"the update did not reach every rank: {problem}"
+            ) from problem
+        except Exception as problem:
+            raise WeightUpdateError(f"not every rank can take the update: {problem}") from problem
+
+    def apply(self, update: WeightUpdate) -> None:
+        """Let all ranks write it, at this place between steps."""
+        self._worker_group.tell(Call("apply", {"update": self._numbers.pop(update)}))
+
+    def discard(self, update: WeightUpdate) -> None:
+        """Let all ranks forget it. Raises nothing."""
+        number = self._numbers.pop(update, None)
+        if number is not None:
+            self._forget(number)
+
+    def whole(self, name: str) -> Tensor:
+        """A checkpoint tensor as all ranks together hold it."""
+        shape = next(table[name].shape for table in self._slots if name in table)
+        found = torch.empty(shape, dtype=self._dtypes[name])
+        for rank, part in enumerate(self._parts(name)):
+            if part is not None:
+                self._slots[rank][name].put(found, part)
+        return found
+
+    def number(self, update: WeightUpdate) -> int:
+        """What the others call an update."""
+        with self._lock:
+            if update not in self._numbers:
+                self._numbers[update] = next(self._count)
+            return self._numbers[update]
+
+    def _forget(self, number: int) -> None:
+        with suppress(RankLost):  # then there is no engine any more
+            self._worker_group.tell(Call("discard", {"update": number}))
+
+    def _parts(self, name: str) -> list[Tensor | None]:
+        """What each rank holds of a checkpoint tensor."""
+        own = self._slots[0].get(name)
+        found: list[Tensor | None] = [None if own is None else read(self._model.params, own).cpu()]
+        data = [bytearray() for _ in self._worker_group.workers]
+        sizes = (_num_bytes(table.get(name), self._dtypes[name]) for table in self._slots[1:])
+        for start in range(0, max(sizes, default=0), PIECE_BYTES):
+            answers = self._worker_group.call("read", slow=True, name=name, start=start)
+            for mine, answer in zip(data, answers, strict=True):
+                mine.extend(answer)
+        for table, mine in zip(self._slots[1:], data, strict=True):
+            slot, whole = table.get(name), torch.empty(0, dtype=self._dtypes[name])
+            if mine:  # of an expert it may have nothing
+                whole = torch.frombuffer(mine, dtype=self._dtypes[name])
+            found.append(None if slot is None else whole.view(slot.local_shape))
+        return found
+
+    def _send(
+        self,
+        rank: int,
+        number: int,
+        name: str,
+        data: Tensor,
+        dtype: torch.dtype,
+        shape: Any,
+        patch: bool = False,
+    ) -> None:
+        numbers = data.numpy()
+        kind = str(dtype).removeprefix("torch.")
+        for start in range(0, max(len(numbers), 1), PIECE_BYTES):
+            piece = numbers[start : start + PIECE_BYTES].tobytes()
+            try:
+                self._worker_group.tell_one(
+                    rank, Piece(number, name, kind, list(shape), start, piece, patch)
+                )
+            except RankLost as problem:
+                raise WeightTransferError(
+                    f"the update did not reach every rank: {problem}"
+                ) from problem
+
+
+@dataclass
+class _Staged:
+    """One update."""
+
+    changes: StagedChanges = field(default_factory=StagedChanges)
+    filling: Tensor | None = None  # bytes that are still coming
+    filled: int = 0
+    problem: str | None = None
+
+
+class StagedUpdates:
+    """A worker's end: what was received and is not written yet, by number of the update; settled
+    ones in order.
+    """
+
+    def __init__(self, model: Decoder, slots: Mapping[str, Slot]) -> None:
+        self._model, self._slots = model, slots
+        self._staged: dict[int, _Staged] = {}
+        self._settled: list[int] = []
+
+    @property
+    def num_staged(self) -> int:
+        """Updates of which something is put aside."""
+        return len(self._staged)
+
+    def take(self, piece: Piece) -> None:
+        """Put a piece aside. Errors are told when the update is settled."""
+        staged = self._staged.setdefault(piece.update, _Staged())
+        if staged.problem is not None:
+            return
+        try:
+            self._take(staged, piece)
+        except (MemoryError, RuntimeError, ValueError, KeyError) as problem:
+            staged.problem = (
+                f"{piece.name!r} could not be put aside: {type(problem).__name__}: {problem}"
+            )
+            staged.changes, staged.filling = StagedChanges(), None
+
+    def params_of(self, update: int) -> Collection[str]:
+        """The decoder's names of the parameters that it changes here."""
+        staged = self._staged.get(update)
+        return frozenset() if staged is None else staged.changes.params
+
+    def settle(self, update: int) -> None:
+        """All of it was sent. Raises `WeightUpdateError` if it cannot be written as it is."""
+        staged = self._staged.setdefault(update, _Staged())
+        if staged.problem is not None:
+            raise WeightUpdateError(staged.problem)
+        if staged.filling is not None:
+            raise WeightUpdateError("a tensor did not arrive whole.")
+        before = [self._staged[each].changes for each in self._settled]
+        staged.changes.require_tied(self._model.params, before)
+        self._settled.append(update)
+
+    @torch.no_grad()
+    def apply(self, update: int) -> None:
+        """Write it. A failure now is the device's."""
+        staged = self._staged.pop(update)
+        self._settled.remove(update)
+        staged.changes.write(self._model.params)
+
+    def discard(self, update: int) -> None:
+        """Forget it."""
+        self._staged.pop(update, None)
+        if update in self._settled:
+            self._settled.remove(update)
+
+    def _take(self, staged: _Staged, piece: Piece) -> None:
+        slot = self._slots[piece.name]
+        dtype: torch.dtype = getattr(torch, piece.dtype)
+        count = torch.Size(piece.shape).numel()
+        num_bytes = count * (dtype.itemsize + (8 if piece.patch else 0))
+        if piece.offset == 0:
+            if staged.filling is not None:
+                raise ValueError("it came before another one was whole")
+            staged.filling, staged.filled = torch.empty(num_bytes, dtype=torch.uint8), 0
+        filling = staged.filling
+        if (
+            filling is None
+            or piece.offset != staged.filled
+            or staged.filled + len(piece.data) > len(filling)
+        ):
+            raise ValueError("its pieces do not fit together")
+        if piece.data:
+            filling[piece.offset : piece.offset + len(piece.data)] = torch.frombuffer(
+                bytearray(piece.data), dtype=torch.uint8
+            )
+        staged.filled += len(piece.data)
+        if staged.filled == len(filling):
+            staged.filling = None
+            staged.changes.add(self._change(slot, filling, piece, dtype, count))
+
+    def _change(
+        self, slot: Slot, data: Tensor, piece: Piece, dtype: torch.dtype, count: int
+    ) -> Change:
+        if not piece.patch:
+            if tuple(piece.shape) != slot.local_shape:
+                raise ValueError(f"it has shape {piece.shape} here, expected {slot.local_shape}")
+            return Change(slot, self._there(data.view(dtype).view(piece.shape)))
+        places, values = data[: 8 * count].view(torch.int64), data[8 * count :].view(dtype)
+        size = torch.Size(slot.local_shape).numel()
+        if count and not 0 <= int(places.min()) <= int(places.max()) < size:
+            raise ValueError(f"a place is outside of its {size} numbers")
+        return Change(slot, self._there(values), self._there(places))
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        """On the device, if it has room."""
+        try:
+            return tensor.to(self._model.device)
+        except torch.OutOfMemoryError:
+            return tensor
+
+
+def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(device="cpu", dtype=dtype).contiguous().view(-1).view(torch.uint8)
+
+
+def _num_bytes(slot: Slot | None, dtype: torch.dtype) -> int:
+    return 0 if slot is None else torch.Size(slot.local_shape).numel() * dtype.itemsize

@@ -1,0 +1,511 @@
+"""`EngineClient`: the API's side of an engine, wherever it runs. Everything here happens on one
+event loop.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Unpack
+
+import msgspec
+
+import nano_inference.errors as errors
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.remote.errors import ApiError, EngineReplaced
+from nano_inference.remote.log_lines import Rarely
+from nano_inference.remote.messages import (
+    NOT_UNDERSTOOD,
+    Abort,
+    AskedParts,
+    Call,
+    CannotStart,
+    Dead,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Generate,
+    Heartbeat,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Resume,
+    Returned,
+    ToEngine,
+)
+from nano_inference.remote.open_requests import OpenRequests, Receiver
+from nano_inference.remote.operations import Operation, operation_named
+from nano_inference.remote.status import MoveCounts, ReplicaStatus
+from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
+
+log = logging.getLogger("nano_inference.server")
+
+STOPPING = "the server is stopping."
+# seconds without a heartbeat; also an engine that has nothing to do tells one every ten
+SILENCE = 20.0
+# the same where there are requests: then it tells one every second, also in the middle of a step
+BUSY_SILENCE = 10.0
+
+_DECODER = msgspec.msgpack.Decoder(FromEngine)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class RequestStream:
+    """Deltas of one request on their way to the route that answers it. `name` is the id that
+    its client gave it.
+    """
+
+    def __init__(
+        self, num_samples: int, max_backlog: int, abort: Callable[[], None], name: str | None = None
+    ) -> None:
+        self.samples_left = num_samples
+        self.name = name
+        self._max_backlog = max_backlog
+        self._abort = abort
+        self._deltas: list[Delta] = []
+        self._num_tokens = 0  # in them
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        # called when a backlog has ended the request
+        self.on_overflow: Callable[[], None] | None = None
+
+    async def next(self) -> list[Delta]:
+        """All that has come since the last call, at least one. Raises what ended the request."""
+        while not self._deltas:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        deltas, self._deltas, self._num_tokens = self._deltas, [], 0
+        self.samples_left -= sum(delta.finished is not None for delta in deltas)
+        return deltas
+
+    def close(self) -> None:
+        """They are read no more: what has not ended is aborted."""
+        self.end(errors.RequestAborted("the request was closed."))
+
+    def end(self, problem: Exception) -> None:
+        """Abort what has not ended; a reader that waits for more gets `problem`."""
+        if self.samples_left and self._failure is None:
+            self.fail(problem)
+            self._abort()
+
+    def put(self, delta: Delta) -> None:
+        """A delta has come. A backlog that is too long ends the request."""
+        if self._failure is not None:
+            return
+        self._deltas.append(delta)
+        self._num_tokens += len(delta.token_ids)
+        if self._num_tokens > self._max_backlog:
+            self._deltas.clear()
+            self.fail(
+                ApiError(
+                    408,
+                    f"the client left {self._num_tokens} tokens unread, and the stream was ended.",
+                )
+            )
+            self._abort()
+            if self.on_overflow is not None:
+                self.on_overflow()
+        self._wake()
+
+    def fail(self, problem: Exception) -> None:
+        """Nothing more will come."""
+        if self._failure is None:
+            self._failure = problem
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient(ABC):
+    """An engine that is somewhere else. Subclasses bring messages there (`_send`) and back
+    (`_receive`).
+
+    Attributes:
+        stats: of the last heartbeat.
+        restarting: whether the engine has died and a new one is being built.
+        loading: how far building the engine has come; empty: nothing is known of it.
+        num_restarts: how often one was started in the place of one that had died.
+    """
+
+    def __init__(self, max_backlog: int, *, restart: bool = False) -> None:
+        self.stats: EngineStats | None = None
+        self.restarting = False
+        self.loading = ""
+        self.num_restarts = 0
+        # called once, before those who wait hear of it
+        self.on_dead: Callable[[], None] | None = None
+        self._busy = False  # as the last heartbeat said
+        self._num_steps = 0  # the same
+        self._progress = time.monotonic()  # when something last moved
+        self._heard: float | None = None  # when the last heartbeat came
+        self._info: EngineInfo | None = None
+        self._max_backlog = max_backlog
+        self._restart = restart  # a new engine is started in the place of one that has died
+        self._ids = itertools.count()
+        self._open = OpenRequests()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_aborts = self._num_taken_in = 0  # sent, and those that the engine has taken in
+        self._taking_in = asyncio.Lock()
+        self._dead: str | None = None
+        self._public = ""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What it is. Raises `EngineDead` before it is ready."""
+        if self._info is None:
+            raise EngineDead("the engine is not ready yet.")
+        return self._info
+
+    @property
+    def why_dead(self) -> str | None:
+        """Why it does not serve; None: it does."""
+        return (
+            self._dead
+            if self._dead is not None or self._info is not None
+            else "the engine is not ready yet."
+        )
+
+    @property
+    def public_reason(self) -> str:
+        """`why_dead` as strangers may hear it; empty where they may not. See `EngineDead`."""
+        return "" if self._dead is None else self._public
+
+    @property
+    def num_engines(self) -> int:
+        """How many there are, each of which a trainer sends its weights."""
+        return 1
+
+    def replica_report(self) -> tuple[Sequence[ReplicaStatus], MoveCounts] | None:
+        """The engines behind it, and what became of requests of those that died; None: there is
+        one engine.
+        """
+        return None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that run or wait."""
+        return self._open.num_samples
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        num_samples: int = 1,
+        *,
+        stream: bool,
+        name: str | None = None,
+        session: str | None = None,
+        **limits: Unpack[Limits],
+    ) -> RequestStream:
+        """Queue a request; what the engine refuses is raised by the stream's first `next`.
+
+        `name` is what `abort` knows it by; others may have the same. Where there are several
+        engines, requests of one `session` go to the same. Limits: `InferenceEngine.add_request`.
+
+        Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError`
+        (503, with `retry-after`) while a new engine is being built.
+        """
+        self._require_alive()
+        request_id = next(self._ids)
+        backlog = self._max_backlog * num_samples
+        request = RequestStream(num_samples, backlog, lambda: self.give_up(request_id), name)
+        message = Generate(request_id, prompt, params, num_samples, stream, **limits)
+        self._hand_over(request, message, num_samples, lambda: self._begin(message, session))
+        return request
+
+    def is_live(self, name: str | None) -> bool:
+        """Whether a request of this name has not ended."""
+        return self._open.has_name(name)
+
+    def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
+        """Queue a request whose deltas go to `receiver`; returns its id, which `message` gets. For
+        clients of several engines. Raises as `submit` does.
+        """
+        self._require_alive()
+        request_id = next(self._ids)
+        named = msgspec.structs.replace(message, request_id=request_id)
+        self._hand_over(receiver, named, num_samples, lambda: self._send(named))
+        return request_id
+
+    def give_up(self, request_id: int) -> None:
+        """No more of a request is wanted."""
+        if self._open.remove(request_id) is not None and self._dead is None:
+            self._send(Abort([request_id]))
+
+    def end_soon(self, request_ids: list[int]) -> None:
+        """Let requests end as `"abort"`, with what they have."""
+        self._send(Abort(request_ids, answered=True))
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does; what it was doing fails as if it had died."""
+        self._die("the engine was killed.", "the engine was killed")
+
+    def stalled(self, seconds: float) -> bool:
+        """Whether the engine has something to do and nothing has moved for so long: no step has
+        begun, none brought a token. Or it has been silent for longer still. It may be hung, or its
+        process stopped.
+        """
+        if self.why_dead is not None:
+            return False
+        now = time.monotonic()
+        if self._heard is not None and now - self._heard >= SILENCE + seconds:
+            return True
+        return bool(len(self._open) or self._busy) and now - self._progress >= seconds
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether so many heartbeats are missing that its process must be stopped, or its
+        machine.
+        """
+        if self._heard is None or self.why_dead is not None:
+            return False
+        now = time.monotonic()
+        if self._open and now - max(self._heard, self._progress) >= BUSY_SILENCE:
+            return True  # a request that came just now may have found it at its slow beat
+        return now - self._heard >= SILENCE
+
+    async def abort(self, names: Collection[str] | None, *, timeout: float = 60.0) -> int:
+        """End the requests of these names (None: all): their streams get samples that end as
+        `"abort"`, with what they have. Returns how many there were, when they have. Raises as
+        `call` does.
+        """
+        self._require_alive()
+        found = self._open.named(names)
+        if found:
+            self._send(Abort(found, answered=True))
+            self._num_aborts += 1
+            await self._take_in(self._num_aborts, timeout)
+        return len(found)
+
+    async def _take_in(self, abort: int, timeout: float) -> None:
+        """Wait until the engine has ended what was aborted, up to the abort of this number. One
+        call is for all that wait: it takes a step, and an engine answers few at a time.
+        """
+        async with asyncio.timeout(timeout), self._taking_in:
+            if self._num_taken_in < abort:
+                sent = self._num_aborts
+                await self.call("take_in", timeout=timeout)
+                self._num_taken_in = sent
+
+    async def call(self, name: str, /, *, timeout: float = 60.0, **arguments: Any) -> Any:
+        """Run an engine operation. Raises what it raised, `TimeoutError`, and what `submit` raises.
+
+        Args:
+            name: of the operation, in `operations`.
+            timeout: seconds; the engine keeps this deadline itself where the operation says so.
+            arguments: of the operation.
+        """
+        operation = operation_named(name)
+        self._require_alive()
+        call_id = next(self._ids)
+        self._calls[call_id] = future = asyncio.get_running_loop().create_future()
+        try:
+            patience = self._ask(call_id, operation, timeout, arguments)
+            value = await asyncio.wait_for(future, patience)
+        finally:
+            self._calls.pop(call_id, None)
+        return msgspec.convert(value, operation.returns)
+
+    def end_calls(self, problem: Exception) -> None:
+        """The caller that waits for a call gets `problem`; the engine may go on with it."""
+        for call_id in list(self._calls):
+            self._answer(call_id, lambda future: future.set_exception(problem))
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Build the engine; returns when it is ready. Raises what kept it from being built."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let it end, and wait until it has."""
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None:
+        """Bring a message to the engine, without waiting."""
+
+    def _ask(
+        self, call_id: int, operation: Operation, seconds: float, arguments: dict[str, Any]
+    ) -> float:
+        """Bring a call there, without waiting; returns the seconds that its answer may take."""
+        patience, arguments = operation.timed(seconds, arguments)
+        self._send(Call(call_id, operation.name, arguments))
+        return patience
+
+    def _begin(self, message: Generate, session: str | None) -> None:
+        """A request is handed over."""
+        self._send(message)
+
+    def _hand_over(
+        self,
+        receiver: Receiver,
+        message: Generate | Resume,
+        num_samples: int,
+        hand_over: Callable[[], None],
+    ) -> None:
+        if not self._open:
+            self._progress = time.monotonic()
+        self._open.add(message.request_id, receiver, num_samples, AskedParts(message))
+        try:
+            hand_over()
+        except Exception:
+            self._open.remove(message.request_id)
+            raise
+
+    def _receive(self, message: FromEngine) -> None:
+        """A message has come from it."""
+        match message:
+            case Outputs(deltas, request_ids):
+                self._progress = time.monotonic()
+                for request_id, delta in zip(request_ids, deltas, strict=True):
+                    self._take(request_id, delta)
+            case Refused(request_id, error, text):
+                self._end(request_id, error_named(error, text))
+            case Returned(call_id, value):
+                self._answer(call_id, lambda future: future.set_result(value))
+            case Failed(call_id, error, text):
+                self._answer(call_id, lambda future: future.set_exception(error_named(error, text)))
+            case Heartbeat():
+                self._beat(message)
+            case Loading() | Ready() | CannotStart():
+                self._receive_of_start(message)
+            case Dead(reason, public):
+                self._die(reason, public)
+
+    def _receive_of_start(self, message: Loading | Ready | CannotStart) -> None:
+        match message:
+            case Loading(state):
+                self.loading = state
+            case Ready(info):
+                self._info, self._dead, self.restarting = info, None, False
+                self._heard, self.loading = None, ""
+            case CannotStart(error, text):
+                self._dead = None  # this is why there is no new one, whatever ended the one before
+                self._die(
+                    f"the engine cannot be built: {error}: {text}",
+                    f"the engine cannot be built: {error}",
+                )
+
+    def _beat(self, beat: Heartbeat) -> None:
+        if beat.num_steps != self._num_steps or not beat.busy:  # paused, it has nothing to do
+            self._progress = time.monotonic()
+        self._heard = time.monotonic()
+        self.stats, self._num_steps, self._busy = beat.stats, beat.num_steps, beat.busy
+
+    def _die(self, reason: str, public: str = "") -> None:
+        """The engine is gone, and all that it was doing."""
+        if self._dead is None:
+            self._dead, self._public = reason, public
+            if self.on_dead is not None:
+                self.on_dead()
+        self._busy = False
+        lost = EngineReplaced if self._restart else EngineDead
+        for request_id in list(self._open):
+            self._end(request_id, lost(reason, public))
+        for call_id in list(self._calls):
+            self._answer(call_id, lambda future: future.set_exception(lost(reason, public)))
+
+    def _require_alive(self) -> None:
+        if self.restarting:
+            raise ApiError(
+                503,
+                "the engine is being started again.",
+                None,
+                "engine_restarting",
+                {"retry-after": "5"},
+            )
+        if self.why_dead is not None:
+            raise EngineDead(self.why_dead, self._public)
+
+    def _take(self, request_id: int, delta: Delta) -> None:
+        request = self._open.get(request_id)
+        if request is None:
+            return
+        if delta.finished is not None:
+            delta = request.asked.complete(delta)
+            self._open.end_sample(request_id)
+        request.receiver.put(delta)
+
+    def _end(self, request_id: int, problem: Exception) -> None:
+        request = self._open.remove(request_id)
+        if request is not None:
+            request.receiver.fail(problem)
+
+    def _answer(self, call_id: int, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            settle(future)
+
+
+class RemoteClient(EngineClient):
+    """An engine that is built elsewhere, and to which messages go as bytes. Subclasses bring these
+    there (`_send_bytes`) and back (`_hear_bytes`).
+    """
+
+    def __init__(self, max_backlog: int) -> None:
+        super().__init__(max_backlog)
+        self._started: asyncio.Future[None] | None = None  # what `start` waits for
+        self._rarely = Rarely()
+
+    @abstractmethod
+    def _send_bytes(self, data: bytes) -> None:
+        """Bring a message to the engine, without waiting; where that has ended, do nothing."""
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            data = _ENCODER.encode(message)
+        except (TypeError, ValueError, OverflowError) as problem:
+            # a lone surrogate, a huge integer
+            raise InvalidRequest(
+                f"the request cannot be handed to the engine: {problem}."
+            ) from problem
+        self._send_bytes(data)
+
+    def _hear_bytes(self, data: bytes) -> None:
+        """A message has come. None of them ends the listening."""
+        try:
+            message = _DECODER.decode(data)
+        except Exception as problem:
+            if (more := self._rarely.due()) is not None:
+                log.warning(NOT_UNDERSTOOD, len(data), str(problem), more)
+            return
+        try:
+            self._hear(message)
+        except Exception:
+            log.exception("a message of the engine could not be handled")
+
+    def _hear(self, message: FromEngine) -> None:
+        self._receive(message)
+        match message:
+            case Ready():
+                self._settle(None)
+            case CannotStart(error, text):
+                self._settle(error_named(error, text))
+            case Dead():
+                self._settle(EngineDead(self._dead or ""))
+            case _:
+                pass
+
+    def _settle(self, problem: Exception | None) -> None:
+        """End the wait of `start`, if it still waits."""
+        if self._started is not None and not self._started.done():
+            if problem is None:
+                self._started.set_result(None)
+            else:
+                self._started.set_exception(problem)
+
+
+def error_named(name: str, message: str) -> NanoInferenceError:
+    """An error of this package by its class's name."""
+    kind = getattr(errors, name, NanoInferenceError)
+    return (
+        kind
+        if isinstance(kind, type) and issubclass(kind, NanoInferenceError)
+        else NanoInferenceError
+    )(message)

@@ -1,0 +1,395 @@
+"""`EngineCore`: the step loop of an engine that is told by messages and answers by messages."""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from operator import attrgetter
+
+import msgspec
+
+from nano_inference.checkpoints.generation_defaults import generation_defaults
+from nano_inference.checkpoints.loading import resolve_model
+from nano_inference.core.deltas import deltas_since
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.resume_from import resume_many
+from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.remote.block_link import BlockLink
+from nano_inference.remote.engine_weights import EngineWeights
+from nano_inference.remote.messages import (
+    Abort,
+    Call,
+    CommonParts,
+    Dead,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Generate,
+    Heartbeat,
+    Outputs,
+    Refused,
+    Resume,
+    Returned,
+    Stop,
+    ToEngine,
+    messages_of,
+)
+from nano_inference.remote.operations import operation_named
+from nano_inference.text.tokenizer import has_tokenizer
+from nano_inference.types import Delta, PauseMode
+
+log = logging.getLogger("nano_inference.server")
+
+MAX_CALLS = 32  # at a time; a thread each
+FRESH = 0.5  # seconds for which statistics are told again, not collected
+TELL = 0.25  # seconds between two looks at what requests have that do not stream
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that has not ended, by the other side's id and how many of its samples have not."""
+
+    request_id: int
+    samples_left: int
+    wanted: bool = True  # False: aborted, and what still comes of it is not told
+    # tokens that were told, sample by sample; None: it streams, or none is asked for
+    told: dict[int, int] | None = None
+    common: CommonParts = field(default_factory=CommonParts)
+
+
+class EngineCore:
+    """Steps an engine on the thread that calls `run`; `handle` is called by one other, and never
+    waits for a step.
+
+    Args:
+        engine: that is run.
+        emit: takes what there is to tell. Called by any thread.
+    """
+
+    def __init__(self, engine: InferenceEngine, emit: Callable[[FromEngine], None]) -> None:
+        self.engine = engine
+        engine.intake.checks_grammars = False  # the other side does, and no step waits for it
+        self.weights = EngineWeights(engine)
+        self.block_link = BlockLink(engine.blocks)
+        self._emit = emit
+        self._stopping = False
+        self._busy = False
+        self._calls_left = threading.Semaphore(MAX_CALLS)
+        self._outputs_lock = threading.Lock()  # guards what follows, and that it is told in order
+        self._deltas: list[Delta] = []
+        self._delta_ids: list[int] = []
+        # by the other side's id; with the engine's
+        self._requests: dict[int, tuple[int, _Request]] = {}
+        # requests that wait for a step to go on; whether, and how, to end
+        self._coming: dict[int, bool | None] = {}
+        # requests whose tokens are told now and then, by the engine's id
+        self._telling: dict[int, _Request] = {}
+        self._told_at = time.monotonic()
+        self._stats = engine.stats()
+        self._stats_from = time.monotonic()
+
+    def info(self) -> EngineInfo:
+        """What the other side must know."""
+        engine = self.engine
+        return EngineInfo(
+            model_path=engine.config.model_path,
+            tokenizer_folder=_tokenizer_folder(engine),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.spec.vocab_size,
+            eos_token_ids=tuple(engine.spec.eos_token_ids),
+            max_batch_size=engine.config.max_batch_size,
+            numerics=engine.numerics.fingerprint,
+            weight_version=engine.get_weight_version(),
+            pid=os.getpid(),
+            block_size=engine.config.block_size,
+            max_request_entries=engine.config.max_request_entries,
+            sampling_defaults=generation_defaults(engine.model_folder, engine.config.model_path),
+            grammar_backend=engine.config.grammar_backend,
+            adapters=tuple(engine.adapters()),
+            experts_per_token=engine.intake.checks.experts_per_token,
+            enable_prefix_caching=engine.config.enable_prefix_caching,
+            dtype=engine.numerics.dtype,
+            quantization=engine.numerics.quantization,
+        )
+
+    def prepare(self) -> None:
+        """Read the tokenizer now, not when the first stop string or grammar comes and others wait
+        behind it.
+        """
+        try:
+            _ = self.engine.tokenizer
+            self.engine.intake.grammars.prepare()
+        except NanoInferenceError as problem:
+            log.info("stop strings will be refused: %s", problem)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a client waits for anything."""
+        return bool(self._requests)
+
+    # -- stepping ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Step while there is work, sleep while there is none, until a `Stop` comes or the engine
+        has died.
+
+        Raises `EngineDead`, when it has told the other side.
+        """
+        try:
+            self._run()
+        except Exception as problem:
+            self._flush()
+            name = type(problem).__name__
+            known = isinstance(problem, EngineDead)
+            self._emit(
+                Dead(str(problem), problem.public) if known else Dead(f"{name}: {problem}", name)
+            )
+            raise
+        finally:
+            self.weights.close()
+
+    def stop(self) -> None:
+        """Let `run` return after the step that runs. For any thread."""
+        self._stopping = True
+        self.engine.shared.work_arrived.set()
+
+    def heartbeat(self) -> Heartbeat:
+        """How far it has come. Waits for nothing, so that it can be told in the middle of a
+        step.
+        """
+        shared = self.engine.shared
+        # else the thread that steps collects them now and then
+        if shared.lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                shared.lock.release()
+        return Heartbeat(self._stats, self.engine.loop.num_steps, self._busy)
+
+    def _run(self) -> None:
+        shared = self.engine.shared
+        while not self._stopping:
+            shared.work_arrived.wait()
+            shared.work_arrived.clear()
+            shared.require_alive()
+            self._busy = True
+            while shared.has_work() and not self._stopping:
+                shared.advance()
+                self._flush()
+                self._collect()
+                self._tell()
+            self._busy = False
+
+    def _collect(self) -> None:
+        """Collect statistics, if those at hand are old. With the engine's lock, or on the thread
+        that steps.
+        """
+        if time.monotonic() - self._stats_from > FRESH:
+            self._stats, self._stats_from = self.engine.stats(), time.monotonic()
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def handle(self, message: ToEngine) -> None:
+        """Take in a message. Whatever goes wrong with it is told, and nothing else suffers."""
+        match message:
+            case Generate():
+                self._generate(message)
+            case Resume(version=None):
+                self._resume(message)
+            case Resume():  # it waits for a step
+                with self._outputs_lock:
+                    self._coming[message.request_id] = None
+                threading.Thread(
+                    target=self._resume, args=(message,), name="resume", daemon=True
+                ).start()
+            case Abort(request_ids, answered):
+                for request_id in request_ids:
+                    self._abort(request_id, answered)
+            case Call():
+                self._call(message)
+            case Stop():
+                self.stop()
+
+    def _generate(self, message: Generate) -> None:
+        tell = message.tell and not message.stream
+        request = _Request(message.request_id, message.num_samples, told={} if tell else None)
+        try:
+            inner = self.engine.submit(
+                message.prompt,
+                message.params,
+                message.num_samples,
+                lambda delta: self._take(request, delta),
+                stream=message.stream,
+                num_wanted=message.num_wanted,
+                min_version=message.min_version,
+                max_staleness=message.max_staleness,
+                exact_version=message.exact_version,
+                max_entries=message.max_entries,
+            )
+        except Exception as problem:
+            self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))
+            return
+        self._note(inner, request)
+
+    def _resume(self, message: Resume) -> None:
+        told = {sample.sample_index: len(sample.completion_tokens) for sample in message.samples}
+        tell = message.tell and not message.stream
+        request = _Request(message.request_id, len(message.samples), told=told if tell else None)
+        try:
+            inner = self.engine.intake.new_request_id()
+            resume_many(
+                self.engine,
+                message.samples,
+                lambda delta: self._take(request, delta),
+                stream=message.stream,
+                request_id=inner,
+                num_wanted=message.num_wanted,
+                max_staleness=message.max_staleness,
+                version=message.version,
+            )
+        except Exception as problem:
+            with self._outputs_lock:
+                self._coming.pop(message.request_id, None)
+            self._emit(
+                Refused(message.request_id, *_told(problem, "a request was not gone on with"))
+            )
+            return
+        self._note(inner, request)
+
+    def _note(self, inner: int, request: _Request) -> None:
+        """The engine has taken a request."""
+        with self._outputs_lock:
+            is_answered = self._coming.pop(request.request_id, None)
+            if request.samples_left:  # else another thread has been through all of it already
+                self._requests[request.request_id] = (inner, request)
+                if request.told is not None:
+                    self._telling[inner] = request
+        if is_answered is not None:  # it was to end before it was there
+            self._abort(request.request_id, is_answered)
+
+    def _tell(self) -> None:
+        """Tell what requests have that do not stream, now and then. On the thread that steps."""
+        if not self._telling or time.monotonic() - self._told_at < TELL:
+            return
+        self._told_at = time.monotonic()
+        shared = self.engine.shared
+        with shared.lock, self._outputs_lock:  # the samples that end later are told later
+            for seq in shared.loop.sequences.by_id.values():
+                request = self._telling.get(seq.request_id)
+                if (
+                    request is None
+                    or request.told is None
+                    or not request.wanted
+                    or seq.request.scored_sample is not None
+                ):
+                    continue
+                told = request.told.get(seq.sample_index, 0)
+                for delta in deltas_since(seq, told):
+                    self._deltas.append(delta)
+                    self._delta_ids.append(request.request_id)
+                request.told[seq.sample_index] = seq.num_completion_tokens
+        self._flush()
+
+    def _abort(self, request_id: int, answered: bool) -> None:
+        with self._outputs_lock:
+            inner, request = self._requests.get(request_id, (0, None))
+            if request_id in self._coming:
+                self._coming[request_id] = answered
+        if request is not None:
+            request.wanted = answered
+            self.engine.abort_soon(inner)
+
+    def _take(self, request: _Request, delta: Delta) -> None:
+        """A delta has come; called by the thread that steps."""
+        with self._outputs_lock:
+            if delta.finished is not None:
+                request.samples_left -= 1
+                if not request.samples_left:
+                    inner, _ = self._requests.pop(request.request_id, (None, None))
+                    if inner is not None:
+                        self._telling.pop(inner, None)
+            if request.wanted:
+                if delta.finished is not None:
+                    delta = replace(delta, finished=request.common.leave_out(delta.finished))
+                self._deltas.append(delta)
+                self._delta_ids.append(request.request_id)
+
+    def _flush(self) -> None:
+        with self._outputs_lock:
+            if self._deltas:
+                deltas, self._deltas = self._deltas, []
+                ids, self._delta_ids = self._delta_ids, []
+                for portion in messages_of(deltas, ids):
+                    self._emit(Outputs(*portion))
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _call(self, message: Call) -> None:
+        """Call it on a thread of its own: it may wait for a step, or for a pause of minutes."""
+        if not self._calls_left.acquire(blocking=False):
+            error = InvalidRequest(f"{MAX_CALLS} calls are running; wait for one of them.")
+            self._emit(Failed(message.call_id, type(error).__name__, str(error)))
+            return
+        threading.Thread(
+            target=self._run_call, args=(message,), name=f"call {message.name}", daemon=True
+        ).start()
+
+    def _run_call(self, message: Call) -> None:
+        try:
+            answer = Returned(message.call_id, self._called(message))
+        except Exception as problem:
+            answer = Failed(message.call_id, *_told(problem, f"the call {message.name!r} failed"))
+        finally:
+            self._calls_left.release()
+        self._flush()  # what the call has ended comes before its answer
+        self._emit(answer)
+
+    def _called(self, message: Call) -> object:
+        operation = operation_named(message.name)
+        if not operation.function:
+            raise InvalidRequest(f"{message.name!r} is not called by a message.")
+        function = attrgetter(operation.function)(self)
+        try:
+            signature(function).bind(**message.arguments)
+            arguments = {
+                name: msgspec.convert(value, operation.arguments[name])
+                for name, value in message.arguments.items()
+            }
+        except (TypeError, msgspec.ValidationError) as problem:
+            raise InvalidRequest(f"{message.name}: {problem}.") from problem
+        return function(**arguments)
+
+    def embed(self, prompts: list[list[int]], adapter: str | None = None) -> list[bytes]:
+        """See `InferenceEngine.embed`. Little-endian float32."""
+        rows = self.engine.embed(prompts, adapter=adapter)
+        return [row.numpy().astype("<f4").tobytes() for row in rows]
+
+    def pause(self, mode: PauseMode = "keep", seconds: float = math.inf) -> bool:
+        """See `InferenceEngine.pause`. False: requests did not end in so many seconds, or another
+        caller has resumed meanwhile, and nothing is paused.
+        """
+        return self.engine.shared.pause(mode, seconds) is not None
+
+
+def _tokenizer_folder(engine: InferenceEngine) -> str | None:
+    """None where the model has none. One that was asked for must be there, and is looked for
+    when it is read.
+    """
+    other = engine.config.tokenizer_path
+    if other is not None:
+        return str(resolve_model(other))
+    return str(engine.model_folder) if has_tokenizer(engine.model_folder) else None
+
+
+def _told(problem: Exception, what: str) -> tuple[str, str]:
+    """Class and text of an error as the other side is to know them. One that is not ours is a bug,
+    and logged here.
+    """
+    if isinstance(problem, NanoInferenceError):
+        return type(problem).__name__, str(problem)
+    log.error("%s", what, exc_info=problem)
+    return NanoInferenceError.__name__, f"{what}: {type(problem).__name__}: {problem}"

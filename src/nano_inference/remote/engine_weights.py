@@ -1,0 +1,446 @@
+"""`EngineWeights`: the engine process's side of weight updates. It holds what must outlast a call:
+process groups with trainers, by name, and the open update.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.weight_updates import require_policy
+from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
+from nano_inference.remote.operations import Received
+from nano_inference.types import KvPolicy
+from nano_inference.weights.transports import Deadline, WeightTransport, wire
+from nano_inference.weights.transports.files import WeightFiles, write_folder
+from nano_inference.weights.transports.interface import Shapes, receive_into
+from nano_inference.weights.transports.rendezvous import Address, check_host
+from nano_inference.weights.transports.reuse import ReusedMemory
+from nano_inference.weights.transports.safetensors_bytes import SafetensorsBytes
+from nano_inference.weights.transports.trainer_broadcasts import (
+    TrainerBroadcasts,
+    TrainerGroup,
+    join_trainer,
+)
+from nano_inference.weights.update import WeightUpdate
+
+log = logging.getLogger("nano_inference.server")
+
+GLANCE = 0.5  # seconds in which a trainer's store takes a connection
+MOST_NUMBERS = 2**20  # that `weight_rows` tells at once
+LOOK = 0.1  # seconds between two looks at whether an update can still be applied
+
+
+class _Membership:
+    """Of a process group that is being joined, or was joined."""
+
+    def __init__(self, address: Address, deadline: Deadline) -> None:
+        self.joined: TrainerGroup | None = None
+        self.deadline = deadline  # of joining
+        self._address = address
+
+    def is_held(self) -> bool:
+        """Whether there is a living trainer. While a group still forms, its caller may have left,
+        so the trainer's store is asked.
+        """
+        if self.joined is not None:
+            return self.joined.trainer_lives()
+        try:
+            socket.create_connection(self._address, timeout=GLANCE).close()
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave, or stop waiting for it."""
+        self.deadline.end()
+        if self.joined is not None:
+            self.joined.close()
+
+
+class _Session:
+    """An update between its first call and its last."""
+
+    def __init__(self, number: int, update: WeightUpdate) -> None:
+        self.number, self.update = number, update
+        self.names: set[str] = set()  # of tensors that came, or are coming
+        self.file: SafetensorsBytes | None = None  # that is coming, part by part
+        self.busy = threading.Lock()  # held by the call that receives
+
+
+class EngineWeights:
+    """Calls come on threads of their own and may wait, each until its deadline.
+
+    What goes wrong in an update closes it, with the old version serving. What goes wrong around a
+    broadcast, a call at the wrong time too, also ends the group: the trainer may have sent tensors
+    that no call received.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self._manager = engine.weight_sync
+        self._memory = ReusedMemory()
+        self._lock = threading.Lock()  # guards what follows
+        self._groups: dict[str, _Membership] = {}
+        self._session: _Session | None = None
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def join_group(
+        self,
+        group: str,
+        named: bool,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        backend: str | None = None,
+    ) -> None:
+        """See `Control.join_group`."""
+        check_host(host)
+        deadline = Deadline(seconds)
+        device = self._engine.model.device
+        backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        member = self._reserve(group, _Membership((host, port), deadline))
+        lost = WeightUpdateConflict(f"the group {group!r} was left while it was joined.")
+        try:
+            member.joined = join_trainer(
+                (host, port),
+                rank,
+                world_size,
+                deadline,
+                backend=backend,
+                device=device if backend == "nccl" else torch.device("cpu"),
+                name=group if named else None,
+            )
+        except BaseException:
+            if self._leave(group, member):
+                raise
+            raise lost from None
+        if self._groups.get(group) is not member:
+            member.joined.close()
+            raise lost
+
+    def leave_group(self, group: str) -> bool:
+        """Whether there was one."""
+        member = self._groups.get(group)
+        return member is not None and self._leave(group, member)
+
+    def has_group(self, group: str) -> bool:
+        """Whether it was joined and its trainer lives."""
+        member = self._groups.get(group)
+        return member is not None and member.joined is not None and member.joined.trainer_lives()
+
+    def close(self) -> None:
+        """Leave all groups, also those that are being joined. For the end of the engine."""
+        for group, member in list(self._groups.items()):
+            self._leave(group, member)
+
+    def _reserve(self, group: str, member: _Membership) -> _Membership:
+        """Keep a group's name for a new member, where no living trainer has it. An update that a
+        dead trainer has left is forgotten.
+        """
+        with self._lock:
+            old, session = self._groups.get(group), self._session
+            if old is not None and old.is_held():
+                raise WeightUpdateConflict(
+                    f"there is a group {group!r} and its trainer lives; leave it first."
+                )
+            if session is not None and not session.update.done():
+                if any(each.is_held() for each in self._groups.values()):
+                    raise WeightUpdateConflict(
+                        "a weight update is open; finish it before a group is joined."
+                    )
+                lost = WeightUpdateConflict(
+                    "the trainer of the weight update is gone, and another one has come."
+                )
+                self._manager.withdraw(session.update, lost)
+            self._groups[group] = member
+        if old is not None:
+            old.close()
+        return member
+
+    def _leave(self, group: str, member: _Membership) -> bool:
+        """Let a group go, unless a newer one has its name by now."""
+        with self._lock:
+            if self._groups.get(group) is not member:
+                return False
+            del self._groups[group]
+        member.close()
+        return True
+
+    # -- a session ---------------------------------------------------------------------------------
+
+    def begin_update(
+        self,
+        session: int,
+        known: int | None = None,
+        complete: bool = False,
+        check_finite: bool = False,
+    ) -> int:
+        """Open an update; returns the newest version that there is.
+
+        Args:
+            session: the caller's number of it, named by all calls that follow.
+            known: the session that the caller takes for open. Any other is left of calls that were
+                given up, and is forgotten.
+            complete: refuse an update that lacks a tensor.
+            check_finite: refuse NaN and infinite values.
+        """
+        self._require_awake()
+        with self._lock:
+            old = self._session
+            if old is not None and not old.update.done():
+                if old.number == known:
+                    raise WeightUpdateConflict(
+                        "a weight update is open already; finish it, or cancel it, first."
+                    )
+                self._manager.withdraw(
+                    old.update, WeightUpdateConflict("another weight update has begun.")
+                )
+            update = self._manager.begin(complete=complete, check_finite=check_finite)
+            self._session = _Session(session, update)
+            return self._manager.newest
+
+    def receive_broadcast(
+        self,
+        session: int,
+        group: str,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        seconds: float,
+        packed_bytes: int | None = None,
+    ) -> Received:
+        """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
+        with self._group(group) as joined:
+
+            def transport(current: _Session) -> WeightTransport:
+                infos = wire.described(tensors, self._manager.shapes, current.names)
+                if not infos:
+                    raise WeightUpdateError("there is nothing to receive: no tensor is named.")
+                return TrainerBroadcasts(
+                    joined, infos, packed_bytes=packed_bytes, memory=self._memory
+                )
+
+            return self._receive(session, transport, seconds)
+
+    def receive_stream(self, session: int, group: str, seconds: float) -> Received:
+        """See `Control.receive_stream`."""
+        with self._group(group) as joined:
+            return self._receive(session, lambda _: joined.stream(self._memory), seconds)
+
+    def receive_file(
+        self,
+        session: int,
+        size: int,
+        content: memoryview,
+        seconds: float,
+    ) -> Received:
+        """Take one part of a safetensors file of `size` bytes; the parts come in order."""
+        with self._step(session) as current:
+            if current.file is None:
+                current.file = SafetensorsBytes(
+                    size, self._manager.shapes, current.names, self._memory
+                )
+            current.file.add(content)
+            whole, current.file = current.file, None if current.file.is_whole else current.file
+            if whole.is_whole:
+                receive_into(self._manager, whole, current.update, Deadline(seconds))
+            return self._received(None)
+
+    def receive_bucket(
+        self, session: int, read: Callable[[Shapes], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Take a bucket that is on this machine. `read` checks it against the names and shapes that
+        it is given, raises `WeightUpdateError`, and returns tensors that this update may keep.
+        """
+        with self._step(session) as current:
+            self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
+
+    def receive_folder(self, session: int, path: str, seconds: float) -> Received:
+        """See `Control.receive_folder`."""
+        return self._receive(session, lambda _: WeightFiles(Path(path)), seconds)
+
+    def prepare_update(
+        self, session: int, version: int, kv_policy: KvPolicy, seconds: float
+    ) -> None:
+        """Check all that `finish_update` would, and wait until it need not wait for anything:
+        several engines that are all prepared take the new version at the same time. What fails here
+        closes the session.
+        """
+        deadline = Deadline(seconds)
+        with self._step(session) as current:
+            require_policy(self._engine.shared.loop, kv_policy)
+            self._manager.check(version=version, of=current.update)
+            while kv_policy == "finish_old" and self._would_wait(kv_policy):
+                deadline.check(
+                    f"requests that finish on old weights did not end, which version {version} "
+                    "waits for"
+                )
+                time.sleep(LOOK)
+
+    def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
+        """Let the update serve; returns its version when it does."""
+        deadline = Deadline(seconds)
+        with self._step(session) as current:
+            require_policy(self._engine.shared.loop, kv_policy)
+            self._require_possible(kv_policy)
+            current.update.kv_policy = kv_policy
+            self._manager.end(version=version, of=current.update)
+            while not current.update.wait(deadline.at_most(LOOK)):
+                try:
+                    self._require_awake()
+                    deadline.check(f"weight version {version} was not applied")
+                except WeightUpdateError as problem:
+                    # else it came in time after all
+                    if self._manager.withdraw(current.update, problem):
+                        raise
+            return current.update.result(0)
+
+    def cancel_update(self, session: int, reason: str) -> bool:
+        """Close the session, also while another call receives; whether anything was there to be
+        forgotten.
+        """
+        with self._lock:
+            current = self._session
+        if current is None or current.number != session:
+            return False
+        return self._manager.withdraw(current.update, WeightUpdateConflict(reason))
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def save_weights(self, path: str, version: int) -> int:
+        """Write all that serves into a new folder, which `receive_folder` reads; returns the
+        version. For an engine that joins others; nothing may change the weights meanwhile.
+        """
+        self._require_awake()
+        with self._manager.lock:
+            if self._manager.version != version:
+                raise WeightUpdateConflict(
+                    f"weight version {self._manager.version} serves, and not {version}."
+                )
+            write_folder(path, self._manager.state_dict(), version=version)
+        return version
+
+    def weight_rows(self, tensor: str, count: int) -> list[Any]:
+        """See `Control.weight_rows`."""
+        self._require_awake()
+        rows = self._manager.tensor(tensor)[:count]
+        if rows.numel() > MOST_NUMBERS:
+            fewer = max(1, count * MOST_NUMBERS // rows.numel())
+            raise WeightUpdateError(
+                f"{len(rows)} rows of {tensor!r} are {rows.numel()} numbers; ask for {fewer} rows."
+            )
+        return rows.to("cpu", torch.float32).tolist()
+
+    def describe(self) -> dict[str, Any]:
+        """What kind of engine it is, in words and numbers."""
+        engine = self._engine
+        most = max(engine.config.max_loras, len(engine.config.loras))
+        return {
+            "max_loras": most,
+            "max_lora_rank": engine.config.max_lora_rank if most else 0,
+            "device": str(engine.model.device),
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "architecture": engine.spec.architecture,
+            "block_size": engine.config.block_size,
+            "cache_type": engine.config.cache_type,
+            "max_batch_size": engine.config.max_batch_size,
+            "max_model_len": engine.max_model_len,
+            "vocab_size": engine.spec.vocab_size,
+            "kv_cache_tokens": engine.memory_budget.num_tokens,
+            "num_tensors": self._manager.num_tensors,
+            "numerics": engine.numerics.fingerprint,
+        }
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _require(self, session: int) -> _Session:
+        with self._lock:
+            current = self._session
+        if current is None or current.number != session:
+            raise WeightUpdateConflict("no weight update is open; begin one first.")
+        if current.update.done():
+            raise current.update.error or WeightUpdateConflict(
+                "this weight update is finished; begin another one."
+            )
+        return current
+
+    @contextmanager
+    def _group(self, group: str) -> Iterator[TrainerGroup]:
+        """A group to receive in. What fails, a call at the wrong time too, ends it: the trainer may
+        have sent tensors that no call received, and the next call would take them for its own.
+        """
+        member = self._groups.get(group)
+        if member is None or member.joined is None:
+            raise WeightUpdateConflict(f"there is no group {group!r}; join it first.")
+        try:
+            yield member.joined
+        except BaseException:
+            self._leave(group, member)
+            raise
+
+    def _receive(
+        self, session: int, transport: Callable[[_Session], WeightTransport], seconds: float
+    ) -> Received:
+        deadline = Deadline(seconds)
+        with self._step(session) as current:
+            return self._received(
+                receive_into(self._manager, transport(current), current.update, deadline)
+            )
+
+    def _received(self, version: int | None) -> Received:
+        return Received(version, self._engine.shared.is_pause_asked())
+
+    @contextmanager
+    def _step(self, session: int) -> Iterator[_Session]:
+        """A call of a session, alone in it. What fails closes the session."""
+        current = self._require(session)
+        if not current.busy.acquire(blocking=False):
+            raise WeightUpdateConflict(
+                "another call of this weight update is under way; wait for its answer."
+            )
+        try:
+            self._require_awake()
+            yield current
+        except Exception as problem:
+            error = problem
+            if not isinstance(error, WeightUpdateError):
+                log.exception("weights could not be received")
+                error = WeightUpdateError(
+                    "the weights could not be received; the engine's log says why."
+                )
+            self._manager.withdraw(current.update, error)
+            if error is problem:
+                raise
+            raise error from problem
+        finally:
+            current.busy.release()
+
+    def _require_awake(self) -> None:
+        if self._engine.shared.has_no_weights():
+            raise WeightUpdateConflict("the weights are asleep; wake them first.")
+
+    def _would_wait(self, kv_policy: KvPolicy) -> bool:
+        shared = self._engine.shared
+        with shared.lock:
+            return shared.loop.would_wait(kv_policy)
+
+    def _require_possible(self, kv_policy: KvPolicy) -> None:
+        """Else the update would wait for the end of the pause, and the trainer resumes only when
+        the update is done.
+        """
+        shared = self._engine.shared
+        with shared.lock:
+            if shared.loop.paused and shared.loop.would_wait(kv_policy):
+                raise WeightUpdateConflict(
+                    f"an update with kv_policy={kv_policy!r} would wait for requests that are "
+                    "paused; resume first."
+                )

@@ -1,0 +1,87 @@
+"""An engine in the server's own process: its step loop is a thread, and messages are objects."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from nano_inference.config import EngineConfig
+from nano_inference.remote.client import STOPPING, EngineClient
+from nano_inference.remote.engine_host import BEAT
+from nano_inference.remote.messages import FromEngine, Ready, Stop, ToEngine
+
+if TYPE_CHECKING:
+    from nano_inference.remote.core import EngineCore
+
+log = logging.getLogger("nano_inference.server")
+
+STOP_PATIENCE = 10.0  # seconds that the last step gets to end
+
+
+class InProcessClient(EngineClient):
+    """Builds the engine in a thread, and steps it there."""
+
+    def __init__(self, config: EngineConfig, max_backlog: int) -> None:
+        super().__init__(max_backlog)
+        self._config = config
+        self._core: EngineCore | None = None
+        self._thread: threading.Thread | None = None
+        self._heart: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Build the engine. Raises what keeps it from being built."""
+        loop = asyncio.get_running_loop()
+
+        def emit(message: FromEngine) -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(self._receive, message)
+
+        self._core = core = await asyncio.to_thread(_build, self._config, emit)
+        self._receive(Ready(core.info()))
+        self._thread = threading.Thread(
+            target=_run, args=(core,), name="nano-inference steps", daemon=True
+        )
+        self._thread.start()
+        self._pulse()
+
+    async def close(self) -> None:
+        """Let the step loop end, and the engine go."""
+        if self._heart is not None:
+            self._heart.cancel()
+        self._die(STOPPING, STOPPING)
+        core, thread, self._core = self._core, self._thread, None
+        if core is None or thread is None:
+            return
+        core.handle(Stop())
+        await asyncio.to_thread(thread.join, STOP_PATIENCE)
+        if thread.is_alive():
+            log.warning("a step does not end; its thread is left behind, and the engine with it")
+        else:
+            core.engine.shutdown()
+
+    def _send(self, message: ToEngine) -> None:
+        if self._core is not None:
+            self._core.handle(message)
+
+    def _pulse(self) -> None:
+        if self._core is not None and self._dead is None:
+            self._receive(self._core.heartbeat())
+            self._heart = asyncio.get_running_loop().call_later(BEAT, self._pulse)
+
+
+def _build(config: EngineConfig, emit: Callable[[FromEngine], None]) -> "EngineCore":
+    from nano_inference.engine.engine import InferenceEngine  # imports torch
+    from nano_inference.remote.core import EngineCore
+
+    core = EngineCore(InferenceEngine(config), emit)
+    core.prepare()
+    return core
+
+
+def _run(core: "EngineCore") -> None:
+    try:
+        core.run()
+    except Exception:  # told to the other side
+        log.exception("the engine has failed")

@@ -1,3 +1,0 @@
-"""Decisions: which sequence computes how many tokens in the next step. Torch may not be imported
-here.
-"""

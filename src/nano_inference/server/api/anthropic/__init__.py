@@ -1,0 +1,4 @@
+"""Anthropic: messages.
+
+Imports: server/api/shared. Begin with messages.py.
+"""

@@ -1,0 +1,388 @@
+"""`POST /v1/chat/completions`. Nothing that a message says becomes a special token: only the
+template writes these.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nano_inference.remote.errors import bad_request, shown
+from nano_inference.server.api.openai.answers import OpenAIBuilder
+from nano_inference.server.api.openai.schema import (
+    CHAT,
+    ChatRequest,
+    ChatTemplateFields,
+    Message,
+)
+from nano_inference.server.api.parsing import ToolCallDelta
+from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand
+from nano_inference.server.api.shared.answers import ROWS_AT_ONCE, LazyArray, at_least
+from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, ToolCall
+from nano_inference.server.api.shared.generation import RequestUsage, Served
+from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.api.shared.requests import (
+    ApiProtocol,
+    arguments_of,
+    behind_reasoning,
+    checked_prompt,
+    encode_conversation,
+    num_logprobs,
+    parser_of,
+    require_at_most,
+    room,
+    text_of,
+)
+from nano_inference.server.api.shared.tool_calls import call_format, with_calls
+from nano_inference.types import TopLogprobs, TrainingSample
+
+
+def chat_prompt(request: ChatTemplateFields, given: Sequence[Message], served: Served) -> list[int]:
+    """The token ids of a chat. Raises `ApiError` and `InvalidRequest`."""
+    require_at_most(len(given), served.config.max_messages, "messages", "the number of messages")
+    messages = [_plain(message, place, served) for place, message in enumerate(given)]
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            kwargs.setdefault("enable_thinking", False)
+    goes_on = bool(request.continue_final_message)
+    return encode_conversation(
+        messages,
+        served,
+        tools=_tools(request),
+        template_kwargs=kwargs,
+        add_generation_prompt=not goes_on
+        if request.add_generation_prompt is None
+        else request.add_generation_prompt,
+        continue_final_message=goes_on,
+        documents=request.documents,
+        add_special_tokens=bool(request.add_special_tokens),
+    )
+
+
+def _tools(request: ChatTemplateFields) -> list[dict[str, Any]] | None:
+    """The tools as templates see them; None: there are none, or none may be used."""
+    names, _ = _choice_of(request)
+    if not request.tools or request.tool_choice == "none":
+        return None
+    shows_all = not _is_allowed_tools(request.tool_choice)
+    return [
+        tool.model_dump(exclude_none=True)
+        for tool in request.tools
+        if shows_all or tool.function.name in names
+    ]
+
+
+def _demand(request: ChatRequest) -> ToolDemand | None:
+    """How tools may be called; None: not at all."""
+    names, forced = _choice_of(request)
+    offered = [
+        OfferedTool(tool.function.name, tool.function.parameters, bool(tool.function.strict))
+        for tool in request.tools or ()
+        if tool.function.name in names
+    ]
+    if not offered:
+        return None
+    is_named = isinstance(request.tool_choice, dict) and not _is_allowed_tools(request.tool_choice)
+    parallel = request.parallel_tool_calls is not False and not is_named
+    return ToolDemand(offered, forced, parallel)
+
+
+def _is_allowed_tools(choice: object) -> bool:
+    return isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+
+
+def _choice_of(request: ChatTemplateFields) -> tuple[set[str], bool]:
+    """The names of the tools that may be called, and whether one must be. Raises `ApiError`."""
+    choice = request.tool_choice
+    known = {tool.function.name for tool in request.tools or ()}
+    names, forced = known, choice == "required"
+    if choice == "none" or (choice is None and not known):
+        return set(), False
+    if isinstance(choice, dict):
+        names, forced = _named(choice)
+    elif choice not in (None, "auto", "required"):
+        raise bad_request(
+            "tool_choice must be auto, none, required, or an object that names a function, not "
+            f"{shown(choice)}.",
+            "tool_choice",
+        )
+    if not known:
+        raise bad_request("tool_choice needs tools.", "tool_choice")
+    if unknown := names - known:
+        raise bad_request(
+            f"tool_choice names {shown(min(unknown))}, which is not among the tools.",
+            "tool_choice",
+        )
+    return names, forced
+
+
+def _named(choice: Mapping[str, Any]) -> tuple[set[str], bool]:
+    """The names in a choice that is an object, and whether one of them must be called."""
+    if _is_allowed_tools(choice):
+        allowed = choice.get("allowed_tools")
+        mode, tools = (
+            (allowed.get("mode"), allowed.get("tools"))
+            if isinstance(allowed, dict)
+            else (None, None)
+        )
+        given = tools if isinstance(tools, list) else []
+        functions = [tool.get("function") for tool in given if isinstance(tool, dict)]
+        names = {str(each.get("name")) for each in functions if isinstance(each, dict)}
+        if mode not in ("auto", "required") or not names:
+            raise bad_request(
+                "tool_choice.allowed_tools must hold a mode, auto or required, and tools: a list "
+                "of functions with their names.",
+                "tool_choice",
+            )
+        return names, mode == "required"
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise bad_request(
+            'tool_choice as an object must be {"type": "function", "function": {"name": ...}}, or '
+            "of type allowed_tools.",
+            "tool_choice",
+        )
+    return {name}, True
+
+
+def _plain(message: Message, place: int, served: Served) -> dict[str, Any]:
+    """A message as templates see it."""
+    where = f"messages.{place}"
+    for name in ("audio", "function_call"):
+        if (message.model_extra or {}).get(name) is not None:
+            raise bad_request(f"{where}.{name} is not supported by this server.", f"{where}.{name}")
+    if message.content is None and message.role != "assistant":
+        raise bad_request(f"{where}.content is missing.", f"{where}.content")
+    text = text_of(message.content, f"{where}.content")
+    plain: dict[str, Any] = {
+        "role": message.role,
+        "content": text or (None if message.tool_calls else ""),
+    }
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_of(
+                        call.function.arguments,
+                        served,
+                        f"{where}.tool_calls.{number}.function.arguments",
+                    ),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+class ChatBuilder(OpenAIBuilder):
+    """One request."""
+
+    def __init__(self, request: ChatRequest, served: Served, request_id: str) -> None:
+        super().__init__(
+            request,
+            served,
+            request_id,
+            kind="chat.completion",
+            chunk_kind="chat.completion.chunk",
+            prefix="chatcmpl-",
+        )
+        self.request: ChatRequest = request
+        if request.top_logprobs and not request.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+        top_logprobs = num_logprobs(request.top_logprobs, served, "top_logprobs") or 0
+        name = (
+            "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+        )
+        asked = getattr(request, name)
+        self._prompt = checked_prompt(
+            self.cut(chat_prompt(request, request.messages, served), asked), served, "messages"
+        )
+        max_tokens = room(self._prompt, asked, served, None, name)
+        behind = behind_reasoning(
+            self._prompt, served, goes_on=bool(request.continue_final_message)
+        )
+        self.asks = [
+            self.ask(self._prompt, max_tokens, top_logprobs, self.num_prompt_logprobs, behind)
+        ]
+        demand = _demand(request)
+        self.asks = with_calls(
+            self.asks, demand, served, goes_on=bool(request.continue_final_message)
+        )
+        tools = bool(request.tools) and request.tool_choice != "none"
+        self.make_parser = parser_of(
+            self._prompt, served, tools=tools, format=call_format(demand, served)
+        )
+        self._extras = bool(request.logprobs or request.return_token_ids or request.raw_logprobs)
+        self._plain = not (self._extras or self.continuous_usage)
+        self._shows_reasoning = request.include_reasoning is not False
+        self._called: set[tuple[int, int]] = set()  # choices and their tool calls
+
+    # -- a stream ----------------------------------------------------------------------------------
+
+    def start(self, usage: RequestUsage) -> bytes:
+        """The role, of every choice."""
+        more = {"prompt_token_ids": self._prompt if self.request.return_token_ids else None}
+        return b"".join(
+            self.event(
+                _choice(index, {"role": "assistant", "content": ""}), usage, None if index else more
+            )
+            for index in range(self.num_samples)
+        )
+
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
+        """New text, reasoning and parts of tool calls, and at last why it ended."""
+        if self._plain and piece.finished is None and not piece.reasoning and not piece.tool_calls:
+            if not piece.content:
+                return b""
+            return self.text_event(piece.index, piece.content)
+        events = [_choice(piece.index, delta) for delta in self._deltas(piece)]
+        if self._extras and piece.token_ids:
+            if not events:  # the text lags behind the tokens
+                events = [_choice(piece.index, {"content": ""})]
+            events[0] |= self._extras_of(piece)
+        more = None
+        if piece.finished is not None:
+            called = any(index == piece.index for index, _ in self._called)
+            events.append(_choice(piece.index, {}, self._reason(piece.finished, called)))
+            events[-1] |= self.ending(piece.finished)
+            if self.request.prompt_logprobs is not None and not piece.index:
+                more = {"prompt_logprobs": self.prompt_logprobs(piece.finished)}
+        last = len(events) - 1
+        return b"".join(
+            self.event(each, usage, more if place == last else None)
+            for place, each in enumerate(events)
+        )
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """One choice's new text, with nothing else to tell."""
+        return _choice(index, {"content": text})
+
+    def _deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        if piece.reasoning and self._shows_reasoning:
+            deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
+        if piece.content:
+            deltas.append({"content": piece.content})
+        broken = {(piece.index, call.index) for call in piece.tool_calls if call.broken}
+        self._called -= broken
+        calls = [call for call in piece.tool_calls if self._keeps(call.index) and not call.broken]
+        self._called |= {(piece.index, call.index) for call in calls}
+        return deltas + [{"tool_calls": [_tool_call_delta(call)]} for call in calls]
+
+    def _keeps(self, number: int) -> bool:
+        return number == 0 or self.request.parallel_tool_calls is not False
+
+    @staticmethod
+    def _reason(sample: TrainingSample, called: bool) -> str:
+        return "tool_calls" if called and sample.finish_reason == "stop" else sample.finish_reason
+
+    # -- the answer as a whole ---------------------------------------------------------------------
+
+    def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
+        """The answer."""
+        first, scored = choices[0].finished, self.request.prompt_logprobs is not None
+        beside = {
+            "prompt_logprobs": self.prompt_logprobs(first)
+            if scored and first is not None
+            else None,
+            "prompt_token_ids": self._prompt if self.request.return_token_ids else None,
+            "kv_transfer_params": None,
+        }
+        return self.head | {
+            "choices": LazyArray(map(self._finished, choices)),
+            "usage": self.usage_of(usage, choices),
+            **self.without_nulls(beside),
+        }
+
+    def _finished(self, choice: Choice) -> dict[str, Any]:
+        sample = choice.finished
+        assert sample is not None
+        calls = [call for number, call in enumerate(choice.tool_calls) if self._keeps(number)]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.content or (None if calls else ""),
+            "refusal": None,
+        }
+        message["reasoning_content"] = message["reasoning"] = (
+            (choice.reasoning or None) if self._shows_reasoning else None
+        )
+        if calls:
+            message["tool_calls"] = [_tool_call(call) for call in calls]
+        message = self.without_nulls(message)
+        told = _choice(choice.index, message, self._reason(sample, bool(calls)), "message")
+        told |= {"routed_experts": None} | self.ending(sample)
+        if self._extras:
+            told |= self._extras_of(choice.whole)
+        return self.without_nulls(told)
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _extras_of(self, piece: ChoiceDelta) -> dict[str, Any]:
+        """What is told of single tokens."""
+        told: dict[str, Any] = {}
+        if self.request.logprobs:
+            rows = LazyArray(self.token_rows(piece), ROWS_AT_ONCE)
+            told["logprobs"] = {"content": rows, "refusal": None}
+        if self.request.return_token_ids:
+            told["token_ids"] = piece.token_ids
+        if self.request.raw_logprobs:
+            told["raw_logprobs"] = [at_least(each) for each in piece.raw_logprobs or ()]
+        return told
+
+    def token_rows(self, piece: ChoiceDelta) -> Iterator[dict[str, Any]]:
+        """Of each token its logprob, and the most probable tokens."""
+        tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
+        for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True):
+            best = zip(top.token_ids, top.logprobs, strict=True)
+            yield self._token(token_id, logprob) | {
+                "top_logprobs": [self._token(*each) for each in best]
+            }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = b"" if self.texts is None else self.texts.bytes_of(token_id)
+        # `bytes` has all of it
+        text = self.token_text(token_id) if self.names_ids else data.decode("utf-8", "replace")
+        return {"token": text, "logprob": at_least(logprob), "bytes": list(data)}
+
+
+def _choice(
+    index: int, said: dict[str, Any], reason: str | None = None, name: str = "delta"
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        name: said,
+        "logprobs": None,
+        "finish_reason": reason,
+        "token_ids": None,
+    }
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+PROTOCOL = ApiProtocol(
+    ChatRequest,
+    ChatBuilder,
+    operation(ChatRequest, CHAT, summary="The next message of a chat", streams=True),
+)

@@ -1,0 +1,319 @@
+"""`POST /v1/completions`: text or token ids go on. A prompt's text may write out special tokens,
+which become such.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.remote.errors import bad_request
+from nano_inference.server.api.openai.answers import OpenAIBuilder
+from nano_inference.server.api.openai.schema import (
+    COMPLETION,
+    CompletionRequest,
+)
+from nano_inference.server.api.shared.answers import (
+    LazyArray,
+    at_least,
+    flat,
+    npy_of,
+    own_first,
+    routed_experts_told,
+)
+from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
+from nano_inference.server.api.shared.generation import Ask, RequestUsage, Served, affordable
+from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.api.shared.requests import (
+    ApiProtocol,
+    checked_prompt,
+    need_tokenizer,
+    num_logprobs,
+    prompt_list,
+    require_at_most,
+    require_possible_length,
+    room,
+)
+from nano_inference.text.token_texts import Offsets
+from nano_inference.types import TopLogprobs
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _TextPrompt:
+    token_ids: list[int]
+    text: str | None  # None: it came as ids
+
+
+_Rows = dict[str, list[Any]]
+
+
+class CompletionBuilder(OpenAIBuilder):
+    """One request."""
+
+    names = OpenAIBuilder.names | {
+        "top_logprobs": "logprobs",
+        "prompt_top_logprobs": "prompt_logprobs (with echo also logprobs)",
+    }
+
+    def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
+        super().__init__(
+            request,
+            served,
+            request_id,
+            kind="text_completion",
+            chunk_kind="text_completion",
+            prefix="cmpl-",
+        )
+        self.request: CompletionRequest = request
+        self.echo = bool(request.echo)
+        self.logprobs = num_logprobs(request.logprobs, served, "logprobs")
+        if self.logprobs is not None and self.texts is None:
+            raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
+        # The engine draws at least one token; it is not shown where none is wanted.
+        newer = request.max_completion_tokens is not None
+        self._max_tokens_name = "max_completion_tokens" if newer else "max_tokens"
+        self._max_tokens = request.max_completion_tokens if newer else request.max_tokens
+        self._hides = self._max_tokens == 0
+        scored = self.num_prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            scored = max(scored or 0, self.logprobs)
+        self._prompts = self._read_prompts(request.prompt)
+        asks = (self._ask(prompt, scored) for prompt in self._prompts)
+        self.asks = affordable(asks, served, self.names)
+        self._plain = not (
+            self.logprobs is not None
+            or request.flat_logprobs is not None
+            or request.return_token_ids
+            or request.raw_logprobs
+            or self.continuous_usage
+        )
+        self._offsets: dict[int, Offsets] = {}  # of each choice
+        self._told_prompts: set[int] = set()  # choices whose stream has told the prompt's ids
+
+    # -- the request -------------------------------------------------------------------------------
+
+    def _read_prompts(self, prompt: object) -> list[_TextPrompt]:
+        given = prompt_list(prompt, "prompt")
+        require_at_most(
+            len(given) * self.num_samples,
+            self.served.config.max_samples,
+            "prompt",
+            "n times the number of prompts",
+        )
+        return [self._read_prompt(each) for each in given]
+
+    def _read_prompt(self, prompt: str | list[int]) -> _TextPrompt:
+        if isinstance(prompt, list):
+            return _TextPrompt(self._checked(self._cut(prompt)), None)
+        tokenizer = need_tokenizer(self.served)
+        require_possible_length(prompt, self.served, "prompt")
+        add = self.request.add_special_tokens is not False
+        whole = tokenizer.encode(prompt, add_special_tokens=add)
+        token_ids = self._cut(whole)
+        return _TextPrompt(
+            self._checked(token_ids), prompt if len(token_ids) == len(whole) else None
+        )
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        return checked_prompt(token_ids, self.served, least=0 if self._hides else 1)
+
+    def _cut(self, token_ids: list[int]) -> list[int]:
+        return self.cut(
+            token_ids, DEFAULT_MAX_TOKENS if self._max_tokens is None else self._max_tokens
+        )
+
+    def _ask(self, prompt: _TextPrompt, scored: int | None) -> Ask:
+        # 0 fits where the prompt fills the context; the engine draws one token all the same
+        asked, served = self._max_tokens, self.served
+        left = room(prompt.token_ids, asked, served, DEFAULT_MAX_TOKENS, self._max_tokens_name)
+        max_tokens = max(1, left)
+        # Scores of a prompt stand before the completion's.
+        repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
+        streams = scored is None and not self._hides
+        top_logprobs = self.logprobs or 0
+        return self.ask(
+            prompt.token_ids,
+            max_tokens,
+            top_logprobs,
+            scored,
+            stream=streams,
+            repeats_prompt=repeats,
+        )
+
+    # -- a stream ----------------------------------------------------------------------------------
+
+    def start(self, usage: RequestUsage) -> bytes:
+        """The prompts, where they are to be repeated and not scored."""
+        if not self.echo or self.logprobs is not None or self._hides:
+            return b""
+        return b"".join(
+            self.event(self._choice(index, self._echo_of(index), None), usage)
+            for index in range(len(self.asks) * self.num_samples)
+        )
+
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
+        """New text; an empty one only where something else is new."""
+        if self._plain and piece.finished is None:
+            if not piece.content:
+                return b""
+            return self.text_event(piece.index, piece.content)
+        if not piece.token_ids and piece.finished is None:
+            return b""
+        text = "" if self._hides else piece.content
+        if self.echo and (self.logprobs is not None or self._hides):
+            text = self._echo_of(piece.index) + text
+        self._correct(usage)
+        return self.event(self._whole(piece, text), usage)
+
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """One choice's new text, with nothing else to tell."""
+        return self._choice(index, text, None)
+
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
+        """The usage, if it is wanted, and the end's mark."""
+        self._correct(usage)
+        return super().end(choices, usage)
+
+    # -- the answer as a whole ---------------------------------------------------------------------
+
+    def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
+        """The answer."""
+        self._correct(usage)
+        told = LazyArray(map(self._finished, choices))
+        return self.head | {
+            "choices": told,
+            "usage": self.usage_of(usage),
+            **self.without_nulls({"kv_transfer_params": None}),
+        }
+
+    def _finished(self, choice: Choice) -> dict[str, Any]:
+        text = "" if self._hides else choice.content
+        text = self._echo_of(choice.index) + text if self.echo else text
+        return self.without_nulls(self._whole(choice.whole, text))
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _correct(self, usage: RequestUsage) -> None:
+        if self._hides:
+            usage.completion_tokens = 0
+
+    def _prompt_of(self, index: int) -> _TextPrompt:
+        return self._prompts[index // self.num_samples]
+
+    def _echo_of(self, index: int) -> str:
+        """The prompt as text."""
+        prompt = self._prompt_of(index)
+        if prompt.text is not None:
+            return prompt.text
+        tokenizer = self.served.tokenizer
+        return (
+            ""
+            if tokenizer is None
+            else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        )
+
+    def _choice(self, index: int, text: str, logprobs: object) -> dict[str, Any]:
+        tells = self.request.return_token_ids and index not in self._told_prompts
+        self._told_prompts.add(index)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "stop_reason": None,
+            "prompt_token_ids": self._prompt_of(index).token_ids if tells else None,
+            "token_ids": None,
+        }
+
+    def _whole(self, piece: ChoiceDelta, text: str) -> dict[str, Any]:
+        """A choice with all that is asked for."""
+        sample, request = piece.finished, self.request
+        shows = 0 if self._hides else len(piece.token_ids)
+        told = self._choice(
+            piece.index, text, None if request.flat_logprobs else self._logprobs(piece)
+        )
+        if request.return_token_ids or request.flat_logprobs:
+            told["token_ids"] = piece.token_ids[:shows]
+        if request.flat_logprobs:
+            told["token_logprobs"] = flat(piece.logprobs[:shows], request.flat_logprobs)
+        if request.raw_logprobs:
+            told["raw_logprobs"] = [at_least(each) for each in (piece.raw_logprobs or ())[:shows]]
+        if sample is not None:
+            told["finish_reason"] = "length" if self._hides else sample.finish_reason
+            told |= self.ending(sample)
+            if self._hides:
+                told["stop_reason"] = None
+            told["prompt_logprobs"] = (
+                None if request.prompt_logprobs is None else self.prompt_logprobs(sample)
+            )
+            if self._hides:
+                told |= routed_experts_told(sample, npy_of, hides=True)
+            told.setdefault("routed_experts", None)
+        return told
+
+    def _logprobs(self, piece: ChoiceDelta) -> dict[str, Any] | None:
+        """OpenAI's older format: four lists that line up."""
+        if self.logprobs is None:
+            return None
+        rows: _Rows = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        offsets = self._offsets.get(piece.index)
+        if offsets is None:
+            offsets = self._offsets[piece.index] = self._begin(piece, rows)
+        if not self._hides:
+            tops = piece.top_logprobs or (TopLogprobs((), ()),) * len(piece.token_ids)
+            self._add(rows, piece.token_ids, piece.logprobs, tops)
+            rows["text_offset"] += offsets.push(piece.token_ids)
+        return rows
+
+    def _begin(self, piece: ChoiceDelta, rows: _Rows) -> Offsets:
+        """Offsets from the choice's beginning on; with `echo` the prompt's tokens are there
+        already.
+        """
+        assert self.texts is not None
+        sample = piece.finished
+        if not self.echo or sample is None:
+            return self._new_offsets(0)
+        assert sample.prompt_logprobs is not None
+        tops = sample.prompt_top_logprobs or (TopLogprobs((), ()),) * len(sample.prompt_tokens)
+        self._add(rows, sample.prompt_tokens, sample.prompt_logprobs, tops)
+        rows["token_logprobs"][0] = rows["top_logprobs"][0] = None
+        text = self._prompt_of(piece.index).text
+        offsets = Offsets(self.texts, shown=text, special_tokens=text is None)
+        rows["text_offset"] += offsets.push(sample.prompt_tokens)
+        return self._new_offsets(len(self._echo_of(piece.index)))
+
+    def _new_offsets(self, start: int) -> Offsets:
+        assert self.texts is not None
+        return Offsets(
+            self.texts, start=start, special_tokens=self.request.skip_special_tokens is False
+        )
+
+    def _add(
+        self,
+        rows: _Rows,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs],
+    ) -> None:
+        for token_id, logprob, top in zip(ids, logprobs, tops, strict=True):
+            name = self.token_text(token_id)
+            rows["tokens"].append(name)
+            rows["token_logprobs"].append(at_least(logprob))
+            best = TopLogprobs(top.token_ids[: self.logprobs], top.logprobs[: self.logprobs])
+            row: dict[str, float] = {}
+            for each, score, _ in own_first(token_id, logprob, best):
+                row.setdefault(self.token_text(each), at_least(score))
+            rows["top_logprobs"].append(row)
+
+
+PROTOCOL = ApiProtocol(
+    CompletionRequest,
+    CompletionBuilder,
+    operation(CompletionRequest, COMPLETION, summary="Continue a text", streams=True),
+)

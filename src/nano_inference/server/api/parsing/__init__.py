@@ -1,0 +1,29 @@
+"""What a model wrote, taken apart as it comes: reasoning, content and tool calls. Pure text, one
+table row a family.
+"""
+
+from nano_inference.server.api.parsing.formats import (
+    AT_ONCE,
+    REASONING_FORMAT_NAMES,
+    TOOL_FORMAT_NAMES,
+    Behind,
+    ChatFormat,
+    chat_format,
+    make_parser,
+    reasoning_before,
+)
+from nano_inference.server.api.parsing.output import OutputParser, Parsed, ToolCallDelta
+
+__all__ = [
+    "AT_ONCE",
+    "REASONING_FORMAT_NAMES",
+    "TOOL_FORMAT_NAMES",
+    "Behind",
+    "ChatFormat",
+    "OutputParser",
+    "Parsed",
+    "ToolCallDelta",
+    "chat_format",
+    "make_parser",
+    "reasoning_before",
+]

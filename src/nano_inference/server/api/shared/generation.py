@@ -1,0 +1,526 @@
+"""One request that generates, whatever its protocol: a `Builder` reads it, its `Ask`s say what the
+engine is to do and may cost, and a `Generation` is its way from there to the answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nano_inference.checkpoints.generation_defaults import (
+    AUTO,
+    NONE,
+    defaults_for_people,
+    generation_defaults,
+)
+from nano_inference.core.budget import IDS_OF_AN_ENTRY, Demand, Names, demand_of, require_affordable
+from nano_inference.errors import RequestTooLarge, VersionGone
+from nano_inference.remote.client import EngineClient, RequestStream
+from nano_inference.remote.errors import (
+    NO_RETRY,
+    ApiError,
+    api_error_of,
+    bad_request,
+    openai_error,
+    shown,
+)
+from nano_inference.remote.messages import EngineInfo
+from nano_inference.server.api.openai.kept_responses import KeptResponses
+from nano_inference.server.api.parsing import ChatFormat, OutputParser
+from nano_inference.server.api.shared.answers import DONE, data_event
+from nano_inference.server.api.shared.choices import (
+    PLAIN,
+    Choice,
+    ChoiceDelta,
+    TextStyle,
+    new_choice,
+)
+from nano_inference.server.config import ServerConfig
+from nano_inference.structured.grammar import REFUSED
+from nano_inference.text.chat import warm_up
+from nano_inference.text.detokenizer import Detokenizer
+from nano_inference.text.token_texts import TokenTexts
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import (
+    ERROR,
+    VERSION_GONE,
+    AdapterInfo,
+    Delta,
+    Limits,
+    SamplingParams,
+    TrainingSample,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt for the engine; its choices follow those of the asks before it.
+
+    Attributes:
+        stream: False: its samples come whole, also where the answer is a stream.
+        client_id: by which `Control.abort` finds it; None: the id of the HTTP request
+            (`x-request-id`).
+        unique: refused, 400, while another request has its `client_id`.
+        limits: what it asks of its group, of weight versions (the engine's integers) and of the
+            cost (see `affordable`), as in `InferenceEngine.add_request`. An `exact_version` that is
+            gone is answered with 409.
+        detokenize: False: its choices have no text but what the engine makes for stop strings.
+        text: what the text shows.
+        repeats_prompt: the answer tells of the prompt with each sample, not once.
+        experts_by_default: `routed_experts` were not asked for, so that they are left out where
+            they cost too much.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    num_samples: int = 1
+    stream: bool = True
+    client_id: str | None = None
+    unique: bool = False
+    detokenize: bool = True
+    text: TextStyle = PLAIN
+    limits: Limits = field(default_factory=Limits)
+    repeats_prompt: bool = False
+    experts_by_default: bool = False
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served, as builders need to know it.
+
+    Attributes:
+        name: the `model` that clients name.
+        engine: its limits.
+        tokenizer: None where the model has none; only token ids can be served then.
+        chat_format: how it writes reasoning and tool calls.
+        config: the server's limits.
+        other_names: that clients may name as well; answers name the first.
+        version_name: what trainers call a version of the weights.
+        version_number: the version of this name, which may still be to come; None: there can be
+            none.
+        adapters: those that are loaded, by name.
+        responses: those that later requests may go on from.
+    """
+
+    name: str
+    engine: EngineInfo
+    tokenizer: Tokenizer | None
+    chat_format: ChatFormat
+    config: ServerConfig
+    other_names: tuple[str, ...] = ()
+    version_name: Callable[[int], str] = str
+    version_number: Callable[[str], int | None] = lambda name: (
+        int(name) if name.isdecimal() else None
+    )
+    adapters: Callable[[], Mapping[str, AdapterInfo]] = dict[str, AdapterInfo]
+    responses: KeptResponses = field(default_factory=lambda: KeptResponses(0))
+
+    def __post_init__(self) -> None:
+        # What takes a while at its first use has it here, where no request waits for it.
+        if self.tokenizer is None:
+            return
+        _ = self.token_texts
+        Detokenizer(self.tokenizer)
+        warm_up(self.tokenizer)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Of the model, without adapters."""
+        return (self.name, *self.other_names)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts | None:
+        """What single tokens say; None: there is no tokenizer."""
+        return None if self.tokenizer is None else TokenTexts(self.tokenizer)
+
+    @cached_property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What holds where a request of the usual protocols leaves a sampling parameter out."""
+        use = self.config.generation_config or AUTO
+        if use == AUTO:
+            return self.engine.sampling_defaults
+        return {} if use == NONE else generation_defaults(Path(use))
+
+    @property
+    def defaults_for_people(self) -> Mapping[str, float]:
+        """What the page samples with, unless a person says otherwise."""
+        return defaults_for_people(self.config.generation_config or AUTO, self.sampling_defaults)
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Characters of text that a token stands for at most; None: there is no such bound."""
+        return None if self.token_texts is None else self.token_texts.longest
+
+
+@dataclass(slots=True)
+class RequestUsage:
+    """Tokens of a request so far: of its distinct prompts, how many of these were cached, and of
+    its completions.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Builder:
+    """One request. Made by `ApiProtocol.prepare`, which has checked all that can be checked without
+    the engine.
+
+    Attributes:
+        asks: what the engine is to do.
+        stream: whether the answer is a stream of events.
+        names: what its clients call the numbers that its cost follows from.
+        make_parser: of each choice's text; None: it is all content.
+    """
+
+    asks: Sequence[Ask] = ()
+    stream = False
+    names: ClassVar[Names] = {}
+    make_parser: Callable[[], OutputParser] | None = None
+
+    def start(self, usage: RequestUsage) -> bytes:
+        """What a stream begins with. The engine has taken the request, and its first tokens are
+        there.
+        """
+        return b""
+
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
+        """A piece of a choice as events; its last piece says why it ended."""
+        raise NotImplementedError
+
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
+        """What a stream ends with."""
+        return DONE
+
+    def failure(self, problem: ApiError) -> bytes:
+        """What a stream ends with that cannot go on: SDKs raise what this event says."""
+        return data_event(openai_error(problem))
+
+    def response(
+        self, choices: Sequence[Choice], usage: RequestUsage
+    ) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+        """The answer as a whole."""
+        raise NotImplementedError
+
+
+CODE = "request_too_large"
+
+
+def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
+    """The asks of one request, each with its part of what they may have together
+    (`Limits.max_entries`). Experts that it did not ask for are left out where they do not fit.
+
+    Those of many prompts may be made one by one: none is made after the first that does not fit.
+
+    Args:
+        asks: of the request.
+        served: has the limit.
+        names: what the client calls the numbers of `Demand`.
+
+    Raises:
+        ApiError: 400; it says which number to lower, and to what.
+    """
+    budget = served.engine.max_request_entries
+    taken, demands, left = list[Ask](), list[Demand](), budget
+    for ask in asks:
+        demand = demand_of(
+            len(ask.prompt),
+            ask.params,
+            ask.num_samples,
+            repeats_prompt=ask.repeats_prompt,
+            experts=served.engine.experts_per_token,
+        )
+        least = _without_experts(demand) if ask.experts_by_default else demand
+        try:
+            require_affordable(least, budget, names)
+        except RequestTooLarge as problem:
+            raise bad_request(str(problem), code=CODE) from None
+        left -= least.entries()
+        if left < 0:
+            raise bad_request(
+                "the prompts of the request ask for more entries than "
+                f"max_request_entries={budget}; send the first "
+                f"{len(taken)} by themselves, or ask for less with each.",
+                code=CODE,
+            )
+        taken.append(ask)
+        demands.append(demand)
+    if sum(demand.entries() for demand in demands) > budget:
+        demands = [
+            _without_experts(demand) if ask.experts_by_default else demand
+            for ask, demand in zip(taken, demands, strict=True)
+        ]
+        taken = [
+            replace(ask, params=replace(ask.params, routed_experts=False))
+            if ask.experts_by_default
+            else ask
+            for ask in taken
+        ]
+    left = budget - sum(demand.entries() for demand in demands)
+    share = left // max(1, sum(demand.num_samples for demand in demands))
+    return [
+        _with_share(ask, demand, share) if ask.params.sampling_mask else ask
+        for ask, demand in zip(taken, demands, strict=True)
+    ]
+
+
+def _without_experts(demand: Demand) -> Demand:
+    return demand._replace(routed=0)
+
+
+def _with_share(ask: Ask, demand: Demand, share: int) -> Ask:
+    """The engine repeats no prompt: what the answer needs for that is not for masks."""
+    needed = demand._replace(repeats_prompt=False).entries()
+    limits: Limits = {**ask.limits, "max_entries": needed + share * demand.num_samples}
+    return replace(ask, limits=limits)
+
+
+log = logging.getLogger("nano_inference.server")
+
+# Tokens and ids of masks, prompts' included. With logprobs a part of so many takes a while, in
+# which others go on.
+LARGE_ANSWER = 2048
+
+
+@dataclass
+class Generation:
+    """One request on its way through the engine. Close it, whatever happens.
+
+    Attributes:
+        builder: reads and writes its protocol.
+        served: what is served.
+        streams: one a prompt.
+        choices: prompt by prompt.
+        usage: tokens so far; the same object all the time.
+        queued: seconds that it waited in the engine before it was first worked at; the longest of
+            its prompts.
+    """
+
+    builder: Builder
+    served: Served
+    streams: list[RequestStream] = field(default_factory=list[RequestStream])
+    choices: list[Choice] = field(default_factory=list[Choice])
+    usage: RequestUsage = field(default_factory=lambda: RequestUsage(0, 0, 0))
+    queued: float = 0.0
+    _first: list[int] = field(default_factory=list[int])  # index of each stream's first choice
+    _started: set[int] = field(default_factory=set[int])  # streams of which something has come
+
+    def submit(
+        self, client: EngineClient, request_id: str | None = None, session: str | None = None
+    ) -> None:
+        """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued."""
+        try:
+            for ask in self.builder.asks:
+                self._submit(ask, client, request_id, session)
+        except BaseException:
+            self.close()
+            raise
+
+    def _submit(
+        self, ask: Ask, client: EngineClient, request_id: str | None, session: str | None
+    ) -> None:
+        if ask.unique and client.is_live(ask.client_id):
+            text = (
+                f"rid {shown(ask.client_id)} is that of a request which has not ended; give "
+                "each request its own."
+            )
+            raise bad_request(text, "rid")
+        self._first.append(len(self.choices))
+        params = ask.params
+        eos = frozenset[int]() if params.ignore_eos else frozenset(self.served.engine.eos_token_ids)
+        stop_ids = params.stop_token_ids | eos
+        tokenizer = self.served.tokenizer if ask.detokenize else None
+        style, parser = ask.text, self.builder.make_parser
+        if parser is not None and self.served.chat_format.in_channels:
+            style = TextStyle(special_tokens=True, stop=style.stop, marked=True)
+        for index in range(len(self.choices), len(self.choices) + ask.num_samples):
+            choice = new_choice(
+                index,
+                tokenizer,
+                params.stop,
+                stop_ids,
+                parser,
+                style,
+                params.min_tokens,
+            )
+            self.choices.append(choice)
+        stream = self.builder.stream and ask.stream
+        name = ask.client_id if ask.client_id is not None else request_id
+        asked = ask.prompt, ask.params, ask.num_samples
+        self.streams.append(
+            client.submit(*asked, stream=stream, name=name, session=session, **ask.limits)
+        )
+        self.usage.prompt_tokens += len(ask.prompt)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its answer takes a while to be made."""
+        masks = sum(_num_masked(choice.finished) for choice in self.choices)
+        return self.usage.prompt_tokens + self.usage.completion_tokens + masks > LARGE_ANSWER
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        for stream in self.streams:
+            stream.close()
+
+    async def pieces(self) -> AsyncGenerator[list[ChoiceDelta]]:
+        """What is new, as it comes, of any choice. Raises what ended the request."""
+        if len(self.streams) == 1:  # nearly always, and then cheaply
+            stream = self.streams[0]
+            while stream.samples_left:
+                async for pieces in self._taken(0, await _portions(stream)):
+                    yield pieces
+            return
+        waiting = {
+            asyncio.ensure_future(_portions(stream)): place
+            for place, stream in enumerate(self.streams)
+        }
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for future in sorted(done, key=waiting.__getitem__):
+                    place = waiting.pop(future)
+                    async for pieces in self._taken(place, future.result()):
+                        yield pieces
+                    if self.streams[place].samples_left:
+                        waiting[asyncio.ensure_future(_portions(self.streams[place]))] = place
+        finally:
+            for future in waiting:
+                future.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _taken(
+        self, place: int, portions: list[list[Delta]]
+    ) -> AsyncGenerator[list[ChoiceDelta]]:
+        for number, portion in enumerate(portions):
+            if number:
+                await asyncio.sleep(0)  # for the others
+            yield self._pieces(place, portion)
+
+    def _pieces(self, place: int, deltas: list[Delta]) -> list[ChoiceDelta]:
+        usage = self.usage
+        if place not in self._started:
+            self._started.add(place)
+            usage.cached_tokens += deltas[0].cached_tokens
+            self.queued = max(self.queued, deltas[0].queued)
+        first = self._first[place]
+        if len(deltas) == 1:
+            pieces = [self._push(first + deltas[0].sample_index, deltas)]
+        else:
+            by_sample: dict[int, list[Delta]] = {}
+            for delta in deltas:
+                by_sample.setdefault(delta.sample_index, []).append(delta)
+            pieces = [self._push(first + index, news) for index, news in by_sample.items()]
+        for piece in pieces:
+            usage.completion_tokens += len(piece.token_ids)
+        return pieces
+
+    def _push(self, index: int, deltas: list[Delta]) -> ChoiceDelta:
+        choice = self.choices[index]
+        choice.cached_tokens = deltas[-1].cached_tokens
+        return self._checked(choice.push(deltas))
+
+    def _checked(self, piece: ChoiceDelta) -> ChoiceDelta:
+        """Raise what a failed sample says."""
+        sample = piece.finished
+        if sample is not None and sample.finish_reason == "abort":
+            reason = str(sample.stop_reason)
+            if reason.startswith(ERROR):
+                raise _failure(reason.removeprefix(ERROR))
+            if sample.stop_reason == VERSION_GONE:  # while it waited
+                raise api_error_of(VersionGone(f"{VERSION_GONE} that the request is for."))
+        return piece
+
+
+def _failure(reason: str) -> ApiError:
+    """What the client of a failed sample gets: the reason, which names no more than a kind of
+    error. What only the engine could see of a request is answered as what is seen before.
+    """
+    if reason.startswith(REFUSED):
+        return bad_request(reason.removeprefix(REFUSED))
+    log.error("a request failed in the engine: %s", reason)
+    said = f"the engine could not go on with this request: {reason.rstrip('.')}."
+    return ApiError(500, said, code="sample_failed", headers=NO_RETRY)
+
+
+async def answer(generation: Generation) -> object:
+    """Wait for all of it; the answer's body."""
+    async with aclosing(generation.pieces()) as all_pieces:
+        async for _ in all_pieces:
+            pass
+    builder, choices, usage = generation.builder, generation.choices, generation.usage
+    if generation.is_large:
+        return await asyncio.to_thread(builder.response, choices, usage)
+    return builder.response(choices, usage)
+
+
+async def events(generation: Generation) -> AsyncGenerator[bytes]:
+    """The answer as server-sent events. What goes wrong before the first of them is raised, later
+    it is an event.
+    """
+    builder, usage, started = generation.builder, generation.usage, False
+    chunk = builder.chunk
+    try:
+        async with aclosing(generation.pieces()) as all_pieces:
+            async for pieces in all_pieces:
+                head = b"" if started else builder.start(replace(usage, completion_tokens=0))
+                if any(
+                    each.finished is not None and _num_told(each.finished) > LARGE_ANSWER
+                    for each in pieces
+                ):
+                    data = head + b"".join(
+                        [await asyncio.to_thread(chunk, each, usage) for each in pieces]
+                    )
+                else:
+                    data = head + b"".join([chunk(each, usage) for each in pieces])
+                started = True
+                if data:
+                    yield data
+        yield builder.end(generation.choices, usage)
+    except Exception as problem:
+        if not started:
+            raise
+        error = api_error_of(problem)
+        # a bug; others have said what they are
+        if error.status == 500 and not isinstance(problem, ApiError):
+            log.exception("a stream failed")
+        yield builder.failure(error)
+
+
+async def _portions(stream: RequestStream) -> list[list[Delta]]:
+    """What is new of a request. Much of it is taken apart, sample by sample, so that others get
+    their turn between.
+    """
+    deltas = await stream.next()
+    sizes = (
+        len(each.token_ids) if each.finished is None else _num_told(each.finished)
+        for each in deltas
+    )
+    if sum(sizes) <= LARGE_ANSWER:
+        return [deltas]
+    by_sample: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_sample.setdefault(delta.sample_index, []).append(delta)
+    return list(by_sample.values())
+
+
+def _num_told(sample: TrainingSample) -> int:
+    """Tokens and ids of which something is to be told."""
+    routed = sample.routed_experts
+    return (
+        len(sample.completion_tokens)
+        + len(sample.prompt_logprobs or ())
+        + _num_masked(sample)
+        + (0 if routed is None else len(routed.data) // IDS_OF_AN_ENTRY)
+    )
+
+
+def _num_masked(sample: TrainingSample | None) -> int:
+    return (
+        0 if sample is None or sample.sampling_mask is None else len(sample.sampling_mask.token_ids)
+    )

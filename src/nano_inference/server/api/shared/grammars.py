@@ -1,0 +1,194 @@
+"""Structured output as each protocol asks for it: every field is a row of a table, and makes a
+`Grammar`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.remote.errors import bad_request, shown
+from nano_inference.server.api.parsing import Behind
+from nano_inference.structured.backend import backend_named
+from nano_inference.structured.grammar import COMPACT, BackendName, Grammar
+
+MOST_CHECKED = 64  # grammars that are known to be good
+
+Read = Callable[[Any], Grammar | None]
+
+
+def _in_notation(text: str) -> Grammar:
+    """A grammar in llama.cpp's notation, or in Lark's: only the first has `::=`."""
+    return Grammar.gbnf(text) if "::=" in text else Grammar.lark(text)
+
+
+def _any_object(_: object) -> Grammar:
+    return Grammar.json_object()
+
+
+def _in_format(format: Mapping[str, Any]) -> Grammar | None:
+    """Of an object with a `type`: OpenAI's `response_format`, Anthropic's `output_format`."""
+    schema = (format.get("json_schema") or format).get("schema")
+    match format["type"]:
+        case "text":
+            return None
+        case "structural_tag":
+            return Grammar.structural_tag(
+                {name: value for name, value in format.items() if value is not None}
+            )
+        case "json_object" if schema is None:
+            return Grammar.json_object()
+        case kind if schema is None:
+            raise InvalidRequest(f"a format of type {kind} needs a schema.")
+        case _:
+            return Grammar.json_schema(schema)
+
+
+# where a request says it -> what it makes of it
+ROWS: Mapping[str, Read] = {
+    "response_format": _in_format,
+    "output_format": _in_format,
+    "output_config.format": _in_format,
+    "structured_outputs.json": Grammar.json_schema,
+    "structured_outputs.json_object": _any_object,
+    "structured_outputs.regex": Grammar.regex,
+    "structured_outputs.choice": Grammar.choice,
+    "structured_outputs.grammar": _in_notation,
+    "structured_outputs.structural_tag": Grammar.structural_tag,
+    "structured_outputs_regex": Grammar.regex,
+    "guided_decoding_regex": Grammar.regex,
+    "guided_json": Grammar.json_schema,
+    "guided_json_object": _any_object,
+    "guided_regex": Grammar.regex,
+    "guided_choice": Grammar.choice,
+    "guided_grammar": _in_notation,
+    "json_schema": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "ebnf": _in_notation,
+    "grammar": _in_notation,
+    "structural_tag": Grammar.structural_tag,
+}
+# vLLM's names of backends; None: the engine's
+_BACKENDS: Mapping[str, BackendName | None] = {
+    "auto": None,
+    "guidance": "llguidance",
+    "llguidance": "llguidance",
+    "xgrammar": "xgrammar",
+    "outlines": "outlines",
+}
+
+
+def grammar_of(
+    given: Mapping[str, Any], within: str, behind: Behind, backend: BackendName
+) -> Grammar | None:
+    """The grammar that a request asks for, checked as far as that is possible without the model.
+    That may take seconds, in which other threads run.
+
+    Args:
+        given: of the fields that `ROWS` and `_options` name, those that the request has.
+        within: stands before the fields' names in errors.
+        behind: what the grammar begins behind.
+        backend: the engine's.
+
+    Raises `ApiError` 400, which names the field.
+    """
+    found: dict[str, Grammar] = {}
+    for name, read in ROWS.items():
+        if (value := _at(given, name)) in (None, False, ""):
+            continue
+        with _naming(within + name):
+            if (grammar := read(value)) is not None:
+                found[within + name] = grammar
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise bad_request(f"{names} each ask for structured output; give one.", next(iter(found)))
+    for where, grammar in found.items():
+        with _naming(where):
+            if _at(given, "structured_outputs.disable_additional_properties"):
+                grammar = _without_additional_properties(grammar)
+            grammar = replace(grammar, **behind._asdict(), **_options(given, within))
+            check(grammar, backend)
+        return grammar
+    return None
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Errors name the field."""
+    try:
+        yield
+    except InvalidRequest as problem:
+        raise bad_request(f"{where}: {problem}", where) from None
+
+
+def _at(given: Mapping[str, Any], name: str) -> Any:
+    value: Any = given
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _options(given: Mapping[str, Any], within: str) -> dict[str, Any]:
+    """What is said beside a grammar."""
+    options: dict[str, Any] = {}
+    patterns = ("structured_outputs.whitespace_pattern", "guided_whitespace_pattern")
+    if (pattern := next(filter(None, (_at(given, each) for each in patterns)), None)) is not None:
+        options["whitespace"] = pattern
+    if _at(given, "structured_outputs.disable_any_whitespace"):
+        options["whitespace"] = COMPACT
+    if _at(given, "structured_outputs.lenient"):
+        options["lenient"] = True
+    for where in ("structured_outputs.backend", "guided_decoding_backend"):
+        if (name := _at(given, where)) is None:
+            continue
+        known = name.split(":")[0]
+        if known not in _BACKENDS:
+            raise bad_request(
+                f"{within}{where} must be one of {', '.join(_BACKENDS)}, not {shown(name)}.",
+                within + where,
+            )
+        options["backend"] = _BACKENDS[known]
+    return options
+
+
+def _without_additional_properties(grammar: Grammar) -> Grammar:
+    """The same with closed objects, as vLLM has it; what is no schema stays as it is."""
+    if grammar.kind not in ("json", "structural_tag"):
+        return grammar
+    closed = _closed(json.loads(grammar.text))
+    return replace(grammar, text=json.dumps(closed, ensure_ascii=False, separators=(",", ":")))
+
+
+# Keywords of a schema that hold schemas by name, and those that hold none.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NO_SCHEMA = ("enum", "const", "default", "examples")
+
+
+def _closed(schema: Any) -> Any:
+    """A schema, or what holds some: objects that name properties and do not say whether there may
+    be others have none.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        name: {key: _closed(each) for key, each in value.items()}
+        if name in _BY_NAME and isinstance(value, dict)
+        else value
+        if name in _NO_SCHEMA
+        else _closed(value)
+        for name, value in schema.items()
+    }
+    if "properties" in schema or "patternProperties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+@lru_cache(MOST_CHECKED)
+def check(grammar: Grammar, backend: BackendName) -> None:
+    """Raise `InvalidRequest` for a grammar that cannot be enforced. `backend`: the engine's."""
+    backend_named(grammar.backend or backend).check(grammar)

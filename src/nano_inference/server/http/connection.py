@@ -1,0 +1,282 @@
+"""`Connection`: uvicorn's HTTP/1.1 protocol with bounds that it lacks, and for clients that it does
+not know.
+
+httptools keeps whatever arrives of a header line until the line ends (CVE-2025-48956 was that, in
+another server). Here bytes and header lines are counted while they come, and a connection that
+brings too many is answered 431. A line that does not end may exceed the bound by what one read of
+the socket brings (256 KiB).
+
+The end of a client is told to the request that runs, also where others wait behind it on the same
+connection. A wish for another protocol is ignored as HTTP allows (Java's clients ask for HTTP/2
+with every first request, and would lose its body), HTTP/1.0 gets no chunks, and trailers are no
+headers. Headers that two servers in a row could read differently are refused: no Host or several,
+and any transfer coding beside `chunked`.
+
+Of uvicorn only public names are used and overridden; a test looks.
+"""
+
+import sys
+from typing import Any
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from nano_inference.remote.errors import ApiError, bad_request, error_body, retry_after
+from nano_inference.server.http.layers import HEALTH
+from nano_inference.server.http.replies import request_id_of
+
+MAX_HEADERS = 128  # lines
+MAX_PIPELINE = 100  # requests that wait on one connection
+# seconds from a connection's start, or a request's first byte, to the end of its headers
+HEAD_TIMEOUT = 30.0
+# connections beyond `max_connections` that are told so; others are closed without a word
+SPARE = 64
+STALL_TIMEOUT = 60.0  # seconds that a client may leave an answer unread
+
+
+class _Refused(Exception):
+    """Raised within the parser's callbacks: it stops there."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. The limits are set by `connection_class`."""
+
+    max_header_bytes = 64 * 1024
+    max_connections = 4096
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._refusal: ApiError | None = None
+        self._size = self._lines = 0  # of the request line, headers and trailers of this request
+        self._silent = 0  # bytes since the parser has last said something
+        self._deadline: Any = None  # of the headers
+        self._stall: Any = None
+        # uvicorn's cycle of the request that is being answered; the others wait behind it
+        self._running: Any = None
+        self._method = b""
+        self._has_head = False  # the headers of this request are complete
+        self._wants_upgrade = False  # and ask for another protocol
+        self._is_spare = False  # there were too many connections when it came
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has come."""
+        super().connection_made(transport)
+        self._set_deadline()
+        excess = len(self.connections) - self.max_connections
+        self._is_spare = excess > 0
+        if excess > SPARE:
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        self._clear_deadline()
+        self.resume_writing()
+        self._leave(self._running)
+        super().connection_lost(exc)  # knows the last request alone
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what is sent may still be read."""
+        return self.transport is not None and not self.transport.is_closing()
+
+    def abort(self) -> None:
+        """End the connection at once, whatever is still to be sent."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- headers -----------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
+        self._silent += len(data)
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
+        self._parse(data)
+        if self._silent > self.max_header_bytes and not self.transport.is_closing():
+            self._refusal = self._too_large()
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._silent = self._size = self._lines = 0
+        self._has_head = self._wants_upgrade = False
+        self.scope.setdefault("state", {})["connection"] = self
+        if self._deadline is None:
+            self._set_deadline()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of its path."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or, after the body, a trailer."""
+        self._lines += 1
+        self._count(len(name) + len(value) + 4)
+        if not self._has_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """All headers are there."""
+        self._silent = 0
+        self._has_head = True
+        self._method = self.parser.get_method()
+        self._wants_upgrade = self.parser.should_upgrade() and self._method != b"CONNECT"
+        if self._wants_upgrade:
+            return  # it is parsed once more, without this wish
+        self._clear_deadline()
+        self._refusal = self._fault()
+        if self._refusal is not None:
+            raise _Refused
+        super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINE:
+            self.abort()
+        elif self.pipeline:
+            self.flow.resume_reading()  # else the end of the client would not be seen
+        else:
+            self._running = self.cycle
+
+    def _fault(self) -> ApiError | None:
+        """Why a request whose headers are there is not served."""
+        if self._is_spare and self.url.decode("latin-1") not in HEALTH:
+            text = f"the server has {self.max_connections} connections already (max_connections)."
+            return ApiError(503, text, code="overloaded", headers=retry_after(1.0))
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            return bad_request(f"a request has one Host header, and this one has {len(hosts)}.")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            return bad_request("the only transfer coding that is read is chunked, alone.")
+        return None
+
+    def on_chunk_header(self) -> None:
+        """A chunk of the body begins."""
+        self._silent = 0
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._silent = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self._silent = 0
+        if not self._wants_upgrade:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be parsed, in JSON, and hang up."""
+        problem = self._refusal or ApiError(400, "the request is not HTTP/1.1.")
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            # an answer is on its way
+            if self.cycle is not self._running or self.cycle.response_started:
+                self.transport.abort()
+                return
+            self._leave(self.cycle)
+        request_id = request_id_of(None)
+        path = bytes(getattr(self, "url", b"")[:64]).decode("latin-1").partition("?")[0]
+        body = msgspec.json.encode(error_body(path, problem, request_id))
+        head = (
+            b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n"
+            % len(body)
+        )
+        ids = b"x-request-id: %b\r\nrequest-id: %b\r\n" % (request_id.encode(), request_id.encode())
+        more = "".join(f"{name}: {value}\r\n" for name, value in problem.headers.items()).encode(
+            "ascii"
+        )
+        self.transport.write(STATUS_LINE[problem.status] + head + ids + more + b"\r\n" + body)
+        self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            (length,) = upgrade.args
+            self._parse_again(data[length:])
+        except httptools.HttpParserError:
+            self.logger.debug("a request could not be parsed")
+            self.send_400_response("")
+
+    def _parse_again(self, rest: bytes) -> None:
+        """Parse a request's headers once more, without those about another protocol; then what
+        follows them.
+        """
+        others = [
+            (name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")
+        ]
+        lines = b"".join(b"%b: %b\r\n" % header for header in others)
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"%b %b HTTP/1.1\r\n%b\r\n" % (self._method, self.url, lines) + rest)
+
+    def _count(self, size: int) -> None:
+        self._silent = 0
+        self._size += size
+        if self._size > self.max_header_bytes or self._lines > MAX_HEADERS:
+            self._refusal = self._too_large()
+            raise _Refused
+
+    def _too_large(self) -> ApiError:
+        limits = f"{self.max_header_bytes} bytes (max_header_bytes) and {MAX_HEADERS} lines"
+        return ApiError(431, f"the request's headers are more than {limits}.")
+
+    def _set_deadline(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_TIMEOUT, self.abort)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        """An answer has been sent; the next request that waits is answered now."""
+        waiting = (
+            self.pipeline[-1][0] if self.pipeline and not self.transport.is_closing() else None
+        )
+        super().on_response_complete()
+        if waiting is not None:
+            self._running = waiting
+
+    def _leave(self, cycle: Any) -> None:
+        """Tell a request that its client has gone."""
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def begin_without_length(self) -> None:
+        """Send what follows as it is: the connection's end is its end. For HTTP/1.0, which knows no
+        chunks.
+        """
+        self._running.chunked_encoding = False
+        self._running.expected_content_length = sys.maxsize
+
+    def end_without_length(self, last: bytes) -> None:
+        """`last` is about to be sent."""
+        self._running.expected_content_length = len(last)
+
+    # -- clients that do not read ------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the answer comes."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(STALL_TIMEOUT, self.abort)
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        super().resume_writing()
+
+
+def connection_class(max_header_bytes: int, max_connections: int) -> type[Connection]:
+    """`Connection` with these bounds: uvicorn wants a class."""
+    limits = {"max_header_bytes": max_header_bytes, "max_connections": max_connections}
+    return type("Connection", (Connection,), limits)

@@ -1,0 +1,403 @@
+"""The layers around the routes, as plain ASGI: ids and logs outside, then CORS, then the gate of
+keys and limits.
+
+Access: routes need an API key, those that change the engine the admin key; the routes that report
+health and the page are open to all.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum
+from hashlib import sha256
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nano_inference.remote import paths
+from nano_inference.remote.errors import NO_RETRY, ApiError, api_error_of
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.http.replies import (
+    RequestRecord,
+    error_reply,
+    no_route,
+    record_of,
+    request_id_of,
+    session_of,
+)
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Level(Enum):
+    """What a route asks for."""
+
+    OPEN = "open"
+    KEY = "key"
+    ADMIN = "admin"
+
+
+# What watches a server asks these, also before it serves and where there is no room for others.
+HEALTH = frozenset(("/health", "/ping"))
+# Every other path, also one that does not exist, is `KEY`.
+LEVELS: dict[str, Level] = dict.fromkeys(HEALTH | paths.PAGE, Level.OPEN)
+LEVELS |= {"/flush_cache": Level.ADMIN}
+LEVELS |= dict.fromkeys(("/fleet", "/fleet/add", "/fleet/drain", "/fleet/remove"), Level.ADMIN)
+# With `ServerConfig.rl`.
+RL_LEVELS: dict[str, Level] = dict.fromkeys(paths.CHANGING, Level.ADMIN) | dict.fromkeys(
+    paths.OPEN, Level.OPEN
+)
+
+
+class Keys:
+    """The keys of a server. Comparisons take the same time for every wrong key.
+
+    Trainers send no key. So with `rl` and without an admin key, routes that change the engine ask
+    for what the others ask for, on an address that only this machine can reach (or with `rl_open`),
+    but never serve a web page, since any page that is opened here could reach them, and without
+    `rl_open` nothing that a proxy passes on.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._admin = None if config.admin_key is None else _digest(config.admin_key.encode())
+        self._levels = LEVELS | RL_LEVELS if config.rl else LEVELS
+        self._is_trusting = config.rl and config.admin_key is None
+        # by which it may be called, beside addresses
+        self._name = None if config.rl_open else config.host.lower()
+
+    def require(self, path: str, headers: Headers) -> None:
+        """Let a request pass.
+
+        Raises:
+            ApiError: 401 for a key that is missing or wrong, 403 for one that does not open this
+                route, or for a web page on a route that changes the engine.
+        """
+        level = self._levels.get(path, Level.KEY)
+        if level is Level.ADMIN and self._is_trusting:
+            self._refuse_strangers(headers)
+            level = Level.KEY
+        if level is Level.OPEN or (level is Level.KEY and not self._keys):
+            return
+        given = [_digest(key) for key in _keys_in(headers)]
+        is_admin = self._admin is not None and _among(given, [self._admin])
+        if is_admin:  # it opens everything
+            return
+        is_user = _among(given, self._keys)
+        if level is Level.KEY and not is_user:
+            raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
+        if level is Level.ADMIN:
+            if self._admin is None:
+                raise ApiError(
+                    403,
+                    "this route is off: the server was started without an admin key.",
+                    headers=NO_RETRY,
+                )
+            if not is_user:
+                raise ApiError(401, _WRONG if given else _MISSING, headers=_ASK)
+            raise ApiError(403, "this route needs the admin key.", headers=NO_RETRY)
+
+    def _refuse_strangers(self, headers: Headers) -> None:
+        """Refuse web pages, and requests that a proxy forwards (they come from this machine, from
+        any sender).
+
+        A browser marks a page's request with `Origin` or `Sec-Fetch-Site`. With DNS rebinding it
+        does not, but then `Host` holds the page's name. Raises `ApiError` 403.
+        """
+        for name, value in headers:
+            if name in _PROXIED and self._name is not None:
+                raise ApiError(403, _NO_PROXIES, headers=NO_RETRY)
+            is_page = name == b"origin" or (
+                name == b"sec-fetch-site" and value.strip().lower() != b"none"
+            )
+            if is_page or (name == b"host" and not self._is_called(value.decode("latin-1"))):
+                raise ApiError(403, _NO_PAGES, headers=NO_RETRY)
+
+    def _is_called(self, host: str) -> bool:
+        """Whether `Host` is an address, or the name that the server was told to listen on."""
+        name = host_name(host)
+        return self._name is None or name == self._name or is_address(name)
+
+
+def host_name(header: str) -> str:
+    """The name in a `Host` header, in lower case, without port and brackets."""
+    name = header.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0]
+
+
+def is_address(name: str) -> bool:
+    """Whether it is an IP address or `localhost`: no name that the owner of a web site can point
+    here.
+    """
+    if name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+_PROXIED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))
+_NO_PROXIES = (
+    "a proxy passes this request on, so that any client may have sent it; this route takes it with "
+    "an admin key "
+    "(--admin-key), or with --rl-open."
+)
+_MISSING = "this server needs an API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`."
+_NO_PAGES = (
+    "web pages may not use this route: it takes no Origin, no Sec-Fetch-Site, and as Host an IP "
+    "address or localhost. "
+    "An admin key (--admin-key) opens it to all who have it."
+)
+_WRONG = "the API key is not one of this server's."
+_ASK = {"www-authenticate": "Bearer"}
+
+
+def _keys_in(headers: Headers) -> list[bytes]:
+    keys: list[bytes] = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            keys.append(value.strip())
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            keys.append(value[7:].strip())
+    return keys[:2]
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()  # of one length: a comparison says nothing about a key's
+
+
+def _among(given: list[bytes], keys: list[bytes]) -> bool:
+    found = False
+    for one in given:
+        for key in keys:  # all of them, also after a match
+            found |= hmac.compare_digest(one, key)
+    return found
+
+
+log = logging.getLogger("nano_inference.server")
+
+_EXPOSED = ("x-request-id", "request-id", "retry-after", "retry-after-ms")
+_WITH_BODY = frozenset(("POST", "PUT", "PATCH"))
+
+
+class Outermost:
+    """Gives every request its id and its record, puts ids on every answer, and answers exceptions
+    that no inner layer caught.
+
+    Args:
+        app: what is inside.
+        done: told of each request after its answer has ended.
+        root: what a proxy leaves before the paths.
+    """
+
+    def __init__(self, app: ASGIApp, done: Callable[[RequestRecord], None], root: str = "") -> None:
+        self._app = app
+        self._root = root
+        self._done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        _strip(scope, self._root)
+        headers = dict(reversed(scope["headers"]))  # of several by one name the first counts
+        record = RequestRecord(
+            request_id_of(headers.get(b"x-request-id")),
+            scope["method"],
+            scope["path"],
+            session_of(headers.get(b"x-session-id")),
+            has_version=b"anthropic-version" in headers,
+            traceparent=headers.get(b"traceparent", b"").decode("latin-1") or None,
+        )
+        scope.setdefault("state", {})["record"] = record
+        ids = record.request_id.encode("ascii")
+
+        async def send_with_ids(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", ids),
+                    (b"request-id", ids),
+                ]
+                message["headers"] = headers
+            await send(message)
+
+        if scope["http_version"] == "1.0":
+            send = _without_chunks(send, scope["state"].get("connection"))
+
+        try:
+            await self._app(scope, receive, send_with_ids)
+        except asyncio.CancelledError:
+            record.problem = "cancelled"
+            raise
+        except Exception as problem:
+            log.exception("request %s failed", record.request_id)
+            if not record.status:
+                await error_reply(api_error_of(problem), record)(scope, receive, send_with_ids)
+        finally:
+            record.seconds = time.perf_counter() - record.started
+            self._done(record)
+
+
+def _without_chunks(send: Send, connection: Any) -> Send:
+    """For HTTP/1.0, which proxies speak too, and which knows no chunks: an answer without a length
+    ends with its connection.
+    """
+    unsized: Any = None
+
+    async def send_unsized(message: Message) -> None:
+        nonlocal unsized
+        if message["type"] == "http.response.start":
+            names = [name for name, _ in message["headers"]]
+            if b"connection" not in names:  # uvicorn hangs up, but does not always say so
+                message["headers"].append((b"connection", b"close"))
+            unsized = None if b"content-length" in names else connection
+            if unsized is not None:
+                unsized.begin_without_length()
+        elif unsized is not None and not message.get("more_body", False):
+            unsized.end_without_length(message.get("body", b""))
+        await send(message)
+
+    return send_unsized
+
+
+def _strip(scope: Scope, root: str) -> None:
+    """Take a proxy's prefix off the path, before anything goes by it: keys and limits see what the
+    router sees.
+    """
+    path: str = scope["path"]
+    if root and (path == root or path.startswith(root + "/")):
+        scope["path"] = path[len(root) :] or "/"
+        scope["raw_path"] = scope["path"].encode()
+
+
+class Gate:
+    """Lets in what has a key and is within limits.
+
+    Args:
+        app: the routes.
+        config: the limits.
+        ready: raises `ApiError` while the engine is being built.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, ready: Callable[[], None]) -> None:
+        self._app = app
+        self._config = config
+        self._keys = Keys(config)
+        self._ready = ready
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+        except ApiError as problem:
+            refusal = error_reply(problem, record_of(scope))
+            if _is_long(scope["headers"]):  # it would be read and thrown away
+                refusal.headers["connection"] = "close"
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, self._bounded(receive, scope["path"]), send)
+
+    def _check(self, scope: Scope) -> None:
+        path, headers = scope["path"], scope["headers"]
+        if not path.isprintable():  # the router's patterns let a line feed at the end pass
+            raise no_route(path)
+        self._keys.require(path, headers)
+        if path not in HEALTH | paths.PAGE:
+            self._ready()
+        if scope["method"] in _WITH_BODY:
+            _require_json(headers, or_bytes=self._config.rl and path in paths.WITH_WEIGHTS)
+            length = next((value for name, value in headers if name == b"content-length"), b"0")
+            if not length.isdigit() or int(length[:20]) > self._limit(path)[0]:
+                raise self._too_large(path)
+
+    def _bounded(self, receive: Receive, path: str) -> Receive:
+        left, _ = self._limit(path)
+
+        async def receive_bounded() -> Message:
+            nonlocal left
+            message = await receive()
+            if message["type"] == "http.request":
+                left -= len(message.get("body", b""))
+                if left < 0:
+                    raise self._too_large(path)
+            return message
+
+        return receive_bounded
+
+    def _limit(self, path: str) -> tuple[int, str]:
+        """Bytes that a body may have, and the option that says so."""
+        if self._config.rl and path in paths.WITH_WEIGHTS:
+            return self._config.rl_max_body_bytes, "rl_max_body_bytes"
+        return self._config.max_body_bytes, "max_body_bytes"
+
+    def _too_large(self, path: str) -> ApiError:
+        size, option = self._limit(path)
+        return ApiError(413, f"the body is larger than {size} bytes ({option}).")
+
+
+def _is_long(headers: Headers) -> bool:
+    """Whether a body follows that is not small, or may be anything."""
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and len(value) > 5)
+        for name, value in headers
+    )
+
+
+def _require_json(headers: Headers, *, or_bytes: bool = False) -> None:
+    """JSON says that it is JSON, but `curl -d` says it is a form, and other tools say nothing.
+
+    These are believed, but not in a browser: a page may post forms to any server without asking it
+    first (no CORS), so that any page could make a server without keys work for it. Browsers send
+    `origin` with such requests.
+    """
+    found = {name: value for name, value in headers if name in _ABOUT_CONTENT}
+    if found.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ApiError(415, "compressed bodies are not read; send the JSON as it is.")
+    media_type = found.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if or_bytes and media_type == b"application/octet-stream":
+        return
+    if media_type == b"application/json" or (
+        media_type.startswith(b"application/") and media_type.endswith(b"+json")
+    ):
+        return
+    if media_type in (b"", b"application/x-www-form-urlencoded") and b"origin" not in found:
+        return
+    raise ApiError(415, "the content type must be application/json.")
+
+
+_ABOUT_CONTENT = frozenset((b"content-type", b"content-encoding", b"origin"))
+
+
+def in_layers(
+    routes: ASGIApp,
+    config: ServerConfig,
+    ready: Callable[[], None],
+    done: Callable[[RequestRecord], None],
+) -> ASGIApp:
+    """The routes with all that is around them."""
+    app: ASGIApp = Gate(routes, config, ready)
+    # outside the gate: a preflight carries no key, and pages may read refusals
+    if config.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+        )
+    return Outermost(app, done, config.root_path)

@@ -1,0 +1,416 @@
+"""Prometheus metrics: vLLM's names under our prefix, so that its dashboards need one replacement.
+
+Requests are observed here as clients see them; what the engine counts is read from its last report
+when Prometheus asks. Streams alone have times of first and next tokens: of other requests the
+server hears when they are complete.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from nano_inference.fleet.failover import BUCKETS
+from nano_inference.remote.client import EngineClient
+from nano_inference.remote.status import MoveCounts, ReplicaStatus
+from nano_inference.server.api.shared.generation import Generation
+from nano_inference.server.http.replies import RequestRecord
+from nano_inference.types import EngineStats, SpeculationStats
+
+PREFIX = "nano_inference_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SHORT = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+)
+_LONG = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+_FEW = (1, 2, 4, 8, 16, 32, 64, 128)
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": (
+        "From a streamed request's arrival to its first tokens.",
+        _FIRST,
+    ),
+    "inter_token_latency_seconds": ("Between two events of a stream.", _SHORT),
+    "request_time_per_output_token_seconds": ("Of streams, after the first token.", _SHORT),
+    "e2e_request_latency_seconds": ("From arrival to the end of the answer.", _LONG),
+    "request_queue_time_seconds": ("Until the engine planned the first part of it.", _LONG),
+    "request_prefill_time_seconds": ("Of streams: from there to the first token.", _LONG),
+    "request_decode_time_seconds": ("Of streams: from the first token to the last.", _LONG),
+    "request_inference_time_seconds": ("In the engine, without the queue.", _LONG),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "request_generation_tokens": ("Completion tokens of a request.", _TOKENS),
+    "request_params_n": ("Samples of a request.", _FEW),
+    "request_params_max_tokens": ("Its max_tokens.", _TOKENS),
+}
+_COUNTERS = {
+    "request_success": ("Samples that ended, by reason.", "finished_reason"),
+    "request_errors": ("Requests that were answered with an error, by HTTP status.", "status"),
+    "admission_rejections": ("Requests that were not let in, by reason.", "reason"),
+}
+# status -> reason of `admission_rejections`; where a 503 says why, that
+_REASONS = {
+    401: "key",
+    403: "key",
+    408: "timeout",
+    413: "body_too_large",
+    429: "queue_full",
+    503: "not_serving",
+}
+_NO_DRAFTS = SpeculationStats((), {}, {})
+_NOT_SERVING = frozenset(("starting", "overloaded", "draining", "engine_dead", "engine_restarting"))
+
+
+class Metrics:
+    """The metrics of one server.
+
+    Args:
+        client: whose reports hold the engine's counters.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self.model_name = ""  # label of everything; known when the engine is ready
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(client, self))
+        self._families = {
+            name: Histogram(
+                PREFIX + name, text, ("model_name",), buckets=buckets, registry=self._registry
+            )
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, text, ("model_name", label), registry=self._registry)
+            for name, (text, label) in _COUNTERS.items()
+        }
+        self._bound: dict[str, Histogram] = {}
+
+    def serve(self, model_name: str) -> None:
+        """What is served is known now."""
+        self.model_name = model_name
+        self._bound = {name: family.labels(model_name) for name, family in self._families.items()}
+
+    def observe(self, name: str, value: float) -> None:
+        """Into a histogram."""
+        self._bound[name].observe(value)
+
+    def count(self, name: str, label: str) -> None:
+        """Add to a counter."""
+        self._counters[name].labels(self.model_name, label).inc()
+
+    def refused(self, status: int, problem: str | None) -> None:
+        """A request was answered with an error status. `problem` is the error's code, if it has
+        one.
+        """
+        self.count("request_errors", str(status))
+        if status in _REASONS:
+            self.count(
+                "admission_rejections", problem if problem in _NOT_SERVING else _REASONS[status]
+            )
+
+    def sent(self, record: RequestRecord) -> None:
+        """An event of a request's stream went out. Called for every event, and cheap."""
+        now = time.perf_counter()
+        if record.first_token is None:
+            record.first_token = now - record.started
+        else:
+            self._bound["inter_token_latency_seconds"].observe(now - record.last_event)
+        record.last_event = now
+
+    def ended(self, record: RequestRecord, generation: Generation, seconds: float) -> None:
+        """A generation took so long."""
+        observe, usage = self.observe, generation.usage
+        for choice in generation.choices:
+            reason = "abort" if choice.finished is None else choice.finished.finish_reason
+            self.count("request_success", reason)
+        observe("e2e_request_latency_seconds", seconds)
+        observe("request_prompt_tokens", usage.prompt_tokens)
+        observe("request_generation_tokens", usage.completion_tokens)
+        observe("request_params_n", max(ask.num_samples for ask in generation.builder.asks))
+        observe(
+            "request_params_max_tokens",
+            max(ask.params.max_tokens for ask in generation.builder.asks),
+        )
+        queued = generation.queued
+        observe("request_queue_time_seconds", queued)
+        observe("request_inference_time_seconds", max(0.0, seconds - queued))
+        if record.first_token is not None:
+            decode = seconds - record.first_token
+            observe("time_to_first_token_seconds", record.first_token)
+            observe("request_prefill_time_seconds", max(0.0, record.first_token - queued))
+            observe("request_decode_time_seconds", decode)
+            if usage.completion_tokens > len(generation.choices):
+                per_choice = usage.completion_tokens / len(generation.choices)
+                observe("request_time_per_output_token_seconds", decode / (per_choice - 1))
+
+    def text(self) -> bytes:
+        """For Prometheus."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's counters as it last reported them."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+        self._client = client
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Called for every scrape."""
+        gauges: dict[str, tuple[str, float]] = {
+            "num_samples": (
+                "Samples that run or wait, as the server counts them.",
+                self._client.num_samples,
+            ),
+            "engine_up": ("Whether the engine serves.", float(self._client.why_dead is None)),
+        }
+        counters: dict[str, tuple[str, float]] = {}
+        stats = self._client.stats
+        if stats is not None:
+            gauges |= _gauges(stats)
+            counters = _counters(stats)
+        names, values = ("model_name",), (self._metrics.model_name,)
+        for kind, found in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in found.items():
+                yield _family(kind, name, text, names, [(values, value)])
+        if stats is not None:  # sum and count alone: an average over time
+            steps = HistogramMetricFamily(
+                PREFIX + "iteration_tokens_total", "Tokens of a step.", labels=names
+            )
+            steps.add_metric(values, [("+Inf", stats.num_steps)], stats.tokens_computed)
+            yield steps
+            if stats.speculation is not None:
+                yield from _of_drafts(stats.speculation, self._metrics.model_name)
+        if (replicas := self._client.replica_report()) is not None:
+            yield from _of_replicas(*replicas, self._metrics.model_name)
+
+
+def _family(
+    kind: type[Any], name: str, text: str, labels: Sequence[str], found: Iterable[tuple[Any, float]]
+) -> Metric:
+    """A metric with a value for each combination of labels that was found."""
+    family = kind(PREFIX + name, text, labels=labels)
+    for values, value in found:
+        family.add_metric(values, value)
+    return family
+
+
+def _of_drafts(drafts: SpeculationStats, model: str) -> Iterable[Metric]:
+    """By source and place behind the known tokens, from 0 on; and what steps were found to cost."""
+    for name, text, counts in (
+        ("draft", "Rows that were computed for drafts, by source and place.", drafts.drafted),
+        ("accepted", "Drafts that were drawn, by source and place.", drafts.accepted),
+    ):
+        yield _family(
+            CounterMetricFamily,
+            f"spec_decode_num_{name}_tokens_per_pos",
+            text,
+            ("model_name", "source", "position"),
+            [
+                ((model, source, str(place)), count)
+                for source, places in counts.items()
+                for place, count in enumerate(places)
+            ],
+        )
+    yield _family(
+        GaugeMetricFamily,
+        "spec_decode_step_seconds",
+        "What a step was found to cost at start, by its rows.",
+        ("model_name", "rows"),
+        [
+            ((model, str(rows)), seconds)
+            for rows, seconds in zip(drafts.step_rows, drafts.step_seconds, strict=True)
+        ],
+    )
+
+
+def _of_replicas(
+    statuses: Sequence[ReplicaStatus], failover: MoveCounts, model: str
+) -> Iterable[Metric]:
+    def each(
+        kind: type[Any], name: str, text: str, value: Callable[[ReplicaStatus], float | None]
+    ) -> Metric:
+        found = ((status, value(status)) for status in statuses)
+        known = [([model, status.name], at) for status, at in found if at is not None]
+        return _family(kind, name, text, labels, known)
+
+    labels, model_only = ("model_name", "replica"), ("model_name",)
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    yield each(gauge, "replica_waiting", "Samples of a replica that wait.", lambda s: s.waiting)
+    yield each(gauge, "replica_running", "Samples of a replica that run.", lambda s: s.running)
+    yield each(
+        gauge,
+        "replica_weight_version",
+        "Weights that a replica serves.",
+        lambda s: s.weight_version,
+    )
+    yield each(
+        counter, "replica_starts", "Engines in the place of a replica.", lambda s: s.num_starts
+    )
+    yield _family(
+        gauge,
+        "replica_state",
+        "1 for the state that it is in.",
+        (*labels, "state"),
+        [([model, status.name, status.state], 1) for status in statuses],
+    )
+    yield _family(
+        counter, "replica_deaths", "Replicas that died.", model_only, [([model], failover.deaths)]
+    )
+    yield _family(
+        counter,
+        "requests_moved",
+        "Requests that another replica took over.",
+        model_only,
+        [([model], failover.moved)],
+    )
+    pauses = HistogramMetricFamily(
+        PREFIX + "failover_pause_seconds",
+        "Between the last that came of such a request and the next.",
+        labels=model_only,
+    )
+    counts = list(accumulate(failover.counts))
+    pauses.add_metric(
+        [model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), failover.seconds
+    )
+    yield pauses
+
+
+def leaked_blocks(stats: EngineStats) -> int:
+    """KV blocks that are held although nothing runs or waits that could hold them: 0, or there is a
+    bug.
+    """
+    is_idle = not (stats.num_running or stats.num_waiting or stats.num_held)
+    return round(stats.kv_use * stats.num_blocks) if is_idle else 0
+
+
+def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    return {
+        "num_requests_running": ("Sequences that run.", stats.num_running),
+        "num_requests_waiting": ("Sequences that wait.", stats.num_waiting + stats.num_held),
+        "kv_cache_usage_perc": (
+            "Share of the KV memory that sequences hold; 1 is all of it.",
+            stats.kv_use,
+        ),
+        "kv_leaked_blocks": (
+            "KV blocks that are held while nothing runs or waits: a bug.",
+            leaked_blocks(stats),
+        ),
+        "kv_kept_blocks": (
+            "KV blocks in memory that requests asked to keep.",
+            stats.num_kept_blocks,
+        ),
+        "kv_kept_file_bytes": (
+            "Bytes of such blocks that were evicted, in files.",
+            stats.kept_file_bytes,
+        ),
+    }
+
+
+def _counters(stats: EngineStats) -> dict[str, tuple[str, float]]:
+    asked = stats.prompt_tokens_computed + stats.prompt_tokens_cached
+    drafts = stats.speculation or _NO_DRAFTS
+    return {
+        "spec_decode_num_drafts": (
+            "How often a sequence had drafts in a step.",
+            sum(places[0] for places in drafts.drafted.values() if places),
+        ),
+        "spec_decode_num_draft_tokens": (
+            "Rows that were computed for drafts.",
+            drafts.num_drafted,
+        ),
+        "spec_decode_num_accepted_tokens": ("Drafts that were drawn.", drafts.num_accepted),
+        "spec_decode_num_wasted_rows": (
+            "Rows that were computed in vain, for drafts that were not drawn.",
+            drafts.num_drafted - drafts.num_accepted,
+        ),
+        "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", asked),
+        "prefix_cache_hits": ("Prompt tokens that were found there.", stats.prompt_tokens_cached),
+        "kv_kept_blocks_written": ("Kept blocks written to files.", stats.kept_blocks_written),
+        "kv_kept_blocks_read": ("Kept blocks read back.", stats.kept_blocks_read),
+        "num_preemptions": (
+            "Sequences that had to make room, and were computed again.",
+            stats.num_preemptions,
+        ),
+        "prompt_tokens": ("Prompt tokens, computed or cached.", asked),
+        "generation_tokens": ("Tokens sampled.", stats.completion_tokens),
+        "num_steps": ("Steps of the engine.", stats.num_steps),
+        "grammars_compiled": ("Grammars that were compiled.", stats.grammars_compiled),
+        "grammars_failed": (
+            "Grammars that could not be compiled, or not in time.",
+            stats.grammars_failed,
+        ),
+        "grammar_seconds": ("Seconds that compilations took.", stats.grammar_seconds),
+    }

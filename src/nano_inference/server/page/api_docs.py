@@ -1,0 +1,447 @@
+"""`/docs`: every route of a server, with examples for curl and Python, from one table.
+
+The routes, their methods and what they do come from the application itself, so that the page names
+no route that is not there; a test compares the table with the application. Everybody gets the same
+text; `docs.js` fills in the name of the model, and sends examples.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from nano_inference.remote import paths
+from nano_inference.server.http.layers import LEVELS, Level
+
+# path -> method -> what it does
+Routes = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call.
+
+    Attributes:
+        path: of the route.
+        about: what it shows.
+        body: of a POST; None: it is a GET.
+        call: the function of the client by which Python calls it; empty: it is called by httpx.
+    """
+
+    path: str
+    about: str
+    body: Mapping[str, Any] | None = None
+    call: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Routes that belong together.
+
+    Attributes:
+        title: of them.
+        about: what they are for.
+        paths: theirs, in order, and what they do where the routes do not say it themselves; a
+            server may lack some.
+        examples: calls of them.
+        client: lines of Python that make `client`; `URL` and `KEY` stand in them.
+    """
+
+    title: str
+    about: str
+    paths: Mapping[str, str]
+    examples: Sequence[Example]
+    client: str = ""
+
+
+_QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+_SAMPLING = {"temperature": 0.8, "max_new_tokens": 16, "sampling_seed": 1}
+
+FAMILIES = (
+    Family(
+        "OpenAI: chats, completions and responses",
+        "The same seed, prompt and weights give the same tokens, whatever else the server does. "
+        "model is a name from /v1/models, an adapter's too; you may leave it out.",
+        {
+            "/v1/chat/completions": "",
+            "/v1/completions": "",
+            "/v1/responses": "",
+            "/v1/responses/{name}": "",
+            "/v1/responses/{name}/input_items": "",
+            "/v1/embeddings": "",
+            "/v1/models": "",
+            "/v1/models/{name}": "",
+        },
+        (
+            Example(
+                "/v1/chat/completions",
+                "Answer a chat, each token with its logprob and two alternatives",
+                {
+                    "model": "MODEL",
+                    "messages": _QUESTION,
+                    "max_tokens": 16,
+                    "seed": 1,
+                    "logprobs": True,
+                    "top_logprobs": 2,
+                },
+                "client.chat.completions.create",
+            ),
+            Example(
+                "/v1/completions",
+                "Continue a text, twice",
+                {
+                    "model": "MODEL",
+                    "prompt": "The sky is blue because",
+                    "n": 2,
+                    "max_tokens": 16,
+                    "seed": 1,
+                    "logprobs": 2,
+                },
+                "client.completions.create",
+            ),
+            Example(
+                "/v1/responses",
+                "Create a response",
+                {"model": "MODEL", "input": "Name three rivers.", "max_output_tokens": 16},
+                "client.responses.create",
+            ),
+            Example(
+                "/v1/embeddings",
+                "Embed a text",
+                {"model": "MODEL", "input": "The sky is blue"},
+                "client.embeddings.create",
+            ),
+            Example("/v1/models", "List the model and its adapters"),
+        ),
+        'from openai import OpenAI\n\nclient = OpenAI(base_url="URL/v1", api_key="KEY")',
+    ),
+    Family(
+        "Anthropic: messages",
+        "For Anthropic's clients.",
+        {
+            "/v1/messages": "",
+            "/v1/messages/count_tokens": "",
+        },
+        (
+            Example(
+                "/v1/messages",
+                "Answer a message",
+                {"model": "MODEL", "max_tokens": 16, "messages": _QUESTION},
+                "client.messages.create",
+            ),
+            Example(
+                "/v1/messages/count_tokens",
+                "Count the tokens of a prompt",
+                {"model": "MODEL", "messages": _QUESTION},
+                "client.messages.count_tokens",
+            ),
+        ),
+        'from anthropic import Anthropic\n\nclient = Anthropic(base_url="URL", api_key="KEY")',
+    ),
+    Family(
+        "SGLang and vLLM: token ids for trainers",
+        "Text or token ids in; token ids, logprobs and weight versions out. These routes need "
+        "--rl.",
+        {
+            "/generate": "",
+            "/inference/v1/generate": "",
+        },
+        (
+            Example(
+                "/generate",
+                "Continue a text, as SGLang does",
+                {
+                    "text": "The sky is blue because",
+                    "sampling_params": _SAMPLING,
+                    "return_logprob": True,
+                },
+            ),
+            Example(
+                "/inference/v1/generate",
+                "Continue token ids, as vLLM does",
+                {
+                    "token_ids": [504, 3575, 282, 4649, 314],
+                    "sampling_params": {"temperature": 0.8, "max_tokens": 16, "seed": 1},
+                },
+            ),
+        ),
+    ),
+    Family(
+        "Weights",
+        "Pause, change the weights, resume; running requests keep their tokens. These routes need "
+        "--rl. If the server has an admin key, those that change the engine need it; they reject "
+        "web pages.",
+        {
+            "/get_weight_version": "The weight version that serves",
+            "/weight_info": "The same, and how many tensors there are",
+            "/update_weight_version": "Name the version that serves",
+            "/pause_generation": "Stop between two steps: abort, retract or in_place",
+            "/continue_generation": "Resume",
+            "/pause": "vLLM's: keep, wait or abort",
+            "/resume": "Resume",
+            "/is_paused": "Whether it is paused",
+            "/begin_weight_update": "What comes up to the end takes effect as one",
+            "/end_weight_update": "Now it takes effect",
+            "/update_weights_from_disk": "Serve the safetensors of a folder",
+            "/update_weights_from_tensor": "",
+            "/update_weights_from_distributed": "One broadcast a tensor, or in buckets",
+            "/init_weights_update_group": "Join a trainer's group",
+            "/destroy_weights_update_group": "Leave it",
+            "/start_weight_update": "vLLM's: an update begins",
+            "/update_weights": "",
+            "/finish_weight_update": "It takes effect",
+            "/init_weight_transfer_engine": "Join the trainer's group",
+            "/shutdown_weight_transfer_engine": "Leave it",
+            "/init_broadcaster": "",
+            "/receive_weight_update": "",
+            "/weight_checker": "vLLM's: SHA-256 of every tensor, or what has changed",
+            "/weights_checker": "SGLang's: checksums, snapshot and compare",
+            "/get_weights_by_name": "The first rows of a tensor",
+            "/pull_weights": "501: says what to do instead",
+            "/post_process_weights": "501: says what to do instead",
+            "/update_weights_from_ipc": "501: says what to do instead",
+        },
+        (
+            Example("/get_weight_version", "Get the weight version"),
+            Example(
+                "/update_weights_from_disk",
+                "Serve the safetensors of a folder, as version 42",
+                {"model_path": "/models/step-42", "weight_version": "42"},
+            ),
+            Example("/pause_generation", "Stop between two steps", {"mode": "in_place"}),
+            Example("/continue_generation", "Resume", {}),
+        ),
+    ),
+    Family(
+        "Adapters",
+        "LoRA adapters of the model; a request names one as model. These routes need --rl.",
+        {
+            "/v1/load_lora_adapter": "",
+            "/v1/unload_lora_adapter": "",
+            "/load_lora_adapter": "Serve an adapter, or a new version of it",
+            "/load_lora_adapter_from_tensors": "",
+            "/unload_lora_adapter": "Unload an adapter",
+        },
+        (
+            Example(
+                "/v1/load_lora_adapter",
+                "Serve an adapter",
+                {"lora_name": "poet", "lora_path": "/adapters/poet"},
+            ),
+            Example("/v1/unload_lora_adapter", "Unload it", {"lora_name": "poet"}),
+        ),
+    ),
+    Family(
+        "Requests, memory and state, for trainers",
+        "These routes need --rl.",
+        {
+            "/abort_request": "End one request, or all",
+            "/abort_requests": "End requests, which are answered with what they have",
+            "/inference/v1/abort_requests": "End the requests that it names",
+            "/sleep": "Give memory back, by level",
+            "/wake_up": "Take it again, by tags",
+            "/is_sleeping": "Whether it sleeps",
+            "/release_memory_occupation": "SGLang's: give memory back, by tags",
+            "/resume_memory_occupation": "Take it again",
+            "/reset_prefix_cache": "Forget cached prefixes",
+            "/model_info": "What serves",
+            "/get_model_info": "What serves",
+            "/server_info": "Device, dtype, version and the like",
+            "/get_server_info": "The same",
+            "/get_world_size": "How many ranks of a group it takes",
+            "/health_generate": "Whether it draws a token",
+            "/liveness": "",
+            "/v1/loads": "What runs and waits",
+        },
+        (
+            Example("/server_info", "Get device, dtype and version"),
+            Example("/abort_request", "End all requests", {"abort_all": True}),
+        ),
+    ),
+    Family(
+        "Tokens",
+        "Turn texts into token ids, and back.",
+        {
+            "/tokenize": "",
+            "/detokenize": "",
+        },
+        (
+            Example("/tokenize", "Tokenize a text", {"prompt": "Hello world"}),
+            Example("/detokenize", "Turn token ids into text", {"tokens": [19556, 905]}),
+        ),
+    ),
+    Family(
+        "Metrics and health",
+        "/health says whether the server is ready; /stats and /metrics say what it does.",
+        {
+            "/health": "",
+            "/ping": "",
+            "/load": "",
+            "/stats": "",
+            "/metrics": "",
+            "/version": "",
+            "/": "",
+            "/docs": "",
+        },
+        (
+            Example("/health", "Ask whether the server is ready; needs no key"),
+            Example("/metrics", "Get the numbers for Prometheus"),
+            Example("/stats", "Get the engine's counters and the queue"),
+        ),
+    ),
+    Family(
+        "Administration",
+        "These routes need the admin key; the fleet's are there with --replicas.",
+        {
+            "/flush_cache": "Forget cached prefixes",
+            "/fleet": "",
+            "/fleet/add": "",
+            "/fleet/drain": "",
+            "/fleet/remove": "",
+        },
+        (
+            Example("/flush_cache", "Forget cached prefixes", {}),
+            Example("/fleet", "List the replicas"),
+            Example(
+                "/fleet/drain",
+                "Send no new requests to a replica",
+                {"replica": "0", "move": True},
+            ),
+        ),
+    ),
+)
+
+
+def routes_of(app: FastAPI) -> Routes:
+    """The routes of an application that its `/openapi.json` tells of, by path and method."""
+    found: dict[str, dict[str, str]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            methods = dict.fromkeys(sorted(route.methods or ()), _summary(route))
+            found.setdefault(route.path_format, {}).update(methods)
+    return found
+
+
+def _summary(route: APIRoute) -> str:
+    return route.summary or (route.openapi_extra or {}).get("summary", "")
+
+
+def docs_page(routes: Routes, address: str) -> str:
+    """The page, as HTML.
+
+    Args:
+        routes: that there are; others of the table are left out.
+        address: of the server, as examples call it.
+    """
+    there = [family for family in FAMILIES if any(path in routes for path in family.paths)]
+    index = "".join(f"<a href='#{_slug(each)}'>{escape(each.title)}</a>" for each in there)
+    families = "".join(_family(each, routes, address) for each in there)
+    return _PAGE.format(index=index, families=families)
+
+
+def can_be_tried(example: Example) -> bool:
+    """Whether the page may send it: its route generates or reads, and changes nothing."""
+    level = LEVELS.get(example.path, Level.KEY)
+    return level is not Level.ADMIN and example.path not in paths.CHANGING
+
+
+def _slug(family: Family) -> str:
+    return re.sub(r"[^a-z]+", "-", family.title.lower())
+
+
+def curl(example: Example, address: str) -> str:
+    """The call as a command."""
+    if example.body is None:
+        return f"curl {address}{example.path}"
+    return f"curl {address}{example.path} -d '{json.dumps(example.body, indent=4)}'"
+
+
+def python(example: Example, family: Family, address: str) -> str:
+    """The call as a program."""
+    if example.call:
+        client = family.client.replace("URL", address)
+        body = example.body or {}
+        arguments = "".join(f"    {name}={value!r},\n" for name, value in body.items())
+        return f"{client}\nprint({example.call}(\n{arguments}))"
+    url = json.dumps(address + example.path)
+    if example.body is None:
+        return f"import httpx\n\nprint(httpx.get({url}).text)"
+    return (
+        f"import httpx\n\nbody = {dict(example.body)!r}\nprint(httpx.post({url}, json=body).text)"
+    )
+
+
+def _family(family: Family, routes: Routes, address: str) -> str:
+    rows = "".join(
+        f"<tr><td><code>{method} {escape(path)}</code></td>"
+        f"<td>{escape(summary or family.paths[path])}</td></tr>"
+        for path in family.paths
+        if path in routes
+        for method, summary in routes[path].items()
+    )
+    examples = "".join(
+        _example(each, family, address) for each in family.examples if each.path in routes
+    )
+    return (
+        f"<section class='card' id='{_slug(family)}'><h2>{escape(family.title)}</h2>"
+        f"<p class='note'>{escape(family.about)}</p>"
+        f"<div class='scrolls'><table>{rows}</table></div>{examples}</section>"
+    )
+
+
+def _example(example: Example, family: Family, address: str) -> str:
+    told = ""
+    if can_be_tried(example):
+        body = "" if example.body is None else json.dumps(example.body, indent=2)
+        told = f" data-path='{escape(example.path)}' data-body='{escape(body)}'"
+    return (
+        f"<article class='example-call'{told}><h3>{escape(example.about)}</h3>"
+        f"{_code('curl', curl(example, address))}"
+        f"{_code('Python', python(example, family, address))}</article>"
+    )
+
+
+def _code(language: str, text: str) -> str:
+    return (
+        f"<figure class='code'><figcaption><span>{language}</span></figcaption>"
+        f"<pre tabindex='0'>{escape(text)}</pre></figure>"
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+  <head>
+    <meta charset="utf-8">
+    <meta name="viewport" content="width=device-width, initial-scale=1">
+    <meta name="color-scheme" content="light dark">
+    <title>API · nano-inference</title>
+    <link rel="icon" href="/page/icon.svg" type="image/svg+xml">
+    <link rel="stylesheet" href="/page/style.css">
+    <link rel="stylesheet" href="/page/chat.css">
+    <script type="module" src="/page/docs.js"></script>
+  </head>
+  <body>
+    <header>
+      <h1>nano-inference</h1>
+      <nav aria-label="Views">
+        <a href="/#/chat">Chat</a>
+        <a href="/#/samples">Samples</a>
+        <a href="/#/dashboard">Dashboard</a>
+        <a href="/docs" aria-current="page">API</a>
+      </nav>
+    </header>
+    <main id="docs">
+      <p>API routes with examples. If the server has API keys, send one:
+      <code>-H "Authorization: Bearer KEY"</code> with curl, <code>headers</code> with httpx. All
+      fields are in <a href="/openapi.json">/openapi.json</a>.</p>
+      <nav id="index" aria-label="Contents">{index}</nav>
+      {families}
+    </main>
+  </body>
+</html>
+"""

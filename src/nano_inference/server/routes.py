@@ -1,0 +1,406 @@
+"""Routes that generate nothing: health and numbers, models and tokens, and an administrator's."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+from starlette.requests import ClientDisconnect
+
+import nano_inference
+from nano_inference.errors import NanoInferenceError
+from nano_inference.fleet.failover import BUCKETS
+from nano_inference.fleet.fleet_client import FleetClient
+from nano_inference.remote.errors import ApiError, bad_request
+from nano_inference.server.api.anthropic import messages as anthropic
+from nano_inference.server.api.anthropic import schema as anthropic_schema
+from nano_inference.server.api.openai.chat import chat_prompt
+from nano_inference.server.api.openai.embeddings import (
+    EMBEDDINGS,
+    EmbeddingsRequest,
+    read_embeddings,
+)
+from nano_inference.server.api.openai.responses_schema import DELETED, ITEMS, RESPONSE
+from nano_inference.server.api.openai.schema import (
+    MODEL,
+    MODELS,
+    TEXT,
+    TOKENS,
+    ChatTemplateFields,
+    Message,
+)
+from nano_inference.server.api.shared.generation import Served
+from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.api.shared.requests import (
+    Strict,
+    TokenIds,
+    adapter_of,
+    need_tokenizer,
+    read_body,
+    require_possible_length,
+)
+from nano_inference.server.http.metrics import CONTENT_TYPE, leaked_blocks
+from nano_inference.server.http.replies import json_reply, reply_in_pieces
+from nano_inference.server.server import Server, read_request
+from nano_inference.types import EngineStats
+
+STATS_PATIENCE = 5.0  # seconds; the engine answers also amid a step
+SCRAPE_PATIENCE = 1.0  # the same for Prometheus, which waits for ten
+# calls of an engine, which refuses more than a few and has others to answer; the rest wait
+EMBEDS_AT_ONCE = 8
+
+
+def server_routes(router: APIRouter, server: Server) -> None:
+    """The routes."""
+    _add_health(router, server)
+
+    @router.get("/version", summary="Version of the server")
+    async def version() -> Response:
+        return json_reply(200, {"version": nano_inference.__version__})
+
+    @router.get("/stats", summary="The engine's counters and the queue")
+    async def stats() -> Response:
+        return json_reply(200, await _stats(server))
+
+    @router.get("/metrics", summary="The same and more, for Prometheus")
+    async def metrics() -> Response:
+        with suppress(NanoInferenceError, ApiError):
+            await _fresh_stats(server, SCRAPE_PATIENCE)
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE)
+
+    if server.config.rl:  # the dialects have one of their own
+        return
+
+    @router.post("/flush_cache", summary="Forget cached prefixes; needs the admin key")
+    async def flush_cache() -> Response:
+        server.lifecycle.require_open()
+        await server.client.call("flush_cache")
+        return json_reply(200, {"flushed": True})
+
+
+def _add_health(router: APIRouter, server: Server) -> None:
+    @router.get("/health", summary="Whether the server serves; open to all")
+    @router.head("/health", include_in_schema=False)  # what some load balancers ask
+    @router.get("/ping", name="ping", summary="The same, for gateways that ask so")
+    @router.post("/ping", name="ping", include_in_schema=False)
+    async def health() -> Response:
+        status = server.lifecycle.status
+        body: dict[str, Any] = {
+            "status": status,
+            "model_loaded": server.lifecycle.is_ready and status != "dead",
+        }
+        if status == "dead" and (reason := server.client.public_reason):
+            body["reason"] = reason
+        if status == "starting" and server.client.loading:
+            body["loading"] = server.client.loading
+        return json_reply(200 if status == "ok" else 503, body)
+
+    @router.get("/load", summary="Requests that are being answered")
+    async def load() -> Response:
+        return json_reply(200, {"server_load": len(server.exchanges)})
+
+
+async def _fresh_stats(server: Server, patience: float) -> EngineStats | None:
+    """Of the engine, which are its client's from now on; what it last reported if it has died, or
+    hangs.
+    """
+    client = server.client
+    if client.why_dead is None and not client.is_silent:
+        with suppress(TimeoutError):  # it hangs; what it last said is better than nothing
+            client.stats = await client.call("stats", timeout=patience)
+    return client.stats
+
+
+async def _stats(server: Server) -> dict[str, Any]:
+    client = server.client
+    latest = await _fresh_stats(server, STATS_PATIENCE)
+    queue = {
+        "num_samples": client.num_samples,
+        "num_exchanges": len(server.exchanges),
+        "max_batch_size": client.info.max_batch_size,
+        "max_queued_samples": server.config.max_queued_samples,
+    }
+    engine = None
+    if latest is not None:
+        engine = {**asdict(latest), "kv_leaked_blocks": leaked_blocks(latest)}
+    return {
+        "status": server.lifecycle.status,
+        "restarting": server.lifecycle.status == "dead" and not server.lifecycle.is_lost,
+        "model": server.metrics.model_name,
+        "engine": engine,
+        "queue": queue,
+    }
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """The body of `POST /tokenize`: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(None, description="of a text; true by default")
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """The body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def tokenize(body: bytes, served: Served) -> dict[str, Any]:
+    """Token ids of a text or a chat. Raises `ApiError` and `InvalidRequest`."""
+    request = read_body(body, TokenizeRequest, served.config)
+    adapter_of(request.model, served)
+    tokenizer = need_tokenizer(served)
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("give a prompt or messages, and not both.", "prompt")
+    if request.messages is not None:
+        token_ids = chat_prompt(request, request.messages, served)
+    else:
+        assert request.prompt is not None
+        require_possible_length(request.prompt, served, "prompt")
+        token_ids = tokenizer.encode(
+            request.prompt, add_special_tokens=request.add_special_tokens is not False
+        )
+    strings = (
+        list(map(served.token_texts.text, token_ids))
+        if request.return_token_strs and served.token_texts
+        else None
+    )
+    return {
+        "count": len(token_ids),
+        "max_model_len": served.engine.max_model_len,
+        "tokens": token_ids,
+        "token_strs": strings,
+    }
+
+
+def detokenize(body: bytes, served: Served) -> dict[str, Any]:
+    """The text of token ids, special tokens written out. Raises `ApiError`."""
+    request = read_body(body, DetokenizeRequest, served.config)
+    adapter_of(request.model, served)
+    tokenizer = need_tokenizer(served)
+    if max(request.tokens, default=0) >= served.engine.vocab_size:
+        raise bad_request(
+            f"tokens holds {max(request.tokens)}; token ids are in [0, "
+            f"{served.engine.vocab_size}).",
+            "tokens",
+        )
+    return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
+
+
+def model_row(served: Served, name: str, created: float) -> dict[str, Any]:
+    """The model, or an adapter, as OpenAI's clients know it."""
+    adapter = None if name in served.all_names else served.adapters().get(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "nano-inference",
+        "root": served.name if adapter is None else adapter.folder or name,
+        "parent": None if adapter is None else served.name,
+        "max_model_len": served.engine.max_model_len,
+    }
+
+
+def anthropic_model_row(served: Served, name: str, created: float) -> dict[str, Any]:
+    """The model as Anthropic's clients know it."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(int(created), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": served.engine.max_model_len,
+        "max_tokens": served.engine.max_model_len,
+    }
+
+
+def model_routes(router: APIRouter, server: Server) -> None:
+    """The routes."""
+
+    def row(request: Request, name: str) -> dict[str, Any]:
+        make = anthropic_model_row if "anthropic-version" in request.headers else model_row
+        return make(server.require_served(), name, server.started)
+
+    @router.get(
+        "/v1/models", openapi_extra=operation(None, MODELS, summary="The models that are served")
+    )
+    async def models(request: Request) -> Response:
+        served = server.require_served()
+        names = dict.fromkeys((*served.all_names, *served.adapters()))
+        rows = [row(request, name) for name in names]
+        if "anthropic-version" in request.headers:
+            ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]}
+            return json_reply(200, {"data": rows, "has_more": False, **ends})
+        return json_reply(200, {"object": "list", "data": rows})
+
+    @router.get(
+        "/v1/models/{name:path}", openapi_extra=operation(None, MODEL, summary="One of them")
+    )
+    async def model(name: str, request: Request) -> Response:
+        adapter_of(name, server.require_served())
+        return json_reply(200, row(request, name))
+
+    @router.post(
+        "/tokenize",
+        openapi_extra=operation(TokenizeRequest, TOKENS, summary="Token ids of a text or a chat"),
+    )
+    async def tokens(request: Request) -> Response:
+        return json_reply(200, await read_request(request, server, tokenize))
+
+    @router.post(
+        "/detokenize",
+        openapi_extra=operation(DetokenizeRequest, TEXT, summary="The text of token ids"),
+    )
+    async def text(request: Request) -> Response:
+        return json_reply(200, await read_request(request, server, detokenize))
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=operation(
+            anthropic_schema.CountRequest,
+            anthropic_schema.COUNT,
+            summary="How many tokens a prompt has",
+            error=anthropic_schema.ERROR,
+        ),
+    )
+    async def count(request: Request) -> Response:
+        return json_reply(200, await read_request(request, server, anthropic.count_tokens))
+
+
+def embedding_routes(router: APIRouter, server: Server) -> None:
+    """The route."""
+    turns = asyncio.Semaphore(EMBEDS_AT_ONCE)
+
+    @router.post(
+        "/v1/embeddings",
+        openapi_extra=operation(EmbeddingsRequest, EMBEDDINGS, summary="Embed a text"),
+    )
+    async def embeddings(request: Request) -> Response:
+        server.lifecycle.require_open()
+        server.admission.require_room()
+        asked = await read_request(request, server, read_embeddings)
+        server.lifecycle.require_open()  # it may have changed while the body came
+        rows: list[bytes] = []
+        seconds = server.config.request_timeout
+        with server.admission.embedding(len(asked.prompts)):
+            async with asyncio.timeout(seconds):  # all portions, and the wait for turns
+                for prompts in asked.portions():
+                    async with turns:
+                        if await request.is_disconnected():
+                            raise ClientDisconnect
+                        rows += await server.client.call(
+                            "embed", prompts=prompts, adapter=asked.adapter, timeout=seconds
+                        )
+        body = asked.answer(rows, server.require_served())
+        return await reply_in_pieces(body, aside=True)
+
+
+def response_routes(router: APIRouter, server: Server) -> None:
+    """The routes."""
+    path = "/v1/responses/{name}"
+
+    @router.get(path, openapi_extra=operation(None, RESPONSE, summary="A stored response"))
+    async def look(name: str) -> Response:
+        return json_reply(200, server.require_served().responses.get(name).response)
+
+    @router.get(
+        f"{path}/input_items",
+        openapi_extra=operation(None, ITEMS, summary="The input of a stored response"),
+    )
+    async def items(name: str) -> Response:
+        given = server.require_served().responses.get(name).items
+        return json_reply(200, {"object": "list", "data": given, "has_more": False})
+
+    @router.delete(path, openapi_extra=operation(None, DELETED, summary="Forget a response"))
+    async def remove(name: str) -> Response:
+        server.require_served().responses.remove(name)
+        return json_reply(200, {"id": name, "object": "response", "deleted": True})
+
+
+def fleet_routes(router: APIRouter, server: Server) -> None:
+    """The routes."""
+    fleet = server.client
+    if not isinstance(fleet, FleetClient) or fleet.is_one_engine:
+        return
+
+    @router.get("/fleet", summary="The replicas; needs the admin key")
+    async def look() -> Response:
+        return json_reply(200, described(fleet))
+
+    @router.post("/fleet/add", summary="Start another replica, and wait until it serves")
+    async def add() -> Response:
+        server.lifecycle.require_open()
+        return json_reply(200, {"replica": await fleet.add()})
+
+    @router.post(
+        "/fleet/drain",
+        summary="Give a replica nothing new; `move`: let others go on with what it has",
+    )
+    async def drain(request: Request) -> Response:
+        body = await _fleet_body(request, move=False, undo=False)
+        left = fleet.drain(_replica_name(body), move=body["move"], draining=not body["undo"])
+        return json_reply(200, {"replica": body["replica"], "requests_left": left})
+
+    @router.post("/fleet/remove", summary="Take a replica out; others go on with what it has")
+    async def remove(request: Request) -> Response:
+        body = await _fleet_body(request)
+        return json_reply(
+            200,
+            {
+                "replica": _replica_name(body),
+                "requests_moved": await fleet.remove(_replica_name(body)),
+            },
+        )
+
+
+def described(fleet: FleetClient) -> dict[str, Any]:
+    """The answer of `GET /fleet`."""
+    failover = fleet.failover
+    buckets = dict(zip((*map(str, BUCKETS), "inf"), failover.counts, strict=True))
+    return {
+        "weight_version": fleet.supervisor.version,
+        "paused": fleet.supervisor.paused,
+        "asleep": list(fleet.supervisor.asleep),
+        "replicas": [asdict(status) for status in fleet.supervisor.statuses()],
+        "failovers": {
+            "deaths": failover.deaths,
+            "moved": failover.moved,
+            "pauses": {each: count for each, count in buckets.items() if count},
+            "longest_pause": round(failover.longest, 4),
+        },
+    }
+
+
+async def _fleet_body(request: Request, **defaults: bool) -> dict[str, Any]:
+    """Of a POST: `replica`, and switches. Raises `ApiError`."""
+    try:
+        body: Any = msgspec.json.decode(await request.body())
+    except msgspec.DecodeError:
+        raise bad_request('the body must be a JSON object like {"replica": "0"}.') from None
+    if not isinstance(body, Mapping):
+        raise bad_request('the body must be a JSON object like {"replica": "0"}.')
+    given: dict[str, Any] = dict(body)  # pyright: ignore[reportUnknownArgumentType]
+    for name, value in given.items():
+        if name != "replica" and name not in defaults:
+            raise bad_request(
+                f"{name!r} is not known here; there are {', '.join(('replica', *defaults))}.", name
+            )
+        if name in defaults and not isinstance(value, bool):
+            raise bad_request(f"{name} must be true or false.", name)
+    return {**defaults, **given}
+
+
+def _replica_name(body: Mapping[str, Any]) -> str:
+    name = body.get("replica")
+    if not isinstance(name, str):
+        raise ApiError(400, "replica must be the name of one, as GET /fleet has it.", "replica")
+    return name

@@ -1,0 +1,240 @@
+"""uvicorn, told how to listen, and how to end: it drains on the first signal and goes at once on
+the second.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from nano_inference.errors import ConfigError
+from nano_inference.server.config import ServerConfig, is_loopback
+from nano_inference.server.http.connection import connection_class
+from nano_inference.server.listening import held_back, why_not
+from nano_inference.server.server import Server
+
+log = logging.getLogger("nano_inference.server")
+
+_OTHERS = 256  # descriptors beside those of connections
+
+
+def raise_file_limit(connections: int) -> None:
+    """Let this process open so many connections, as far as its user may; says so where that is not
+    far enough.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHERS
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.info(
+            "max_connections=%d, but the system allows %d open files; see ulimit -n.",
+            connections,
+            most,
+        )
+
+
+@contextmanager
+def socket_for_its_user(path: str | None) -> Iterator[None]:
+    """While uvicorn makes the socket file at `path`: its user's alone, unless an old one is there,
+    whose mode stays.
+
+    Raises `OSError` where another server listens, or where something else lies.
+    """
+    if path is None:
+        yield
+        return
+    if not Path(path).exists():
+        with socket.socket(
+            socket.AF_UNIX
+        ) as mine:  # uvicorn keeps the mode of what is there, and opens a new one to all
+            before = os.umask(0o177)
+            try:
+                mine.bind(path)
+            finally:
+                os.umask(before)
+    elif not Path(path).is_socket():
+        raise FileExistsError("a file that is no socket is there")
+    elif _is_heard(path):
+        raise FileExistsError("another server listens there")
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _is_heard(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+# seconds that a connection may wait for its next request: longer than clients and proxies keep
+# theirs
+KEEP_ALIVE = 75
+_GRACE = 3.0  # seconds for goodbyes after `drain_timeout`
+_GLANCE = 0.02  # seconds between two looks at what still runs
+_RUSH = 2.0  # seconds that the engine gets to end after a second signal
+
+
+class Runner(uvicorn.Server):
+    """A uvicorn that ends as `Server` says. `url` is known once `started`.
+
+    Raises `ConfigError` for TLS files that cannot be read.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        config = server.config
+        options = uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            uds=config.uds,
+            http=connection_class(config.max_header_bytes, config.max_connections),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
+        )
+        try:
+            options.load()
+        except OSError as problem:  # ssl's errors are among them
+            raise ConfigError(
+                f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r}: {problem}"
+            ) from problem
+        super().__init__(options)
+        self._server = server
+        server.stop = self._stop
+        self.url = ""
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen. The engine is still being built then."""
+        config = self._server.config
+        raise_file_limit(config.max_connections)
+        with held_back() as kept:
+            try:
+                with socket_for_its_user(config.uds):
+                    await super().startup(sockets)
+            except (SystemExit, OSError, UnicodeError) as problem:
+                self._server.lost = ConfigError(self._why_not(kept.problem or problem))
+                self.should_exit = True
+        if self.started:
+            self.url = self._url()
+            log_start(config, self.url)
+            self._server.listens_at(self.url)
+
+    def _why_not(self, problem: BaseException) -> str:
+        config = self._server.config
+        if config.uds is None:
+            return why_not(config.host, config.port, problem)
+        why = "" if isinstance(problem, SystemExit) else f": {problem}"
+        return f"uds={config.uds!r}: cannot listen there{why}."
+
+    def _url(self) -> str:
+        config = self._server.config
+        if config.uds is not None:
+            return f"unix:{config.uds}"
+        port = self.servers[0].sockets[0].getsockname()[1]
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        return f"{'https' if config.tls_cert else 'http'}://{host}:{port}"
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Running requests get `drain_timeout`, new ones a 503; then the socket closes, and the
+        engine ends.
+        """
+        self._server.drain()
+        deadline = time.monotonic() + self._server.config.drain_timeout
+        while self._server.exchanges and not self.force_exit and time.monotonic() < deadline:
+            await asyncio.sleep(_GLANCE)
+        # for requests that are no exchanges: a trainer's calls
+        left = max(0.0, deadline - time.monotonic())
+        self.config.timeout_graceful_shutdown = math.ceil(left + _GRACE)
+        await super().shutdown(sockets)
+        if (uds := self._server.config.uds) is not None:
+            Path(uds).unlink(missing_ok=True)
+        if self.force_exit:
+            with suppress(Exception):
+                await asyncio.wait_for(self._server.client.close(), _RUSH)
+            logging.shutdown()
+            os._exit(1)  # a thread in the middle of a step would be waited for
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn raises a signal again after it has obeyed it; a server that has drained has ended
+        well.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or SIGINT."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def log_start(config: ServerConfig, url: str) -> None:
+    """The server listens."""
+    count = len(config.api_keys)
+    keys = "no API key" if not count else "1 API key" if count == 1 else f"{count} API keys"
+    without = "no admin key" if config.rl else "no admin key (its routes are off)"
+    admin = "an admin key" if config.admin_key is not None else without
+    log.info("listening on %s, %s, %s; the model is being loaded.", url, keys, admin)
+    if not config.api_keys and not is_loopback(config.host):
+        log.warning(
+            "host=%s can be reached from other machines, and no API key is set: every "
+            "client that reaches it can use it.",
+            config.host,
+        )
+    if config.rl:
+        log.info(
+            "routes for trainers are on (vLLM, SGLang, prime-rl, PipelineRL): %s.",
+            _who_may_train(config),
+        )
+
+
+def _who_may_train(config: ServerConfig) -> str:
+    """Who may pause the engine and change its weights."""
+    if config.admin_key is not None:
+        return "who has the admin key may change the weights"
+    all_who = "all who have an API key and" if config.api_keys else "all who"
+    if is_loopback(config.host):
+        return f"{all_who} are on this machine may change the weights, web pages excepted"
+    return f"{all_who} reach {config.host} may change the weights (rl_open)"

@@ -1,0 +1,185 @@
+"""Weights as files: a folder of safetensors, and a marker that is written last, by an atomic
+rename.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nano_inference.errors import WeightUpdateError
+from nano_inference.system.regular_files import read_text
+from nano_inference.weights.sources import BUCKET_BYTES, cut_into_buckets, read_copies
+from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
+from nano_inference.weights.update import Bucket, version_of
+
+MARKER = "complete.json"
+LOOK = 0.02  # seconds between two looks for the marker
+
+
+def write_folder(
+    folder: str | Path,
+    weights: Mapping[str, Tensor],
+    *,
+    version: int | None = None,
+    max_file_bytes: int = 16 * BUCKET_BYTES,
+) -> Path:
+    """Write an update for `WeightFolder` to read; returns the folder. What it held of an earlier
+    one is replaced.
+
+    Nothing is complete before the marker is there, and each file appears whole: a reader never sees
+    half of one.
+    """
+    folder = Path(folder)
+    if not weights:
+        raise WeightUpdateError(
+            "there is nothing to write: weights must be a non-empty state dict."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).unlink(missing_ok=True)
+    for old in folder.glob("*.safetensors"):
+        old.unlink()
+    sizes: dict[str, int] = {}
+    for number, bucket in enumerate(cut_into_buckets(weights, max_file_bytes), start=1):
+        name = f"weights-{number:05d}.safetensors"
+        unfinished = folder / f".{name}.unfinished"
+        # Clones: safetensors refuses tensors that share memory.
+        save_file(
+            {key: tensor.detach().clone().contiguous() for key, tensor in bucket.items()},
+            unfinished,
+        )
+        sizes[name] = unfinished.stat().st_size
+        unfinished.rename(folder / name)
+    unfinished = folder / f".{MARKER}.unfinished"
+    unfinished.write_text(json.dumps({"version": version, "files": sizes}), encoding="utf-8")
+    os.replace(unfinished, folder / MARKER)
+    return folder
+
+
+class WeightFolder:
+    """Reads what `write_folder` wrote, as soon as its marker is there."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
+        """Wait for the marker. Raises `WeightUpdateError` naming what is missing, cut short or not
+        readable.
+        """
+        marker = self.folder / MARKER
+        while not marker.exists():
+            deadline.check(f"{marker} was not written")
+            time.sleep(deadline.at_most(LOOK))
+        before, told = _identity(marker), _read_marker(marker)
+        for name, size in told["files"].items():
+            path = self.folder / name
+            if Path(name).name != name or not path.is_file():
+                raise WeightUpdateError(f"{path} is named by {MARKER} and missing.")
+            if path.stat().st_size != size:
+                raise WeightUpdateError(
+                    f"{path} has {path.stat().st_size} bytes, {MARKER} says {size}: it was cut "
+                    "short."
+                )
+        files = [self.folder / name for name in told["files"]]
+        return Incoming(told["version"], self._buckets(files, deadline, before))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _buckets(
+        self, files: list[Path], deadline: Deadline, before: tuple[int, int] | None
+    ) -> Iterator[Bucket]:
+        for file in files:
+            for bucket in read_copies(file):
+                deadline.check(f"{file} was not read")
+                yield bucket
+        if before is None or _identity(self.folder / MARKER) != before:
+            raise WeightUpdateError(
+                f"{self.folder} was written anew while it was read; what came is of two updates."
+            )
+
+
+class WeightFiles:
+    """Weights that are on disk already: a safetensors file, or a folder of them, with a marker or
+    without.
+
+    Errors call files by their names alone.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        # of ".", taken out of a message, nothing would be left but words
+        self.path = Path(path).absolute()
+
+    def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
+        """Look what is there. Raises `WeightUpdateError`."""
+        if not _exists(self.path):
+            raise WeightUpdateError("there is no such file or folder on the engine's machine.")
+        with self._without_folder():
+            if (self.path / MARKER).is_file():
+                incoming = WeightFolder(self.path).receive(shapes, deadline)
+            else:
+                incoming = Incoming(None, read_copies(self.path))
+        return Incoming(incoming.version, self._buckets(incoming.buckets, deadline))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _buckets(self, buckets: Iterator[Bucket], deadline: Deadline) -> Iterator[Bucket]:
+        with self._without_folder():
+            for bucket in buckets:
+                deadline.check("the weights were not read")
+                yield bucket
+
+    @contextmanager
+    def _without_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightUpdateError as problem:
+            folder = self.path if self.path.is_dir() else self.path.parent
+            raise type(problem)(_by_names_alone(str(problem), str(folder))) from problem
+
+
+def _by_names_alone(told: str, folder: str) -> str:
+    """A sentence without the path of a folder; where it is no part of a longer word."""
+    named = rf"(?<![\w./-]){re.escape(folder)}"
+    inside = re.sub(rf"{named}{re.escape(os.sep)}+(?=[^\s{re.escape(os.sep)}])", "", told)
+    return re.sub(rf"{named}(?![\w./-])", "the folder", inside)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        # a name that is too long, that runs in circles, or that holds a zero byte
+        return False
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a marker from the next one; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(read_text(path))
+    except (OSError, ValueError) as problem:
+        raise WeightUpdateError(f"{path} cannot be read: {problem}") from problem
+    files = told.get("files") if isinstance(told, dict) else None
+    if (
+        not isinstance(files, dict)
+        or not files
+        or not all(isinstance(size, int) for size in files.values())
+    ):
+        raise WeightUpdateError(f"{path} does not name files and their sizes.")
+    return {"version": version_of(told.get("version"), path), "files": files}

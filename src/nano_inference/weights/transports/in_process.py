@@ -1,0 +1,42 @@
+"""The trivial transport: the weights are in this process."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
+
+from torch import Tensor
+
+from nano_inference.errors import WeightUpdateError
+from nano_inference.weights.sources import cut_into_buckets
+from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
+from nano_inference.weights.update import Bucket
+
+
+class InProcess:
+    """Weights that are here: a state dict, or buckets that the caller makes. Good for one update.
+
+    The engine keeps the tensors as they are until they serve; do not write to them before.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor] | Iterable[Bucket], *, version: int | None = None
+    ) -> None:
+        self.version = version
+        buckets = (
+            cut_into_buckets(cast(Mapping[str, Tensor], weights))
+            if isinstance(weights, Mapping)
+            else weights
+        )
+        self._buckets: Iterator[Bucket] = iter(buckets)
+
+    def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
+        """All at once."""
+        return Incoming(self.version, self._until(deadline))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _until(self, deadline: Deadline) -> Iterator[Bucket]:
+        for count, bucket in enumerate(self._buckets):
+            if not deadline.left():
+                raise WeightUpdateError(f"only {count} buckets came within {deadline.seconds:g} s.")
+            yield bucket

@@ -1,0 +1,21 @@
+"""What verl loads, by the entry point `verl.plugins` or `VERL_USE_EXTERNAL_MODULES`: it makes the
+name "nano" known.
+"""
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+NAME = "nano"
+
+
+def _replica() -> Any:
+    from nano_ray.verl.replica import NanoReplica
+
+    return NanoReplica
+
+
+RolloutReplicaRegistry.register(NAME, _replica)
+_ROLLOUT_REGISTRY[NAME, "async"] = "nano_ray.verl.adapter.NanoRollout"

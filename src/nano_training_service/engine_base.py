@@ -1,0 +1,68 @@
+"""`EngineBase`: an engine of this process, and LoRA policies on it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nano_inference.checkpoints.lora import LoraSettings, targets_of
+from nano_inference.config import EngineConfig, with_plain_weights
+from nano_inference.engine.async_engine import AsyncInferenceEngine
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.rl.lora import LoraPolicy
+from nano_inference.types import SamplingParams, TrainingSample
+from nano_training_service.base import ALPHA, Adapter, Policy
+from nano_training_service.config import TrainServiceConfig
+
+
+class EngineBase:
+    """See `Base`. Raises `NanoInferenceError`: the engine cannot be built."""
+
+    def __init__(self, config: EngineConfig, service: TrainServiceConfig) -> None:
+        config = with_plain_weights(config)
+        config = replace(config, max_loras=service.max_samplers, max_lora_rank=service.max_rank)
+        self._engine = AsyncInferenceEngine(config)
+        engine = self._engine.engine
+        self.model = config.model_path
+        self.folder = str(engine.model_folder)
+        self.architecture = engine.spec.architecture
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.spec.vocab_size
+
+    def new_policy(self, name: str, adapter: Adapter) -> Policy:
+        """See `Base`."""
+        engine = self._engine.engine
+        settings = LoraSettings(
+            rank=adapter.rank, alpha=ALPHA, targets=_targets(engine, adapter), seed=adapter.seed
+        )
+        return LoraPolicy(engine, settings, name=name)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """See `Base`."""
+        self._engine.engine.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `Base`."""
+        self._engine.engine.unload_adapter(name)
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, num_samples: int, adapter: str | None
+    ) -> list[TrainingSample]:
+        """See `Base`."""
+        params = replace(params, adapter=adapter)
+        return await self._engine.generate([list(prompt)], params, num_samples)
+
+    def close(self) -> None:
+        """See `Base`."""
+        self._engine.stop()
+        self._engine.engine.shutdown()
+
+
+def _targets(engine: InferenceEngine, adapter: Adapter) -> tuple[str, ...]:
+    """The kinds of modules that it adapts: what is not attention and not the head is MLP."""
+    found: dict[str, None] = {}
+    for place, target in targets_of(engine.spec).items():
+        is_head, is_attention = place == "lm_head", "attn" in place
+        wanted = adapter.unembed if is_head else adapter.attention if is_attention else adapter.mlp
+        if wanted:
+            found[target.kind] = None
+    return tuple(found)

@@ -1,0 +1,686 @@
+"""`Service`: sessions, models, samplers and the order of their requests. All of it lives on the
+event loop's thread; what computes runs on one training thread, and samples in the engine.
+"""
+
+import asyncio
+import logging
+import secrets
+import shutil
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from nano_inference.remote.tasks import start_task
+from nano_training_service.base import Adapter, Base
+from nano_training_service.checkpoints import Checkpoints, Kind, Run
+from nano_training_service.config import TrainServiceConfig
+from nano_training_service.errors import Refused, refusal_of
+from nano_training_service.futures import Future, Futures, Result
+from nano_training_service.messages import (
+    AdamParams,
+    CreateModel,
+    CreateSamplingSession,
+    CreateSession,
+    LoadWeights,
+    LoraConfig,
+    OptimStep,
+    Sample,
+    SaveExternal,
+    SaveForSampler,
+    SaveWeights,
+)
+from nano_training_service.protobuf import ForwardBackward, forward_backward_output
+from nano_training_service.samplers import Samplers, Weights
+from nano_training_service.sampling import sampled, sampling_params
+from nano_training_service.trainer import Bounds, Trainer
+
+log = logging.getLogger("nano_training_service")
+
+SWEEP = 5.0  # seconds between two looks at what has expired
+SILENT = 30.0  # seconds without a word after which a client may be dead; it beats every 10
+
+
+@dataclass
+class Job:
+    """A request for the training thread.
+
+    Attributes:
+        work: what it does there.
+        undone: told of what went wrong instead, there too.
+    """
+
+    future: Future
+    work: Callable[[], Result]
+    undone: Callable[[str], None] | None = None
+    expired: str = ""
+    begun: bool = False
+    timer: asyncio.TimerHandle | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def expire(self, why: str) -> None:
+        """Do not begin it any more."""
+        with self.lock:
+            if not self.begun:
+                self.expired = self.expired or why
+
+    def finish(self, result: Result) -> None:
+        """On the event loop's thread."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.future.finish(result)
+
+    def run(self) -> Result:
+        """On the training thread. Never raises."""
+        with self.lock:
+            self.begun = True
+        try:
+            if self.expired:
+                raise Refused(self.expired, 504, "server")
+            return self.work()
+        except BaseException as problem:
+            refusal = refusal_of(problem, f"request {self.future.request_id}")
+            if self.undone is not None:
+                self.undone(str(refusal))
+            return refusal
+
+
+@dataclass
+class Model:
+    """A model in training: what it is, and the requests that wait for their turn.
+
+    Attributes:
+        trainer: None until its first request has made it, on the training thread.
+        next_seq: the sequence number whose turn it is.
+    """
+
+    run: Run
+    session: "Session"
+    trainer: Trainer | None = None
+    next_seq: int = 1
+    waiting: dict[int, Job] = field(default_factory=dict[int, Job])
+    inflight: Weights = field(default_factory=lambda: Weights(None))
+    snapshots: OrderedDict[int, Path] = field(default_factory=OrderedDict[int, Path])
+    num_snapshots: int = 0
+
+    def require_trainer(self) -> Trainer:
+        """On the training thread. Raises `Refused` where the model could not be made, or its
+        session has ended.
+        """
+        if self.trainer is None or self.session.ended:
+            raise Refused(f"the model {self.run.run_id!r} could not be made, or has ended.", 410)
+        return self.trainer
+
+
+@dataclass
+class Session:
+    """A client's session."""
+
+    session_id: str
+    about: CreateSession
+    seen: float
+    ended: bool = False
+    models: dict[str, Model] = field(default_factory=dict[str, Model])
+    samplers: dict[str, Weights] = field(default_factory=dict[str, Weights])
+    sampling: set[Future] = field(default_factory=set[Future])
+    num_clones: int = 0
+
+
+class Service:
+    """What the routes share.
+
+    Args:
+        config: the limits.
+        base: what is trained and sampled from; closed with the service.
+        checkpoints: of `config.state_dir`; closed with the service.
+    """
+
+    def __init__(self, config: TrainServiceConfig, base: Base, checkpoints: Checkpoints) -> None:
+        self.config, self.base, self.checkpoints = config, base, checkpoints
+        self.name = config.served_model_name or base.folder
+        self.futures = Futures(config.max_pending, config.max_result_bytes, config.result_timeout)
+        self.sessions: dict[str, Session] = {}
+        self._models: dict[str, Model] = {}
+        self._samplers = Samplers(base, config.max_samplers)
+        self._sampler_sessions: dict[str, Session] = {}
+        self._training = ThreadPoolExecutor(1, "nano-inference training")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._bounds = Bounds(base.max_model_len, base.vocab_size, config.max_request_tokens)
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    def create_session(self, about: CreateSession) -> Session:
+        """A new one."""
+        made = Session(str(uuid.uuid4()), about, time.monotonic())
+        self.sessions[made.session_id] = made
+        return made
+
+    def session(self, session_id: str) -> Session:
+        """One that goes on. Raises `Refused`: 404 for none, 410 for one that has ended."""
+        found = self.sessions.get(session_id)
+        if found is None:
+            raise Refused(f"there is no session {session_id!r}.", 404)
+        if found.ended:
+            raise Refused(f"the session {session_id!r} has ended.", 410)
+        found.seen = time.monotonic()
+        return found
+
+    def end_session(self, session: Session, why: str) -> None:
+        """Nothing of it is begun any more, and what it held is given back. A batch or a step that
+        runs is finished whole.
+        """
+        if session.ended:
+            return
+        session.ended = True
+        log.info("session %s ends: %s", session.session_id, why)
+        for future in session.sampling:
+            if future.task is not None:
+                future.task.cancel()
+        for model in session.models.values():
+            for job in model.waiting.values():
+                job.finish(Refused(why, 410))
+            model.waiting.clear()
+            self._training.submit(self._close_model, model)
+        for name in session.samplers:
+            self._sampler_sessions.pop(name, None)
+
+    def _close_model(self, model: Model) -> None:
+        """On the training thread, behind all that the model had begun."""
+        model.trainer = None
+        self.checkpoints.drop_snapshots(model.run.run_id)
+        self._models.pop(model.run.run_id, None)
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def create_model(self, request: CreateModel) -> Future:
+        """A new adapter. A refusal is the future's result."""
+
+        def run_of(run_id: str) -> Run:
+            self._require_base(request.base_model)
+            self._require_adamw(request.optimizer_config)
+            if request.lora_config is None:
+                raise Refused("there is no lora_config; this service trains LoRA adapters alone.")
+            return self._new_run(run_id, request.lora_config, request.user_metadata)
+
+        return self._add_model(request.session_id, request.model_seq_id, run_of, self._make_trainer)
+
+    def load_weights(self, request: LoadWeights) -> Future:
+        """A checkpoint into a model, or into a new one."""
+        if request.weights_access_token is not None:
+            raise Refused("weights_access_token: this service has no other accounts to load from.")
+        if request.model_id is not None:
+            model = self.model(request.model_id)
+            return self._in_order(model, request.seq_id, lambda: self._load_into(model, request))
+        if request.session_id is None or request.model_seq_id is None:
+            raise Refused("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+
+        def run_of(run_id: str) -> Run:
+            if request.base_model is not None:
+                self._require_base(request.base_model)
+            self._require_adamw(request.optimizer_config)
+            old = self.checkpoints.run(self.checkpoints.find(request.path).run_id)
+            now = time.time()
+            return replace(
+                old,
+                run_id=run_id,
+                user_metadata=request.user_metadata,
+                created=now,
+                last_request=now,
+            )
+
+        def work(model: Model) -> Result:
+            self._make_trainer(model)
+            return self._load_into(model, request)
+
+        return self._add_model(request.session_id, request.model_seq_id, run_of, work)
+
+    def _add_model(
+        self,
+        session_id: str,
+        number: int,
+        run_of: Callable[[str], Run],
+        work: Callable[[Model], Result],
+    ) -> Future:
+        """A new model of a session: `run_of` its id says what it is, or raises `Refused`, and
+        `work` makes it; where it does not, there is no such model. A refusal of `run_of` is the
+        future's result.
+        """
+        session = self.session(session_id)
+        run_id = f"{session.session_id}:train:{number}"
+        if (known := self.futures.known(f"{run_id}:0")) is not None:
+            return known
+        future = self.futures.new(f"{run_id}:0", run_id)
+        try:
+            model = self._new_model(session, run_of(run_id))
+        except Exception as problem:  # the disk may be full
+            future.finish(refusal_of(problem, f"request {future.request_id}"))
+        else:
+            self._submit(Job(future, lambda: work(model), lambda _: self._close_model(model)))
+        return future
+
+    def model(self, model_id: str) -> Model:
+        """One in training. Raises `Refused`: 404 for none, 410 for one whose session has ended."""
+        found = self._models.get(model_id)
+        if found is None:
+            raise Refused(f"there is no model {model_id!r} in training.", 404)
+        self.session(found.session.session_id)
+        return found
+
+    def run_batch(self, request: ForwardBackward) -> Future:
+        """`forward_backward`, or `forward`."""
+        model = self.model(request.model_id)
+
+        def work() -> Result:
+            result = model.require_trainer().run_batch(request)
+            return forward_backward_output({"logprobs": result.logprobs}, {"loss:sum": result.loss})
+
+        def undone(why: str) -> None:
+            if model.trainer is not None:
+                model.trainer.fail_batch(why)
+
+        return self._in_order(model, request.seq_id, work, None if request.forward_only else undone)
+
+    def optim_step(self, request: OptimStep) -> Future:
+        """A step of AdamW."""
+        model = self.model(request.model_id)
+        begun = False
+
+        def work() -> Result:
+            nonlocal begun
+            trainer, begun = model.require_trainer(), True
+            try:
+                if request.optimizer_params is not None or request.adam_params is None:
+                    raise Refused("this service has AdamW alone: send AdamParams.")
+                params = AdamParams.model_validate(request.adam_params)
+            except ValidationError as problem:
+                first = problem.errors()[0]
+                raise Refused(f"adam_params.{first['loc'][0]}: {first['msg']}.") from None
+            return {"metrics": trainer.optim_step(params), "type": "optim_step"}
+
+        def undone(_: str) -> None:
+            if not begun and model.trainer is not None:
+                model.trainer.drop_gradients()
+
+        return self._in_order(model, request.seq_id, work, undone)
+
+    def save_weights(self, request: SaveWeights) -> Future:
+        """A checkpoint of adapter and optimizer."""
+        model = self.model(request.model_id)
+
+        def work() -> Result:
+            name = request.path or f"checkpoint-{request.seq_id:06d}"
+            path = self._save(model, "weights", name, request, overwrite=request.overwrite)
+            return {"type": "save_weights", "path": path}
+
+        return self._in_order(model, request.seq_id, work)
+
+    def save_for_sampler(self, request: SaveForSampler) -> Future:
+        """Weights to sample from: by name, or of a sampling session that is made for them."""
+        model = self.model(request.model_id)
+        reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
+        if request.path is not None:
+            name = request.path
+
+            def named() -> Result:
+                return {**reply, "path": self._save(model, "sampler_weights", name, request)}
+
+            return self._in_order(model, request.seq_id, named)
+        if request.sampling_session_seq_id is None:
+            raise Refused("save_weights_for_sampler needs a path, or sampling_session_seq_id.")
+        sampler_id = f"{model.session.session_id}:sample:{request.sampling_session_seq_id}"
+        loop = asyncio.get_running_loop()
+
+        def nameless() -> Result:
+            model.num_snapshots += 1
+            number = model.num_snapshots
+            folder = self.checkpoints.write_snapshot(
+                model.run.run_id, number, model.require_trainer().save_adapter
+            )
+            loop.call_soon_threadsafe(
+                self._add_snapshot, model, number, folder, sampler_id, request
+            )
+            return {**reply, "sampling_session_id": sampler_id}
+
+        return self._in_order(model, request.seq_id, nameless)
+
+    def save_external(self, request: SaveExternal) -> Future:
+        """An adapter to be downloaded."""
+        model = self.model(request.model_id)
+
+        def work() -> Result:
+            if request.age_encryption_recipients is not None:
+                raise Refused("age_encryption_recipients: this service writes files as they are.")
+            path = self._save(model, "external_weights", request.path, request)
+            return {"type": "save_weights_external", "path": path}
+
+        return self._in_order(model, request.seq_id, work)
+
+    def _save(
+        self,
+        model: Model,
+        kind: Kind,
+        name: str,
+        request: SaveWeights | SaveForSampler | SaveExternal,
+        *,
+        overwrite: bool = False,
+    ) -> str:
+        """On the training thread. The path of a checkpoint: of adapter and optimizer as
+        `weights`, else of the adapter alone.
+        """
+        trainer, trains = model.require_trainer(), kind == "weights"
+        made = self.checkpoints.write(
+            model.run.run_id,
+            kind,
+            name,
+            trainer.save if trains else trainer.save_adapter,
+            trainer.size(optimizer=trains),
+            overwrite=overwrite,
+            ttl=request.ttl_seconds,
+            user_metadata=None if isinstance(request, SaveExternal) else request.user_metadata,
+        )
+        self._touch(model)
+        return made.path
+
+    def info(self, model: Model) -> dict[str, Any]:
+        """`/get_info`."""
+        return {
+            "type": "get_info",
+            "model_id": model.run.run_id,
+            "model_name": self.name,
+            "is_lora": True,
+            "lora_rank": model.run.rank,
+            "optimizer_config": {"type": "adamw"},
+            "model_data": {
+                "arch": self.base.architecture,
+                "model_name": self.name,
+                "tokenizer_id": self.base.folder,
+            },
+        }
+
+    def _touch(self, model: Model) -> None:
+        model.run = replace(model.run, last_request=time.time())
+        self.checkpoints.write_run(model.run)
+
+    def _add_snapshot(
+        self, model: Model, number: int, folder: Path, sampler_id: str, request: SaveForSampler
+    ) -> None:
+        model.snapshots[number] = folder
+        if request.kind == "inflight":
+            model.inflight.folder = folder
+        weights = model.inflight if request.kind == "inflight" else Weights(folder)
+        if not model.session.ended:
+            self._add_sampler(model.session, sampler_id, weights)
+        for old in list(model.snapshots)[: -self.config.max_snapshots]:
+            if model.snapshots[old] != model.inflight.folder:  # that one is still sampled from
+                gone = model.snapshots.pop(old)
+                self._training.submit(shutil.rmtree, gone, ignore_errors=True)
+
+    def _new_run(self, run_id: str, lora: LoraConfig, user_metadata: dict[str, Any] | None) -> Run:
+        if not 1 <= lora.rank <= self.config.max_rank:
+            raise Refused(
+                f"rank={lora.rank} must be between 1 and {self.config.max_rank} (max_rank)."
+            )
+        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+            raise Refused("train_attn, train_mlp and train_unembed leave nothing to train.")
+        if lora.seed is not None and not 0 <= lora.seed < 2**63:
+            raise Refused(f"seed={lora.seed} must be in [0, 2**63).")
+        now = time.time()
+        return Run(
+            run_id=run_id,
+            base_model=self.name,
+            rank=lora.rank,
+            seed=secrets.randbits(32) if lora.seed is None else lora.seed,
+            train_attn=lora.train_attn,
+            train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed,
+            user_metadata=user_metadata,
+            created=now,
+            last_request=now,
+        )
+
+    def _new_model(self, session: Session, run: Run) -> Model:
+        if run.run_id in self._models:
+            raise Refused(f"the model {run.run_id!r} exists already.", 409)
+        if len(self._models) >= self.config.max_models:
+            raise self._too_many_models()
+        self.checkpoints.write_run(run)
+        made = self._models[run.run_id] = session.models[run.run_id] = Model(run, session)
+        return made
+
+    def _too_many_models(self) -> Refused:
+        now, timeout = time.monotonic(), self.config.session_timeout
+        silent = [
+            now - model.session.seen
+            for model in self._models.values()
+            if now - model.session.seen > SILENT
+        ]
+        left = (
+            f"{len(silent)} of them belong to clients that have sent nothing for "
+            f"{min(silent):.0f} seconds or more; if those were killed, their models end "
+            f"{timeout:g} seconds after their last heartbeat (--session-timeout). "
+            if silent
+            else ""
+        )
+        return Refused(
+            f"{len(self._models)} models are in training, and {self.config.max_models} may be at "
+            f"once (--max-models). {left}Close a client that you do not need, wait, or start the "
+            "service with a larger --max-models or a shorter --session-timeout."
+        )
+
+    def _make_trainer(self, model: Model) -> Result:
+        """On the training thread."""
+        run = model.run
+        adapter = Adapter(run.rank, run.seed, run.train_attn, run.train_mlp, run.train_unembed)
+        policy = self.base.new_policy(run.run_id, adapter)
+        model.trainer = Trainer(policy, self._bounds)
+        return {"type": "create_model", "model_id": run.run_id}
+
+    def _load_into(self, model: Model, request: LoadWeights) -> Result:
+        """On the training thread."""
+        trainer = model.require_trainer()
+        found = self.checkpoints.find(request.path)
+        theirs, mine = self.checkpoints.run(found.run_id), model.run
+        for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+            if getattr(theirs, name) != getattr(mine, name):
+                raise Refused(
+                    f"{request.path} is of {name}={getattr(theirs, name)}, and this model of "
+                    f"{getattr(mine, name)}."
+                )
+        trainer.load(found.folder, optimizer=request.optimizer)
+        return {"type": "load_weights", "path": found.path, "model_id": mine.run_id}
+
+    def _require_base(self, name: str) -> None:
+        if name not in (self.name, self.base.model, self.base.folder):
+            raise Refused(f"base_model={name!r}: this service has {self.name!r} alone.")
+
+    def _require_adamw(self, config: dict[str, Any] | None) -> None:
+        if config is not None and config.get("type") != "adamw":
+            raise Refused(f"optimizer {config.get('type')!r}: this service has adamw alone.")
+
+    # -- order -------------------------------------------------------------------------------------
+
+    def _in_order(
+        self,
+        model: Model,
+        seq_id: int | None,
+        work: Callable[[], Result],
+        undone: Callable[[str], None] | None = None,
+    ) -> Future:
+        """Work of a model, after all that has a lower number."""
+        if seq_id is None or seq_id < 1:
+            raise Refused(f"seq_id={seq_id} must be a positive integer.")
+        request_id = f"{model.run.run_id}:{seq_id}"
+        if (known := self.futures.known(request_id)) is not None:
+            return known
+        if seq_id < model.next_seq:
+            raise Refused(f"the request {seq_id} of {model.run.run_id!r} is long past.", 410)
+        future = self.futures.new(request_id, model.run.run_id)
+        job = model.waiting[seq_id] = Job(future, work, undone)
+        while (turn := model.waiting.pop(model.next_seq, None)) is not None:
+            model.next_seq += 1
+            self._submit(turn)
+        if not job.begun and seq_id >= model.next_seq:
+            self._expire_later(job, f"the request before it, {seq_id - 1}, did not come")
+        return future
+
+    def _submit(self, job: Job) -> None:
+        """To the training thread, which does one after the other in the order of these calls."""
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            result = job.run()
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(job.finish, result)
+
+        self._training.submit(work)
+        self._expire_later(job, "the training thread did not come to it")
+
+    def _expire_later(self, job: Job, why: str) -> None:
+        """Let a job expire for this reason; the one that it was to expire for before is over."""
+        if job.timer is not None:
+            job.timer.cancel()
+        seconds = self.config.request_timeout
+        why = f"{why} within {seconds:g} seconds (request_timeout)."
+
+        def expire() -> None:
+            job.expire(why)
+            if job.expired:
+                job.finish(Refused(job.expired, 504, "server"))
+
+        job.timer = asyncio.get_running_loop().call_later(seconds, expire)
+
+    # -- samplers ----------------------------------------------------------------------------------
+
+    def create_sampling_session(self, request: CreateSamplingSession) -> str:
+        """Its id; the same request gives the same one."""
+        session = self.session(request.session_id)
+        sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
+        if sampler_id not in session.samplers:
+            weights = self._weights(request.model_path, request.base_model)
+            self._add_sampler(session, sampler_id, weights)
+        return sampler_id
+
+    def sampler(self, sampler_id: str) -> tuple[Session, Weights]:
+        """A sampling session. Raises `Refused` 404."""
+        session = self._sampler_sessions.get(sampler_id)
+        if session is None:
+            raise Refused(f"there is no sampling session {sampler_id!r}.", 404)
+        return self.session(session.session_id), session.samplers[sampler_id]
+
+    def join(self, sampler_id: str) -> int:
+        """A number for another client of a sampling session."""
+        session, _ = self.sampler(sampler_id)
+        session.num_clones += 1
+        return session.num_clones
+
+    def sample(self, request: Sample) -> tuple[Future, list[str]]:
+        """Samples; and an id for each. Raises `Refused` for what is wrong with the request."""
+        if request.sampling_session_id is not None:
+            session, weights = self.sampler(request.sampling_session_id)
+            number = uuid.uuid4() if request.seq_id is None else request.seq_id
+            request_id = f"{request.sampling_session_id}:{number}"
+        else:
+            session, weights = None, self._weights(request.model_path, request.base_model)
+            request_id = f"sample:{uuid.uuid4()}"
+        prompt = request.prompt.tokens()
+        params = sampling_params(request, prompt, self.base)
+        total = request.num_samples * (len(prompt) + params.max_tokens)
+        if total > self.config.max_request_tokens:
+            raise Refused(
+                f"the request may come to {total} tokens; {self.config.max_request_tokens} are "
+                "possible (max_request_tokens)."
+            )
+        ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
+        if (known := self.futures.known(request_id)) is not None:
+            return known, ids
+        future = self.futures.new(request_id)
+
+        async def generate() -> Result:
+            async with (
+                asyncio.timeout(self.config.request_timeout),
+                self._samplers.use(weights) as adapter,
+            ):
+                found = await self.base.generate(prompt, params, request.num_samples, adapter)
+            return sampled(request, found)
+
+        future.task = start_task(self._sample(future, generate, session), self._tasks)
+        if session is not None:
+            session.sampling.add(future)
+        return future, ids
+
+    async def _sample(
+        self,
+        future: Future,
+        generate: Callable[[], Coroutine[Any, Any, Result]],
+        session: Session | None,
+    ) -> None:
+        try:
+            future.finish(await generate())
+        except asyncio.CancelledError:
+            future.finish(Refused("the request was cancelled, or its session has ended.", 410))
+            raise
+        except Exception as problem:
+            future.finish(refusal_of(problem, f"request {future.request_id}"))
+        finally:
+            if session is not None:
+                session.sampling.discard(future)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a sample that is in the making; other requests are done whole."""
+        known = self.futures.known(request_id)
+        if known is not None and known.task is not None:
+            known.task.cancel()
+
+    def _weights(self, path: str | None, base_model: str | None) -> Weights:
+        if base_model is not None:
+            self._require_base(base_model)
+        if path is None:
+            if base_model is None:
+                raise Refused("name a base_model or a model_path to sample from.")
+            return Weights(None)
+        found = self.checkpoints.find(path)
+        return Weights(found.folder, path, found.sha256)
+
+    def _add_sampler(self, session: Session, sampler_id: str, weights: Weights) -> None:
+        session.samplers[sampler_id] = weights
+        self._sampler_sessions[sampler_id] = session
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Let sessions end that no client keeps alive, and drop what has expired. Runs until it is
+        cancelled.
+        """
+        timeout, keep = self.config.session_timeout, self.config.result_timeout
+        while True:
+            await asyncio.sleep(min(SWEEP, timeout / 4, keep / 4))
+            now = time.monotonic()
+            for session in list(self.sessions.values()):
+                if not session.ended and now - session.seen > timeout:
+                    self.end_session(session, f"no heartbeat came for {timeout:g} seconds.")
+                if session.ended and now - session.seen > timeout + keep:
+                    del self.sessions[session.session_id]
+            self.futures.sweep()
+            try:
+                await asyncio.to_thread(self.checkpoints.sweep)
+            except Exception:  # sessions end all the same
+                log.exception("what has expired could not be looked for")
+
+    async def close(self) -> None:
+        """End all sessions, wait for what the training thread has begun, shut the engine down."""
+        for session in self.sessions.values():
+            self.end_session(session, "the service ends.")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._training.shutdown)
+        await asyncio.to_thread(self.base.close)
+        self.checkpoints.close()

@@ -1,0 +1,325 @@
+"""Checkpoints of compressed-tensors, GPTQ, AWQ and bitsandbytes that are computed with their own
+codes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.checkpoints import quantised_weights
+from nano_inference.checkpoints.loading import load_params, load_spec
+from nano_inference.errors import ModelLoadError
+from nano_inference.models.parameters import formats_of, num_bytes, param_table, read, slots
+from nano_inference.ops.backend import Ops
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.formats import FORMATS
+from nano_inference.ops.quantised import encode
+from nano_inference.ops.reference import reference_ops
+from nano_inference.rl import PolicyModel, differences
+from nano_inference.rl.replayer import Replayer
+from tests.checkpoints.quantisers import quantised, write_quantised
+from tests.models.test_quantised import LOAD_AND_WATCH
+from tests.models.tiny import family_weights, llama_config, llama_weights, write_model
+from tests.ops.cpu_kernels import kernels
+from tests.ranks.rank_threads import ThreadLauncher
+from tests.rl.test_policy_model import drawn_and_scored
+
+CPU = torch.device("cpu")
+UP = "model.layers.1.mlp.up_proj"
+SIZES: dict[str, Any] = {"hidden": 128, "inner": 256, "layers": 2}
+FORMS = {
+    "compressed-int8": "int8",
+    "compressed-int8-zeros": "int8-32-min",
+    "compressed-int8-packed": "int8-32",
+    "compressed-int8-128": "int8-128-wide",
+    "compressed-int8-rows": "int8",
+    "compressed-int4": "int4-32",
+    "compressed-int4-zeros": "int4-32-min",
+    "compressed-int4-32-bfloat16": "int4-32-wide",
+    "compressed-int4-64": "int4-64-wide",
+    "compressed-int4-128-zeros": "int4-128-min",
+    "compressed-int4-float32": "int4-128-wide",
+    "compressed-int4-rows": "int4-128-wide",
+    "gptq": "int4-32",
+    "gptq-2bit": "int4-32-min",
+    "gptq-8bit": "int8-32-min",
+    "gptq-128": "int4-128-wide",
+    "gptq-8bit-128": "int8-128-wide",
+    "awq": "int4-32-min",
+    "awq-64": "int4-64-min",
+    "awq-128": "int4-128-min",
+    "bitsandbytes-int8": "int8",
+}
+REFUSED = {
+    "compressed-int4-ordered": r"order of their own \(act-order\)",
+    "gptq-ordered": r"order of their own \(act-order\)",
+    "gptq-v2": r"order of their own \(act-order\)",
+    "compressed-int4-48": "no format has codes of 4 bits in groups of 48 columns",
+    "compressed-int4-float32-zeros": "zero points times scales of 32 bits have too many digits",
+    "fp8-blocks": "codes of fp8 are no whole numbers",
+    "compressed-mxfp4": "codes of mxfp4-packed are no whole numbers",
+    "compressed-nvfp4": "codes of nvfp4 are no whole numbers",
+    "bitsandbytes-nf4": "codes of bitsandbytes-4bit are no whole numbers",
+}
+
+
+def ops_of(backend: str) -> Ops:
+    if backend == "reference":
+        return reference_ops()
+    kernels()
+    return cpu_ops(1)
+
+
+def write(folder: Path, name: str, **sizes: Any) -> Path:
+    config = llama_config(**{**SIZES, **sizes})
+    write_quantised(folder, name, config, llama_weights(config))
+    return folder
+
+
+def load(folder: Path, backend: str, quantization: Any = "file") -> dict[str, Any]:
+    allocate = ops_of(backend).allocate
+    dtype = torch.float32
+    return load_params(folder, load_spec(folder), dtype, CPU, allocate, None, quantization)
+
+
+def engine_of(folder: Path, **options: Any) -> InferenceEngine:
+    settled = {"max_model_len": 64, "max_batch_size": 4, "quantization": "file", "seed": 0}
+    return InferenceEngine(EngineConfig(str(folder), **(settled | options)))
+
+
+@pytest.mark.parametrize("panel", [2**22, 1])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_weight_stands_for_the_number_that_it_is_dequantised_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backend: str, panel: int
+) -> None:
+    monkeypatch.setattr(quantised_weights, "PANEL", panel)
+    folder = write(tmp_path, name, layers=1)
+    params, exact = load(folder, backend), load(folder, backend, None)
+    forms = formats_of(params)
+    assert {each.name for each in forms.values()} == {FORMS[name]}
+    assert {key.split(".")[-1] for key in forms} == {"qkv", "o", "gate_up", "down"}
+    for slot in slots(param_table(load_spec(folder))).values():
+        assert torch.equal(read(params, slot), read(exact, slot)), slot.name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_fits_into_no_format_is_refused_and_is_dequantised_without_the_option(
+    tmp_path: Path, name: str
+) -> None:
+    sizes = {"hidden": 192, "inner": 192} if name.endswith("48") else {}
+    folder = write(tmp_path, name, layers=1, **sizes)
+    with pytest.raises(ModelLoadError, match=REFUSED[name]) as raised:
+        load(folder, "reference")
+    told = str(raised.value)
+    assert "'model.layers.0.self_attn.q_proj.weight'" in told
+    assert told.endswith("leave the option away, and the checkpoint is dequantised.")
+    assert not formats_of(load(folder, "reference", None))
+
+
+def test_plain_rows_among_codes_are_refused(tmp_path: Path) -> None:
+    config = llama_config(**SIZES)
+    weights = llama_weights(config)
+    stored, _ = quantised("compressed-int8", weights)
+    kept = {key: each for key, each in stored.items() if not key.startswith(UP)}
+    kept[f"{UP}.weight"] = weights[f"{UP}.weight"]
+    fields = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": [UP]}
+    groups = {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}
+    fields |= {"config_groups": groups}
+    write_model(tmp_path, config | {"quantization_config": fields}, kept)
+    with pytest.raises(ModelLoadError, match=r"gate_proj\.weight'.*together with '.*up_proj"):
+        load(tmp_path, "reference")
+
+
+def test_formats_that_lie_in_one_matrix_are_held_by_a_wider_one(tmp_path: Path) -> None:
+    """gptqmodel's changes of some modules: 8 bits in one projection, 4 in its neighbour."""
+    config = llama_config(**SIZES)
+    weights = llama_weights(config)
+    stored, _ = quantised("gptq", weights)
+    more, _ = quantised("gptq-8bit", {f"{UP}.weight": weights[f"{UP}.weight"]})
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+    said["dynamic"] = {f"+:{UP}": {"bits": 8}}
+    write_model(tmp_path, config | {"quantization_config": said}, stored | more)
+    params, exact = load(tmp_path, "reference"), load(tmp_path, "reference", None)
+    forms = {key: form.name for key, form in formats_of(params).items()}
+    assert forms["layers.1.gate_up"] == "int8-32-min"
+    assert forms["layers.0.gate_up"] == "int4-32"
+    for slot in slots(param_table(load_spec(tmp_path))).values():
+        assert torch.equal(read(params, slot), read(exact, slot))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_in_codes_is_compared(tmp_path: Path, same: bool) -> None:
+    config = llama_config(**SIZES, tie=True)
+    stored, _ = quantised("compressed-int8", llama_weights(config))
+    drawn = torch.Generator().manual_seed(0)
+    codes = torch.randint(-99, 99, (300, 128), generator=drawn).to(torch.int8)  # no 127
+    scales = torch.rand(300, 1, generator=drawn)
+    for module in ("model.embed_tokens", "lm_head"):
+        factor = 1 if same or module != "lm_head" else 2
+        stored |= {f"{module}.weight": codes.clone(), f"{module}.weight_scale": scales * factor}
+    weights = {"num_bits": 8, "strategy": "channel"}
+    groups = {"a": {"targets": ["Linear", "Embedding"], "weights": weights}}
+    fields = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    fields |= {"config_groups": groups}
+    write_model(tmp_path, config | {"quantization_config": fields}, stored)
+    if same:
+        params = load(tmp_path, "reference")
+        assert torch.equal(params["embed"].read(), codes.float() * scales)
+    else:
+        with pytest.raises(ModelLoadError, match=r"'lm_head\.weight' is tied to"):
+            load(tmp_path, "reference")
+
+
+def test_codes_that_a_format_holds_are_kept_in_it(tmp_path: Path) -> None:
+    """`quantization="int8"` of a checkpoint of such codes: they are not rounded once more."""
+    folder = write(tmp_path, "compressed-int8")
+    params, exact = load(folder, "reference", "int8"), load(folder, "reference", None)
+    assert torch.equal(params["layers.0.o"].read(), exact["layers.0.o"])
+    rounded = load(folder, "reference", "int8-32")["layers.0.o"].read()
+    assert not torch.equal(rounded, exact["layers.0.o"])
+
+
+def test_scales_that_are_damaged_are_refused(tmp_path: Path) -> None:
+    config = llama_config(**SIZES)
+    stored, _ = quantised("awq", llama_weights(config))
+    stored[f"{UP}.scales"][1, 7] = torch.inf
+    fields = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    write_model(tmp_path, config | {"quantization_config": fields}, stored)
+    with pytest.raises(ModelLoadError, match=f"'{UP}.weight' is dequantised to NaN or infinite"):
+        load(tmp_path, "reference")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["compressed-int8", "gptq-128", "awq-64"])
+def test_an_engine_answers_with_a_checkpoints_codes(
+    tmp_path: Path, name: str, backend: str
+) -> None:
+    folder = write(tmp_path, name)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [[5, 6, 7, 8], [9] * 20, [11, 3]]
+    found = []
+    for quantization in ("file", None):
+        with engine_of(
+            folder, quantization=quantization, backend=backend, dtype="float32"
+        ) as engine:
+            found.append(engine.generate(prompts, params))
+            alone = [engine.generate([each], params)[0] for each in prompts]
+        for one, other in zip(found[-1], alone, strict=True):
+            assert one.completion_tokens == other.completion_tokens
+            assert one.logprobs == other.logprobs
+    for coded, exact in zip(*found, strict=True):  # inputs are rounded to codes of 8 bits
+        assert 0 < abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
+
+
+def test_a_start_up_line_says_that_codes_are_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path, "awq-64")
+    with caplog.at_level("INFO", logger="nano_inference"), engine_of(folder, backend="reference"):
+        (line,) = [text for text in caplog.messages if "quantised with" in text]
+    assert line == (
+        f"{folder}: quantised with awq (4 bits, a scale for 64), computed with its own codes"
+    )
+
+
+@pytest.mark.parametrize("name", ["compressed-int8", "compressed-int4-128-zeros", "gptq"])
+def test_memory_is_told_by_format_and_updates_keep_it(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, name)
+    weights = llama_weights(llama_config(**SIZES), seed=1)
+    sums: list[Any] = []
+    for backend in ("reference", "cpu"):
+        with engine_of(folder, backend=backend, dtype="bfloat16") as engine:
+            forms = formats_of(engine.model.params)
+            table = param_table(engine.spec)
+            assert engine.memory_budget.weights == num_bytes(table, torch.bfloat16, forms)
+            before = engine.weights_checksum()
+            engine.update_weights(weights, blocking=True)
+            assert formats_of(engine.model.params) == forms
+            down = engine.model.params["layers.0.down"]
+            given = weights["model.layers.0.mlp.down_proj.weight"].bfloat16()
+            wanted = encode(given, down.form, down.bounds).numbers().bfloat16()
+            assert torch.equal(down.read(), wanted)
+            assert before != engine.weights_checksum()
+            sums.append((before, engine.weights_checksum()))
+    assert sums[0] == sums[1]
+
+
+def test_a_trainer_has_the_engines_bits_from_its_first_publish_on(tmp_path: Path) -> None:
+    """Before that the engine has the checkpoint's codes, and the trainer its own of the numbers."""
+    with engine_of(write(tmp_path, "compressed-int4-64"), backend="cpu") as engine:
+        model = PolicyModel(engine)
+        for _ in range(2):
+            model.publish()
+            reported, own = drawn_and_scored(model)
+            assert own == reported
+            with torch.no_grad():
+                model.get_parameter(f"{UP}.weight").mul_(1.01)
+
+
+def test_a_sample_is_replayed_with_the_codes_of_the_checkpoints_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path, "awq")
+    weights = llama_weights(llama_config(**SIZES), seed=1)
+    with engine_of(folder, backend="cpu", dtype="bfloat16") as engine:
+        (sample,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, raw_logprobs=True))
+        engine.update_weights(weights, blocking=True)
+        assert not differences(sample, Replayer(engine, {0: str(folder)}).replay(sample))
+        other = {0: llama_weights(llama_config(**SIZES))}  # before they were quantised
+        assert differences(sample, Replayer(engine, other).replay(sample))
+
+
+WATCH = LOAD_AND_WATCH.replace(
+    'torch.device("cpu"))', 'torch.device("cpu"), quantization="file")'
+).replace("each.nbytes for", "getattr(each, 'data', each).nbytes for")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
+@pytest.mark.parametrize("name", ["compressed-int8", "gptq", "awq-128"])
+def test_no_weight_is_ever_in_memory_as_numbers(tmp_path: Path, name: str) -> None:
+    hidden, inner = 512, 16384
+    config = llama_config(hidden=hidden, inner=inner, layers=1)
+    write_quantised(tmp_path, name, config, family_weights(config))
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed is given back
+    )
+    found = json.loads(done.stdout)
+    assert found["size"] < 4 * hidden * inner
+    assert found["peak"] < found["size"] + hidden * inner  # a matrix in bfloat16 is twice that
+
+
+def test_an_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, "awq", hidden=256, num_heads=8, num_kv_heads=4)
+    params = SamplingParams(max_tokens=8, temperature=1.0)
+    found: list[Any] = []
+    for ranks in (1, 2):
+        options: dict[str, Any] = {"backend": "cpu", "dtype": "bfloat16", "tensor_parallel": ranks}
+        settled = {"max_model_len": 64, "max_batch_size": 4, "seed": 0, "num_threads": 1}
+        config = EngineConfig(str(folder), quantization="file", **settled, **options)
+        with InferenceEngine(config, launcher=ThreadLauncher() if ranks > 1 else None) as engine:
+            (sample,) = engine.generate([[5, 6, 7]], params)
+            bits = sample.completion_tokens, sample.logprobs
+            found.append((bits, engine.weights_checksum(), engine.numerics.fingerprint))
+    assert found[0] == found[1]
+
+
+def test_ranks_cut_no_group(tmp_path: Path) -> None:
+    folder = write(tmp_path, "awq-128")
+    told = "128 columns of 'layers.0.o' are not cut at multiples of 128; use tensor_parallel=1"
+    with pytest.raises(ConfigError, match=f"'file' is not possible .*{told}"):
+        engine_of(folder, backend="reference", tensor_parallel=2)
+
+
+def test_every_format_of_a_checkpoint_is_tried() -> None:
+    of_gguf_files = {"int8-16-wide", "int8-16-min"}
+    assert {*FORMS.values()} == FORMATS.keys() - of_gguf_files

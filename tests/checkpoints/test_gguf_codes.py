@@ -1,0 +1,126 @@
+"""Blocks of GGUF files that are computed as they are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.checkpoints import folders
+from nano_inference.checkpoints.gguf import codes as gguf_codes
+from nano_inference.checkpoints.loading import load_params, load_spec
+from nano_inference.errors import ConfigError, ModelLoadError
+from nano_inference.models.parameters import formats_of, param_table, read, slots
+from nano_inference.ops.formats import FORMATS
+from nano_inference.ops.reference import reference_ops
+from tests.checkpoints.hf_to_gguf import hf_to_gguf
+from tests.models.strong import strong_model
+from tests.models.tiny_gguf import described, gguf
+
+# Where float16 numbers stand in a block.
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("name", gguf_codes.KINDS)
+def test_blocks_stand_for_what_the_gguf_package_makes_of_them(name: str) -> None:
+    kind, own = gguf.GGMLQuantizationType[name], gguf_codes.KINDS[name]
+    columns, size = gguf.GGML_QUANT_SIZES[kind]
+    assert columns == own.columns
+    drawn = np.random.default_rng(7)
+    raw = drawn.integers(0, 256, (6, 3 * size), dtype=np.uint8)
+    for at in HALVES.get(name, (0,)):
+        numbers = drawn.normal(size=(6, 3)).astype(np.float16)
+        raw.reshape(6, 3, size)[..., at : at + 2] = numbers.view(np.uint8).reshape(6, 3, 2)
+    found = gguf_codes.read_blocks(name, raw, 3 * columns)
+    form = FORMATS[own.form]
+    assert found.scales.dtype == (np.float32 if form.wide else np.float16)
+    assert (found.mins is not None) == form.mins
+    group = 3 * columns // found.scales.shape[1]
+    assert group == form.group
+    numbers = found.codes.astype(np.float32) * found.scales.astype(np.float32).repeat(group, 1)
+    if found.mins is not None:
+        numbers -= found.mins.repeat(group, 1)
+    np.testing.assert_array_equal(numbers, gguf.dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_a_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+    """Every weight in codes stands for the very numbers of the file."""
+    kind = gguf.GGMLQuantizationType[name]
+    strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG)
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", matrices=kind)
+    coded = described(path, tmp_path / "cache", coded=True)
+    plain = described(path, tmp_path / "cache")
+    assert coded != plain
+    spec, device = load_spec(coded), torch.device("cpu")
+    params = load_params(
+        *(coded, spec, torch.float32, device, reference_ops().allocate), quantization="file"
+    )
+    forms = formats_of(params)
+    assert {each.name for each in forms.values()} == {gguf_codes.KINDS[name].form}
+    assert {"head", "layers.0.qkv", "layers.1.down"} <= forms.keys()
+    exact = load_params(coded, spec, torch.float32, device)
+    numbers = load_params(plain, load_spec(plain), torch.float32, device)
+    for slot in slots(param_table(spec)).values():
+        if slot.param in forms:
+            assert torch.equal(read(params, slot), read(exact, slot))
+            assert torch.equal(read(exact, slot), read(numbers, slot))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_an_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) -> None:
+    strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG)
+    kind = gguf.GGMLQuantizationType["Q8_0"]
+    path = hf_to_gguf(tmp_path / "hf", tmp_path / "m.gguf", "llama", matrices=kind)
+    folder = described(path, tmp_path / "cache", coded=True)
+    config = {"max_model_len": 64, "max_batch_size": 4, "dtype": "float32", "backend": backend}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = [[5, 6, 7, 8], [9] * 20, [11, 3]]
+    found = []
+    for quantization in ("file", None):
+        given = EngineConfig(str(folder), quantization=quantization, **config)
+        with InferenceEngine(given) as engine:
+            found.append(engine.generate(prompts, params))
+            alone = [engine.generate([each], params)[0] for each in prompts]
+        for one, other in zip(found[-1], alone, strict=True):
+            assert one.completion_tokens == other.completion_tokens
+            assert one.logprobs == other.logprobs
+    for coded, exact in zip(*found, strict=True):  # inputs are rounded to codes of 8 bits
+        assert abs(coded.logprobs[0] - exact.logprobs[0]) < 0.2
+
+
+def test_a_folder_of_plain_weights_has_no_codes(tmp_path: Path) -> None:
+    strong_model(tmp_path, "LlamaForCausalLM", **CONFIG)
+    with pytest.raises(ModelLoadError, match="'file' computes with the codes of a quantised"):
+        InferenceEngine(EngineConfig(str(tmp_path), quantization="file"))
+
+
+def test_more_ranks_than_segments_do_not_share_blocks(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    strong_model(tmp_path, "LlamaForCausalLM", **{**CONFIG, **heads})
+    config = EngineConfig(str(tmp_path), quantization="file", tensor_parallel=16)
+    with pytest.raises(ConfigError, match="'file' is not possible with tensor_parallel=16"):
+        InferenceEngine(config)
+
+
+def test_a_file_s_name_finds_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def describe(_path: Path, coded: bool = False) -> Path:
+        asked.append(coded)
+        return tmp_path
+
+    monkeypatch.setattr(folders, "describe_gguf", describe)
+    (tmp_path / "m.gguf").touch()
+    folders.resolve_model(str(tmp_path / "m.gguf"), coded=True)
+    folders.resolve_model(str(tmp_path / "m.gguf"))
+    assert asked == [True, False]

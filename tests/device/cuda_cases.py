@@ -1,0 +1,161 @@
+"""What the tests of the CUDA runner share: a queue that checks and poisons, and operations that
+keep its conventions.
+
+The operations are the reference's, with what a captured step asks of an attention: block tables by
+`table_stride`, and padding that is not touched. Kernels have tests of their own; here it is the
+runner that is looked at, at full speed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.device import cuda_runner
+from nano_inference.device.queues import Captured, Copies, Event, HostQueue, Pool
+from nano_inference.ops import reference, reference_attention
+from nano_inference.ops.backend import KvcacheView, Ops
+from nano_inference.ops.cuda import backend
+from nano_inference.ops.reference import reference_ops
+
+JUNK = 2**61 + 12345  # in any column of a step: no token, no block, no position
+
+
+class CheckingQueue(HostQueue):
+    """Counts, and leaves nothing where it was that nobody may read."""
+
+    warms_up = True  # before a capture, as on a GPU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: list[int] = []  # words of each
+        self.num_downloads = 0
+        self.num_captures = 0
+        self.open = 0
+        self.log: list[str] = []
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    def pinned(self, num_words: int) -> Tensor:
+        return super().pinned(num_words).fill_(JUNK)
+
+    def upload(self, source: Tensor, target: Tensor) -> Event:
+        assert self.open, "the device is not current"
+        assert source.shape == target.shape
+        whole = target.new_empty(0).set_(target.untyped_storage())
+        if target.storage_offset() == 0 and len(whole) > len(target):
+            whole[len(target) :].fill_(JUNK)  # what did not travel in this step
+        self.uploads.append(len(target))
+        self.log.append("upload")
+        event = super().upload(source, target)
+        source.fill_(JUNK)
+        return event
+
+    def download(self, copies: Copies) -> Event:
+        self.num_downloads += 1
+        self.log.append("download")
+        return super().download(copies)
+
+    def wait(self, event: Event) -> None:
+        self.log.append("wait")
+        super().wait(event)
+
+    def capture(self, run: Callable[[], Any], pool: Pool) -> Captured:
+        self.num_captures += 1
+        captured = super().capture(run, pool)
+        if self.warms_up:
+            captured.replay()
+        return _Poisoned(captured, self.log)
+
+
+class _Poisoned(Captured):
+    """A graph whose results are NaN until it is replayed."""
+
+    def __init__(self, captured: Captured, log: list[str]) -> None:
+        self._captured = captured
+        self._log = log
+
+    @property
+    def output(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._captured.output
+
+    def replay(self) -> None:
+        if self.output is not None:
+            self.output.fill_(torch.nan)
+        self._captured.replay()
+        self._log.append("draw" if self.output is None else "forward")
+
+
+class _WithoutPadding:
+    """A view of the KV tensors that stores nothing of rows whose slot is negative."""
+
+    def __init__(self, view: KvcacheView) -> None:
+        self._view, self.format = view, view.format
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        stored = slots >= 0
+        self._view.write(layer, slots[stored], keys[stored], values[stored])
+
+
+def _rope_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, view: Any, *rest: Any
+) -> Tensor:
+    return reference.rope_and_store(qkv, cos, sin, positions, _WithoutPadding(view), *rest)  # pyright: ignore
+
+
+def _plan(batch: ForwardBatch, block_size: int, window: int = 0) -> Any:
+    rows = int(batch.cu_seqlens_q[-1])
+    if not rows:
+        return 0, None
+    chunks = int((batch.cu_seqlens_q.diff() > 0).sum())
+    tables = batch.block_tables
+    if batch.table_stride is not None:
+        stride = int(batch.table_stride)
+        tables = tables.as_strided((chunks, stride), (stride, 1))
+    own = replace(
+        batch,
+        positions=batch.positions[:rows],
+        slot_mapping=batch.slot_mapping[:rows],
+        row_chunks=batch.row_chunks[:rows],
+        block_tables=tables,
+    )
+    return rows, reference_attention.plan_attention(own, block_size, window)
+
+
+def _attention(q: Tensor, view: KvcacheView, layer: int, plan: Any, *how: Any) -> Tensor:
+    rows, own = plan
+    out = torch.full((len(q), q.shape[1] * q.shape[2]), torch.nan, dtype=q.dtype)
+    if rows:
+        out[:rows] = reference_attention.attention(q[:rows], view, layer, own, *how)
+    return out
+
+
+def conventional_ops(*, batch_invariant: bool, attention: str = "triton") -> Ops:
+    """See `nano_inference.ops.cuda.backend.cuda_ops`."""
+    return replace(
+        reference_ops(),
+        name="cuda",
+        version=0,
+        schedule_invariant=batch_invariant,
+        rope_and_store=_rope_and_store,
+        plan_attention=_plan,
+        attention=_attention,
+    )
+
+
+@pytest.fixture
+def conventional(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on the CUDA backend run these operations, on a queue that checks."""
+    monkeypatch.setattr(backend, "cuda_ops", conventional_ops)
+    monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())

@@ -1,0 +1,113 @@
+"""Engines whose keys and values are codes: memory, what is refused, blocks that move, replay."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import ConfigError, EngineConfig
+from nano_inference.errors import InvalidRequest
+from nano_inference.ranks.build import plan_engine
+from nano_inference.rl import PolicyModel, differences
+from nano_inference.rl.replayer import Replayer
+from tests.models.tiny import tiny_model
+from tests.rl.test_policy_model import drawn_and_scored
+from tests.rl.training import gradients
+from tests.weights.weight_cases import PROMPT, Build, bits, drawn
+
+BACKENDS = ("reference", "cpu")
+ROW = 16  # of the tiny model: head_dim
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2"])
+def test_as_many_more_blocks_fit_as_rows_are_smaller(tmp_path: Path, family: str) -> None:
+    folder = tiny_model(tmp_path, family)
+    budgets = {
+        kept: plan_engine(
+            EngineConfig(str(folder), device="cpu", dtype="float32", kv_cache_dtype=kept)
+        ).memory_budget
+        for kept in ("auto", "int8")
+    }
+    plain, coded = budgets["auto"].bytes_per_token, budgets["int8"].bytes_per_token
+    head_dim = plan_engine(EngineConfig(str(folder), device="cpu")).specs["policy"].head_dim
+    assert coded * head_dim * 4 == plain * (head_dim + 4)
+
+
+def test_what_is_planned_is_what_is_taken(build: Build) -> None:
+    for kept in ("auto", "int8"):
+        engine = build(kv_cache_dtype=kept)
+        storage, budget = engine.runner.storage, engine.memory_budget
+        assert storage.keys.nbytes + storage.values.nbytes == budget.kv_cache <= 2**20
+        assert budget.num_blocks * budget.bytes_per_token * 4 == budget.kv_cache
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"backend": "cuda"}, "backend='cuda', whose kernels read plain keys"),
+        ({"attention": "flex"}, "attention='flex', whose kernels read plain keys"),
+        ({"attention": "flashinfer"}, "attention='flashinfer', whose kernels read plain keys"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not available; choose one of"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_at_once(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        EngineConfig("smollm2-135m", **{"kv_cache_dtype": "int8", **options})
+
+
+def test_latents_stay_as_they_are(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, "deepseek-v3")
+    with pytest.raises(ConfigError, match="whose keys are latents, small already"):
+        plan_engine(EngineConfig(str(folder), device="cpu", kv_cache_dtype="int8"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_go_to_engines_that_keep_codes_too_and_to_no_others(
+    build: Build, backend: str
+) -> None:
+    options: dict[str, Any] = {"backend": backend, "dtype": "bfloat16"}
+    plain = build(**options)
+    source, target = (build(kv_cache_dtype="int8", **options) for _ in range(2))
+    assert source.numerics.fingerprint == plain.numerics.fingerprint + "/kv-int8"
+    sample = source.generate(PROMPT, drawn())[0]
+    names = source.blocks.names(PROMPT)
+    piece = source.blocks.export_blocks(names, 0, 1 << 20)
+    assert piece is not None
+    assert len(names) > 1
+    with pytest.raises(InvalidRequest):
+        plain.blocks.import_blocks(piece)
+    assert target.blocks.import_blocks(piece) == len(names)
+    again = target.generate(PROMPT, drawn())[0]
+    assert again.cached_tokens > 0
+    assert bits(again) == bits(sample) != bits(plain.generate(PROMPT, drawn())[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_model_reports_the_engines_logprobs(
+    build: Build, backend: str, dtype: str
+) -> None:
+    engine = build(backend=backend, dtype=dtype, kv_cache_dtype="int8", kv_cache_memory=2**22)
+    model = PolicyModel(engine)
+    reported, own = drawn_and_scored(model)
+    assert own == reported
+    (sample,) = engine.generate(PROMPT, drawn())
+    assert not differences(sample, Replayer(engine, None).replay(sample))
+
+
+def test_gradients_are_of_the_rounded_keys_and_values(build: Build) -> None:
+    """They differ everywhere from those of plain keys and values, by about what rounding does."""
+    models = {
+        kept: PolicyModel(build(backend="reference", dtype="float32", kv_cache_dtype=kept))
+        for kept in ("auto", "int8")
+    }
+    found = {kept: gradients(model) for kept, model in models.items()}
+    apart = torch.stack(
+        [
+            (grad - found["auto"][name]).norm() / found["auto"][name].norm()
+            for name, grad in found["int8"].items()
+        ]
+    )
+    assert bool((apart > 0).all())
+    assert float(apart.max()) < 0.1

@@ -1,0 +1,268 @@
+"""What is missing for the CUDA backend, who says so, and what runs instead; on a machine that has
+all or nothing.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import ConfigError, EngineConfig, InferenceEngine
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.device import backends, kernel_probe
+from nano_inference.device.backends import choose_device, choose_ops, numerics_of, start_up_line
+from nano_inference.device.kernel_probe import probe
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.backend import Ops
+from nano_inference.ops.cpu.build import KernelsUnavailable
+from nano_inference.ops.cuda import availability
+from nano_inference.ops.cuda.backend import cuda_ops
+from nano_inference.ops.reference import reference_ops
+from tests.models.tiny import tiny_llama, tiny_model
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def said_nothing() -> Iterator[None]:
+    backends._warn_once.cache_clear()
+    yield
+    backends._warn_once.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> ModelSpec:
+    return load_spec(folder)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A card as torch would tell of it; whatever would run on it is left out."""
+
+    def make(capability: tuple[int, int] = (9, 0), interprets: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old Card")
+        monkeypatch.setattr(availability, "_interprets", lambda: interprets)
+
+    return make
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(model_path="tiny", **options)
+
+
+def chosen(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Ops:
+    return choose_ops(config(**options), {"policy": spec}, dtype, device)(1)
+
+
+def test_no_gpu_is_said_in_torchs_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_old() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nUpdate it."
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    with pytest.raises(
+        ConfigError,
+        match=r"device='cuda' is not available: torch .*too old \(found version 11040\)",
+    ):
+        choose_device("cuda")
+    monkeypatch.setattr(availability, "has_nvidia_device", lambda: True)
+    assert choose_device("auto") == CPU
+    assert "although there is a GPU" in caplog.text
+    assert "too old" in caplog.text
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match="built without CUDA"):
+        choose_device("cuda:1")
+
+
+def test_a_card_that_is_not_there(card: Callable[..., None]) -> None:
+    card()
+    assert choose_device("auto") == torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"'cuda:2' is not available: the last of 2 is 'cuda:1'"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    "reason", ["old card", "no triton", "old triton", "head", "dtype", "interpreter"]
+)
+def test_what_is_missing_is_named_and_the_reference_runs(
+    spec: ModelSpec,
+    card: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reason: str,
+) -> None:
+    card((7, 5) if reason == "old card" else (9, 0), interprets=reason == "interpreter")
+    dtype, told = torch.bfloat16, "Triton's interpreter is on"
+    if reason == "old card":
+        told = "Old Card has compute capability 7.5; the kernels need 8.0"
+    if reason == "no triton":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        told = "Triton is not installed; pip install"
+    if reason == "old triton":
+        monkeypatch.setattr(availability, "version", lambda _: "3.3.1")
+        told = "Triton 3.3.1 is too old; the kernels need 3.4"
+    if reason == "head":
+        spec = replace(spec, head_dim=514)
+        told = "head_dim=514 has no CUDA kernels"
+    if reason == "dtype":
+        dtype, told = torch.float64, "float64 has no CUDA kernels"
+    assert chosen(spec, CUDA, dtype).name == "reference"
+    assert told in caplog.text
+    assert "CUDA kernels" in caplog.text
+    assert len(caplog.records) == 1
+    with pytest.raises(ConfigError, match=r"backend='cuda' is not available: "):
+        chosen(spec, CUDA, dtype, backend="cuda")
+    with pytest.raises(
+        ConfigError, match="batch_invariant=True is not kept by the reference backend on cuda:0"
+    ):
+        chosen(spec, CUDA, dtype, batch_invariant=True)
+
+
+def test_on_a_cpu_the_interpreter_must_be_on(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen(spec, CPU, backend="cuda").name == "cuda"
+    monkeypatch.setattr(availability, "_interprets", lambda: False)
+    with pytest.raises(ConfigError, match=r"backend='cuda' is not available: .*TRITON_INTERPRET=1"):
+        chosen(spec, CPU, backend="cuda")
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(
+        ConfigError,
+        match=r"attention='flashinfer' is not available: .*pip install flashinfer-python",
+    ):
+        chosen(spec, CPU, backend="cuda", attention="flashinfer")
+    with pytest.raises(ConfigError, match="it computes in bfloat16 and float16, not in float32"):
+        chosen(spec, CPU, torch.float32, attention="flashinfer")
+
+
+def test_a_kernel_that_fails_names_itself_and_the_reference_runs(
+    spec: ModelSpec,
+    card: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def unavailable(*_: Any) -> None:
+        raise KernelsUnavailable("on Old Card gate fails: CompilationError: at 3:4.")
+
+    card()
+    monkeypatch.setattr(backends, "probe", unavailable)
+    assert chosen(spec, CUDA).name == "reference"
+    assert "gate fails: CompilationError" in caplog.text
+    with pytest.raises(
+        ConfigError, match="backend='cuda' is not available: on Old Card gate fails"
+    ):
+        chosen(spec, CUDA, backend="cuda")
+
+
+@pytest.mark.parametrize(("family", "invariant"), [("llama", False), ("gemma3", True)])
+def test_the_probe_passes_kernels_that_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, invariant: bool
+) -> None:
+    monkeypatch.setattr(kernel_probe, "LENGTHS", (3, 1))
+    monkeypatch.setattr(kernel_probe, "CONTEXTS", (3, 9))
+    monkeypatch.setattr(kernel_probe, "DRAWS", kernel_probe.DRAWS[::2])
+    monkeypatch.setattr(kernel_probe, "VOCABULARY", 64)
+    own = cuda_ops(batch_invariant=invariant)
+    probe(own, load_spec(tiny_model(tmp_path, family)), torch.float32, CPU, 16)
+
+
+def _wrong(x: torch.Tensor) -> torch.Tensor:
+    return x * 1.5
+
+
+BREAK: dict[str, Callable[[Any], Any]] = {
+    "embed": _wrong,
+    "linear": _wrong,
+    "rms_norm": lambda pair: (pair[0] * torch.nan, pair[1]),
+    "rope_and_store": _wrong,
+    "attention": _wrong,
+    "gate": _wrong,
+    "logits": _wrong,
+    "gather_logprobs": _wrong,
+    "few_rows": _wrong,
+    "sample": lambda draw: replace(draw, token_ids=draw.token_ids + 1),
+    "sample_logits": lambda draw: replace(draw, logprobs=draw.logprobs - 1),
+}
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_the_probe_names_the_operation_that_is_wrong_or_raises(spec: ModelSpec, name: str) -> None:
+    plain = reference_ops()
+    good = replace(plain, few_rows=lambda trunk, batch, view: trunk(plain, batch, view))
+
+    def wrong(*args: Any) -> Any:
+        return BREAK[name](getattr(good, name)(*args))
+
+    def raising(*_: Any) -> Any:
+        raise RuntimeError("Triton Error [CUDA]: invalid argument\nmore")
+
+    with pytest.raises(KernelsUnavailable, match=rf"on cpu {name} is wrong"):
+        probe(replace(good, **{name: wrong}), spec, torch.float32, CPU, 16)
+    with pytest.raises(
+        KernelsUnavailable,
+        match=rf"{name} fails: RuntimeError: Triton Error .CUDA.: invalid argument\.$",
+    ):
+        probe(replace(good, **{name: raising}), spec, torch.float32, CPU, 16)
+
+
+def test_the_fingerprint_tells_modes_and_generations_apart(card: Callable[..., None]) -> None:
+    own = {mode: cuda_ops(batch_invariant=mode) for mode in (False, True)}
+    prints = [numerics_of(config(), ops, torch.bfloat16, CPU).fingerprint for ops in own.values()]
+    for capability in ((8, 0), (9, 0)):
+        card(capability)
+        prints += [
+            numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in own.values()
+        ]
+    prints.append(
+        numerics_of(config(attention="flashinfer"), own[False], torch.bfloat16, CUDA).fingerprint
+    )
+    assert len(set(prints)) == len(prints)
+    line = start_up_line(
+        config(),
+        own[True],
+        numerics_of(config(), own[True], torch.bfloat16, CUDA),
+        CUDA,
+        graphs=True,
+    )
+    for told in (
+        "backend cuda",
+        "attention triton",
+        "Old Card",
+        "bfloat16",
+        ", batch invariant",
+        ", CUDA graphs",
+    ):
+        assert told in line
+
+
+def test_an_engine_says_what_runs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"device": "cpu", "kv_cache_memory": 2**20, "num_threads": 1, "max_model_len": 32}
+    with caplog.at_level(logging.INFO, logger="nano_inference"):
+        asked = EngineConfig(
+            model_path=str(folder), backend="cuda", batch_invariant=True, **options
+        )
+        with InferenceEngine(asked) as engine:
+            assert engine.numerics.schedule_invariant
+            assert engine.numerics.fingerprint.startswith("cuda-invariant-")
+    assert "backend cuda (version " in caplog.text
+    assert "attention triton, cpu, float32, batch invariant" in caplog.text

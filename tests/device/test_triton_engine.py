@@ -1,0 +1,122 @@
+"""Whole engines on the kernels, in Triton's interpreter: graphs give the bits of eager steps."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from nano_inference import Grammar, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.device import cuda_runner, graphs
+from nano_inference.ops.cuda import few_rows
+from nano_inference.rl import score
+from tests.device.cuda_cases import CheckingQueue
+from tests.device.test_cuda_runner import bare, runner
+from tests.drafts.test_bits import set_drafts
+from tests.invariance.scenario import same_bits
+from tests.models.tiny import tiny_model
+from tests.structured.vocabularies import with_tokenizer
+from tests.weights.weight_cases import Build, drain
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckingQueue, "warms_up", False)  # for the sake of time
+    monkeypatch.setattr(cuda_runner, "queue_of", lambda _device: CheckingQueue())
+    # most batches are padded
+    monkeypatch.setattr(graphs, "graph_sizes", lambda largest: (largest,))
+
+
+def tiny(folder: Path, family: str) -> str:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    sizes |= {"head_dim": 16, "vocab_size": 60, "num_hidden_layers": 1}
+    # shorter than the requests
+    window: dict[str, Any] = {"sliding_window": 6} if family == "mistral" else {}
+    return str(tiny_model(folder, family, **sizes, **window))
+
+
+def run(engine: InferenceEngine) -> list[TrainingSample]:
+    """A group and one with filters, which ends first: batches of 3 rows, 2 and 1."""
+    engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=5, seed=1, ignore_eos=True), 2)
+    engine.add_request([7, 8], SamplingParams(max_tokens=3, seed=2, ignore_eos=True, top_p=0.8))
+    return drain(engine)
+
+
+@pytest.mark.usefixtures("checking")
+@pytest.mark.parametrize(("family", "batch_invariant"), [("llama", True), ("mistral", False)])
+def test_graphs_equal_eager(
+    build: Build, tmp_path: Path, family: str, batch_invariant: bool
+) -> None:
+    model = tiny(tmp_path / family, family)
+    options: dict[str, Any] = {
+        "model_path": model,
+        "lookahead": 1,
+        "max_batch_size": 3,
+        "max_model_len": 16,
+    }
+    expected = run(build(backend="reference", **options))
+    replaying = build(backend="cuda", batch_invariant=batch_invariant, **options)
+    with patch.object(few_rows, "product", wraps=few_rows.product) as product:
+        found = run(replaying)
+    assert runner(replaying).num_replays >= 3
+    # of q, k and v
+    assert product.call_count == (0 if batch_invariant else runner(replaying).num_replays)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.completion_tokens == theirs.completion_tokens
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    if batch_invariant:
+        eager = run(build(backend="cuda", batch_invariant=True, cuda_graphs=False, **options))
+        assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in eager]
+
+
+@pytest.mark.usefixtures("checking")
+def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "llama", "llama")
+    with_tokenizer(Path(folder))
+    options: dict[str, Any] = {"model_path": folder, "max_batch_size": 3, "max_model_len": 16}
+    grammar = Grammar.regex("[0-4]{2,6}")
+    params = SamplingParams(max_tokens=5, seed=1, temperature=0.7, grammar=grammar)
+    found: dict[str, list[TrainingSample]] = {}
+    for backend in ("reference", "cuda"):
+        engine = build(backend=backend, batch_invariant=True, **options)
+        found[backend] = engine.generate([[1, 2, 3, 4, 5], [7, 8]], params)
+        for sample in found[backend]:
+            (scores,) = score(
+                engine,
+                [[*sample.prompt_tokens, *sample.completion_tokens]],
+                from_position=len(sample.prompt_tokens),
+                temperature=0.7,
+                grammar=grammar,
+            )
+            assert scores.tolist() == list(sample.logprobs)
+            assert sum(map(abs, sample.logprobs)) > 1, "there was something to choose"
+    for mine, theirs in zip(found["cuda"], found["reference"], strict=True):
+        assert mine.completion_tokens == theirs.completion_tokens
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+@pytest.mark.usefixtures("checking")
+def test_graphs_compute_drafts_as_a_step_without_any(build: Build, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "model_path": tiny(tmp_path / "mistral", "mistral"),
+        "backend": "cuda",
+        "batch_invariant": True,
+        "max_batch_size": 8,
+        "max_model_len": 24,
+    }
+    prompt, params = [1, 2, 3, 4, 5], SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
+    plain = build(cuda_graphs=False, **options)
+    expected = plain.generate([prompt], params, 2)
+    engine = build(**options)
+    set_drafts(
+        engine, "changing", {(0, each.sample_index): each.completion_tokens for each in expected}
+    )
+    found = engine.generate([prompt], params, 2)
+    assert all(map(same_bits, found, expected))
+    assert runner(engine).num_eager_steps == 1  # the prompt
+    assert engine.stats().tokens_computed > plain.stats().tokens_computed  # there were drafts

@@ -1,0 +1,301 @@
+"""Where a card's memory goes: counted on a card that is made up, and the largest step run in
+Triton's interpreter.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nano_inference import ConfigError, EngineConfig, InferenceEngine
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.core.sequence import POLICY
+from nano_inference.device import memory_profile
+from nano_inference.device.memory import Claims, MemoryBudget, plan_memory
+from nano_inference.device.memory_profile import measure, run_largest_steps
+from nano_inference.models.sharding.shard import shard_of
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ranks.build import assemble, plan_engine
+from tests.depth import at_depth
+from tests.device.card import Card
+from tests.models.tiny import tiny_llama, tiny_model
+
+GIB = 2**30
+CUDA = torch.device("cuda:0")
+# bytes of a block of the tiny model in bfloat16: 2 layers, 2 heads of 16, keys, values
+BLOCK = 16 * 2 * 2 * 16 * 2 * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> ModelSpec:
+    return load_spec(folder)
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(model_path="tiny", **({"max_batch_size": 10**9} | options))
+
+
+def planned(spec: ModelSpec, claims: Claims, **options: Any) -> MemoryBudget:
+    return plan_memory(config(**options), {POLICY: shard_of(spec)}, claims, torch.bfloat16, CUDA)
+
+
+@settings(max_examples=at_depth(60), deadline=None)
+@given(
+    parts=st.tuples(*[st.integers(0, 30 * GIB)] * 4),
+    total=st.integers(GIB, 100 * GIB),
+    share=st.floats(0.05, 1.0),
+    tokens=st.integers(1, 10_000),
+)
+def test_everything_together_stays_in_its_share_or_the_setting_to_change_is_named(
+    spec: ModelSpec, parts: tuple[int, int, int, int], total: int, share: float, tokens: int
+) -> None:
+    claims = Claims(*parts, total=total)
+    options = {"gpu_memory_utilization": share, "max_tokens_per_batch": tokens}
+    try:
+        budget = planned(spec, claims, **options)
+    except ConfigError as problem:
+        told = str(problem)
+        assert any(
+            advice in told
+            for advice in ("smaller model", "gpu_memory_utilization", "max_tokens_per_batch")
+        )
+        if found := re.search(r"give it at least (\d\.\d\d)", told):
+            assert planned(
+                spec, claims, **options | {"gpu_memory_utilization": float(found[1])}
+            ).num_blocks
+        if found := re.search(r"lower max_tokens_per_batch from \d+ to (\d+)", told):
+            fewer = parts[1] * int(found[1]) // tokens  # a workspace is about proportional to them
+            assert planned(
+                spec, Claims(parts[0], fewer, *parts[2:], total=total), gpu_memory_utilization=share
+            )
+        return
+    assert (budget.workspace, budget.graphs, budget.others) == parts[1:]
+    used = budget.weights + budget.workspace + budget.graphs + budget.others + budget.kv_cache
+    # what may ever be used
+    assert used <= total * share < used + BLOCK or budget.num_blocks == 10**9 * 32
+
+
+def test_the_table_names_what_takes_memory_and_only_that(spec: ModelSpec) -> None:
+    whole = str(planned(spec, Claims(GIB, 2 * GIB, GIB // 2, GIB // 4, total=80 * GIB)))
+    for told in (
+        "workspace",
+        "CUDA graphs",
+        "held by others",
+        "2,048.0 MiB",
+        "512.0 MiB",
+        "256.0 MiB",
+    ):
+        assert told in whole
+    plain = str(planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB)))
+    assert "CUDA graphs" not in plain
+    assert "others" not in plain
+    assert "guessed" not in plain
+    assert "workspace, guessed" in str(
+        planned(spec, Claims(GIB, 2 * GIB, total=80 * GIB, estimated=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("claims", "options", "told"),
+    [
+        (
+            Claims(15 * GIB, total=24 * GIB, others=12 * GIB),
+            {},
+            r"weights take 15\.0 GiB, and 12\.0 GiB of the 24\.0 GiB",
+        ),
+        (
+            Claims(15 * GIB, total=24 * GIB),
+            {"gpu_memory_utilization": 0.5},
+            r"=0\.5; give it at least 0\.63\.",
+        ),
+        (
+            Claims(15 * GIB, 12 * GIB, total=24 * GIB),
+            {},
+            r"smaller model, or lower max_tokens_per_batch from 8192 to 4505",
+        ),
+        (
+            Claims(15 * GIB, total=24 * GIB),
+            {"kv_cache_memory": 10 * GIB},
+            r"leave 9\.0 GiB.*at most 9,663,676,416 bytes",
+        ),
+        (
+            Claims(15 * GIB, others=8 * GIB, total=24 * GIB),
+            {},
+            r"others on the card \(8\.0 GiB\).*at least 0\.96",
+        ),
+    ],
+)
+def test_what_does_not_fit_says_which_setting_to_change_and_to_what(
+    spec: ModelSpec, claims: Claims, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        planned(spec, claims, **options)
+
+
+def test_a_guess_refuses_nothing_but_weights(spec: ModelSpec) -> None:
+    assert planned(spec, Claims(GIB, 200 * GIB, total=80 * GIB, estimated=True)).num_blocks == 1
+    with pytest.raises(ConfigError, match="smaller model"):
+        planned(spec, Claims(90 * GIB, total=80 * GIB, estimated=True))
+
+
+@pytest.fixture
+def not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted is made up anyhow, and the interpreter takes its time."""
+    monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
+
+
+def small(folder: Path, **options: Any) -> EngineConfig:
+    sizes = {
+        "max_batch_size": 3,
+        "max_tokens_per_batch": 9,
+        "max_model_len": 24,
+        "block_size": 8,
+        "num_threads": 1,
+    }
+    return EngineConfig(model_path=str(folder), device="cpu", backend="cuda", **(sizes | options))
+
+
+@pytest.mark.usefixtures("not_run")
+def test_an_engine_is_planned_by_what_was_measured(folder: Path) -> None:
+    weights = plan_engine(small(folder)).memory_budget.weights
+    card = Card(total=10 * GIB, others=GIB, weights=weights, step=3 * GIB, cached=GIB // 2)
+    order: list[tuple[str, bool]] = []
+
+    def graphs(models: Any, storages: Any) -> int:
+        order.append(("graphs", card.cached == 0))
+        assert storages[POLICY].num_blocks == memory_profile.SCRATCH_BLOCKS
+        return GIB
+
+    parts = assemble(small(folder), card, graphs)
+    budget = parts.memory_budget
+    assert order == [("graphs", True)]
+    assert (budget.workspace, budget.graphs, budget.others) == (3 * GIB, GIB, GIB)
+    assert not budget.estimated
+    parts.runner.storages.clear()
+
+
+def test_the_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on every block size, and on chunks that are limited; on a storage of few blocks."""
+    seen: list[tuple[int, int, int, int]] = []
+    with InferenceEngine(
+        small(
+            folder,
+            max_chunk_tokens=3,
+            kv_cache_memory=2**20,
+            max_batch_size=2,
+            max_tokens_per_batch=4,
+        )
+    ) as engine:
+        forward = type(engine.model).forward
+
+        def spy(model: Any, batch: Any, cache: Any) -> Any:
+            assert int(batch.slot_mapping.max()) < memory_profile.SCRATCH_BLOCKS * 8
+            chunks = batch.cu_seqlens_q.diff()
+            seen.append(
+                (
+                    len(batch.input_ids),
+                    len(chunks),
+                    int(batch.seq_lens.min()),
+                    len(batch.score_rows),
+                )
+            )
+            assert int(chunks.max()) <= 3
+            return forward(model, batch, cache)
+
+        monkeypatch.setattr(type(engine.model), "forward", spy)
+        models = {POLICY: engine.model}
+        run_largest_steps(engine.config, models, memory_profile._scratch(engine.config, models))
+        assert seen == [(4, 2, 24, 4), (2, 2, 24, 0)]
+
+
+def test_a_step_that_does_not_fit_says_how_many_tokens_may(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with InferenceEngine(small(folder, kv_cache_memory=2**20)) as engine:
+        card = Card(total=10 * GIB, weights=9 * GIB)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory_profile, "run_largest_steps", full)
+            with pytest.raises(
+                ConfigError, match=r"max_tokens_per_batch=9 .* lower max_tokens_per_batch to 4"
+            ):
+                measure(engine.config, {POLICY: engine.model}, 9 * GIB, card)
+        with pytest.raises(
+            ConfigError, match=r"max_batch_size=3 do not fit .* lower max_batch_size to 1"
+        ):
+            measure(engine.config, {POLICY: engine.model}, 9 * GIB, card, full)
+
+
+def test_windows_are_measured_too(tmp_path: Path) -> None:
+    card = Card(total=10 * GIB, step=GIB)
+    tiny = small(tiny_model(tmp_path, "gemma3"), max_batch_size=1, max_tokens_per_batch=2)
+    budget = assemble(tiny, card).memory_budget
+    assert budget.workspace == GIB
+    assert budget.max_model_len == 24
+
+
+def test_a_kernel_that_fails_at_full_size_says_what_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of resource: shared memory\nmore")
+
+    monkeypatch.setattr(memory_profile, "run_largest_steps", fails)
+    with pytest.raises(
+        ConfigError,
+        match=r"backend='reference' runs it \(RuntimeError: out of resource: shared memory\)",
+    ):
+        assemble(small(folder), Card(total=10 * GIB))
+    monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
+    with pytest.raises(
+        ConfigError, match=r"cuda_graphs=False runs without them \(RuntimeError: out of resource"
+    ):
+        assemble(small(folder), Card(total=10 * GIB), fails)
+
+
+@pytest.mark.usefixtures("not_run")
+def test_a_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)
+    with caplog.at_level("WARNING", logger="nano_inference"):
+        asked = small(
+            folder,
+            max_model_len=500,
+            gpu_memory_utilization=0.6,
+            dtype="float32",
+            max_tokens_per_batch=3,
+        )
+        budget = assemble(asked, card).memory_budget
+    found = re.search(
+        r"lowered to (\d+)\. gpu_memory_utilization of at least (0\.\d+) would hold 500",
+        caplog.text,
+    )
+    assert found
+    assert int(found[1]) == budget.max_model_len < 500
+    card = Card(total=2 * 2**20, weights=0, step=0, others=2**20)
+    share = float(found[2])
+    enough = assemble(
+        small(
+            folder,
+            max_model_len=500,
+            gpu_memory_utilization=share,
+            dtype="float32",
+            max_tokens_per_batch=3,
+        ),
+        card,
+    )
+    assert enough.memory_budget.max_model_len == 500

@@ -1,0 +1,178 @@
+"""Drafts change no token and no bit of a sample: a small model, every kind of draft, and all that is
+decided row by row.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, Grammar, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.core import loop
+from nano_inference.types import KvPolicy
+from tests.invariance.scenario import Drafts, Known, TriedDrafts, real_drafts, same_bits
+from tests.models.tiny import tiny_llama, tiny_model
+from tests.structured.vocabularies import with_tokenizer
+from tests.weights.weight_cases import NEW
+
+KINDS: tuple[Drafts, ...] = ("right", "wrong", "any", "changing", "real", "self", "medusa", "eagle")
+PROMPT = [5, 9, 4, 33, 9, 4, 70, 11]
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.7, "repetition_penalty": 1.4},
+    "filters": {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "sampling_mask": True},
+    "greedy": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "bans": {"min_tokens": 20, "allowed_token_ids": [2, *range(3, 60)], "logit_bias": {7: 2.0}},
+    "logprobs": {"top_logprobs": 4, "prompt_logprobs": True, "prompt_top_logprobs": 2},
+    "grammar": {"grammar": Grammar.regex("(ab|ba|abc){3,9}[0-9]{2,8}")},
+    "json": {"grammar": Grammar.json_schema({"type": "array", "items": {"type": "integer"}})},
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[InferenceEngine]:
+    folder = with_tokenizer(tiny_model(tmp_path_factory.mktemp("model"), request.param))
+    config = EngineConfig(
+        str(folder), dtype="float32", block_size=4, num_threads=1, kv_cache_memory=2**20
+    )
+    with InferenceEngine(config) as built:
+        yield built
+
+
+def set_drafts(engine: InferenceEngine, kind: Drafts, known: Known) -> None:
+    """From now on drafts are of this kind, of all requests as of the first."""
+    tried = real_drafts(engine, kind, 4) or TriedDrafts(kind, known, defaultdict(int))
+    engine.loop.drafter = None if kind == "none" else tried
+    engine.loop.config = replace(engine.loop.config, max_drafts=0 if kind == "none" else 4)
+
+
+def begin(
+    engine: InferenceEngine, params: SamplingParams, kind: Drafts, known: Known, samples: int = 1
+) -> int:
+    set_drafts(engine, kind, known)
+    request_id = engine.add_request(PROMPT, params, samples)
+    engine.loop.handle()
+    return request_id
+
+
+def drawn(
+    engine: InferenceEngine, params: SamplingParams, kind: Drafts, known: Any = None
+) -> list[TrainingSample]:
+    """Three samples, drawn behind drafts of a kind."""
+    begin(engine, params, kind, known or {}, 3)
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        free = [b.block_id for b in engine.cache.blocks if b.ref_count == 0]
+        if engine.cache.units is None:
+            engine.cache.flush()
+            engine.runner.storage.keys[:, :, free] = torch.nan
+        samples += engine.step()
+        engine.loop.check()
+    return sorted(samples, key=lambda sample: sample.sample_index)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_without_drafts(
+    engine: InferenceEngine, case: str, kind: Drafts
+) -> None:
+    options = {"max_tokens": 40, "raw_logprobs": True, "seed": len(case)} | CASES[case]
+    params = SamplingParams(**options)
+    steps = engine.loop.num_steps
+    plain = drawn(engine, params, "none")
+    steps, before = engine.loop.num_steps, engine.loop.num_steps - steps
+    known = {(0, sample.sample_index): sample.completion_tokens for sample in plain}
+    for one, other in zip(plain, drawn(engine, params, kind, known), strict=True):
+        assert same_bits(one, other)
+        assert one.sampling_mask == other.sampling_mask
+        assert one.finish_reason == other.finish_reason
+    if kind == "right":
+        assert engine.loop.num_steps - steps < before
+
+
+def test_rows_behind_a_wrong_draft_may_be_anything(
+    engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their logits are not finite here: that ends nothing."""
+    params = SamplingParams(max_tokens=20, seed=3)
+    plain = drawn(engine, params, "none")
+    commit, spoilt = loop.commit, 0
+
+    def spoil(owners: Any, sampled: Any, sequences: Any, cache: Any, drafts: Any) -> Any:
+        nonlocal spoilt
+        for row in drafts:
+            drafted = drafts[row]
+            first = row - len(drafted)
+            if list(drafted) != list(sampled.token_ids[first:row]):
+                sampled.logprobs[row] = float("nan")
+                spoilt += 1
+        return commit(owners, sampled, sequences, cache, drafts)
+
+    monkeypatch.setattr(loop, "commit", spoil)
+    known = {(0, sample.sample_index): sample.completion_tokens for sample in plain}
+    assert all(map(same_bits, plain, drawn(engine, params, "changing", known)))
+    assert spoilt > 5
+
+
+def test_a_stream_has_every_token_once(engine: InferenceEngine) -> None:
+    params = SamplingParams(max_tokens=30, seed=4, ignore_eos=True)
+    (plain, *_) = drawn(engine, params, "none")
+    set_drafts(engine, "right", {(0, 0): plain.completion_tokens})
+    pieces = list(engine.generate([PROMPT], params, stream=True))
+    tokens = [token_id for delta in pieces for token_id in delta.token_ids]
+    logprobs = [logprob for delta in pieces for logprob in delta.logprobs]
+    assert tokens == list(plain.completion_tokens)
+    assert logprobs == list(plain.logprobs)
+    assert max(len(delta.token_ids) for delta in pieces) > 1
+
+
+def test_a_stop_string_within_drafts_ends_the_sample_there(engine: InferenceEngine) -> None:
+    set_drafts(engine, "none", {})
+    whole = engine.generate("hello", SamplingParams(max_tokens=30, seed=2, ignore_eos=True))[0]
+    assert whole.text
+    stop = whole.text[8:10]
+    params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, stop=(stop,))
+    expected = engine.generate("hello", params)[0]
+    set_drafts(engine, "right", {(0, 0): whole.completion_tokens})
+    found = engine.generate("hello", params)[0]
+    assert expected.stop_reason == stop
+    assert (found.text, found.stop_reason) == (expected.text, expected.stop_reason)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("kv_policy", ["recompute", "keep"])
+def test_an_update_between_drafts_gives_the_bits_of_one_without(
+    tmp_path: Path, kv_policy: KvPolicy
+) -> None:
+    params = SamplingParams(max_tokens=24, seed=9, ignore_eos=True)
+    known: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def run(kind: Drafts, at: int) -> tuple[TrainingSample, int]:
+        config = EngineConfig(
+            str(tiny_llama(tmp_path)), dtype="float32", block_size=4, kv_cache_memory=2**20
+        )
+        with InferenceEngine(config) as engine:
+            request_id = begin(engine, params, kind, known)
+            (seq,) = engine.loop.sequences.of_requests(frozenset([request_id]))
+            while seq.num_completion_tokens < at:
+                engine.step()
+            updated_at = seq.num_completion_tokens
+            engine.update_weights(NEW, kv_policy=kv_policy)
+            samples = engine.step()
+            while engine.has_pending():
+                samples += engine.step()
+                engine.loop.check()
+            return samples[0], updated_at
+
+    plain, _ = run("none", 8)
+    known[0, 0] = plain.completion_tokens
+    drafted, at = run("changing", 8)
+    expected, _ = run("none", at)
+    assert same_bits(drafted, expected)
+    assert drafted.kv_versions == expected.kv_versions

@@ -1,0 +1,282 @@
+"""How many drafts a step computes, what is learned from them, and sources that misbehave."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, SchedulerConfig
+from nano_inference.core.sequence import CheckedRequest, Sequence, Sequences, SequenceStatus
+from nano_inference.drafts.costs import StepCosts
+from nano_inference.drafts.drafter import Drafter
+from nano_inference.drafts.source import Guess, Watched
+from nano_inference.drafts.sources import GUESSED
+from tests.models.tiny import tiny_llama
+
+FREE = StepCosts((1, 2, 4, 8), (1.0, 1.0, 1.0, 1.0))
+DEAR = StepCosts((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
+TILES = StepCosts((1, 2, 3, 4, 8), (1.0, 1.0, 1.5, 1.5, 2.5))
+CONFIG = SchedulerConfig(max_batch_size=16, max_drafts=4)
+
+
+class Always:
+    """The same drafts for all sequences."""
+
+    def __init__(self, token_ids: Listed[int], kind: int = 0, name: str = "always") -> None:
+        self.name, self._guess = name, Guess(token_ids, [kind] * len(token_ids))
+        self.num_asked = 0
+
+    def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
+        self.num_asked += 1
+        return [Guess(*(part[:most] for part in self._guess)) for _ in seqs]
+
+
+def live(num_seqs: int = 1) -> Sequences:
+    sequences = Sequences()
+    for number in range(num_seqs):
+        request = CheckedRequest(number, 3, SamplingParams(max_tokens=50))
+        seq = Sequence(sequences.new_id(), request, [1, 2, 3])
+        seq.num_computed_tokens, seq.status = 2, SequenceStatus.RUNNING
+        sequences.insert(seq)
+    return sequences
+
+
+def draw(
+    drafter: Drafter, sequences: Sequences, token_ids: list[int], times: int = 1
+) -> list[tuple[int, ...]]:
+    """Steps in which all sequences draw these tokens, or as many of them as there were drafts for;
+    returns the first one's drafts.
+    """
+    found: list[tuple[int, ...]] = []
+    for _ in range(times):
+        drafts = drafter.propose(sequences, (), CONFIG)
+        for seq in sequences.running:
+            seq.token_ids += token_ids[: len(drafts.get(seq.seq_id, ())) + 1]
+            seq.num_computed_tokens = len(seq.token_ids) - 1
+        drafter.learn(sequences.running, drafts)
+        found.append(drafts.get(sequences.running[0].seq_id, ()))
+        for seq in sequences.running:
+            del seq.token_ids[3:]
+            seq.num_computed_tokens = 2
+    return found
+
+
+def test_drafts_that_cost_nothing_are_all_computed() -> None:
+    assert draw(Drafter([Always([7, 8, 9, 6, 5])], FREE, 2), live(), [0]) == [(7, 8)]
+
+
+def test_drafts_that_cost_what_they_bring_are_not() -> None:
+    source = Always([7, 8])
+    drafter = Drafter([source], DEAR, 4)
+    assert draw(drafter, live(8), [7, 8, 9], times=30) == [()] * 30
+    assert source.num_asked == 0  # no chance would make them pay
+    assert drafter.stats().num_drafted == 0
+
+
+def test_what_was_drawn_decides_how_many() -> None:
+    wrong, right = Drafter([Always([7] * 4)], TILES, 4), Drafter([Always([7] * 4)], TILES, 4)
+    found = draw(wrong, live(), [0], times=40)
+    assert found[0][:1] == found[10][:1] == (7,)  # the second row of a tile is free
+    assert found[-1] == ()  # but for the host
+    assert draw(right, live(), [7] * 9, times=40)[-1] == (7,) * 4
+    stats = wrong.stats()
+    assert 10 < stats.drafted["always"][0] < 40
+    assert stats.accepted["always"] == (0,) * len(stats.drafted["always"])
+    assert sum(right.stats().accepted["always"]) == sum(right.stats().drafted["always"])
+
+
+def test_guesses_that_are_not_computed_are_learned_from() -> None:
+    """The first one costs half a step: it pays once it is known to be right."""
+    costs = StepCosts((1, 2, 3), (1.0, 1.6, 2.2))
+    drafter = Drafter([Always([7, 7])], costs, 2)
+    found = draw(drafter, live(), [7], times=40)
+    assert found[0] == ()
+    assert found[-1] != ()
+
+
+def test_the_source_that_is_right_is_believed() -> None:
+    drafter = Drafter([Always([7] * 3, name="one"), Always([8] * 3, name="other")], FREE, 3)
+    assert draw(drafter, live(), [8] * 4, times=40)[-1] == (8, 8, 8)
+
+
+def test_sequences_whose_token_is_on_its_way_have_no_drafts() -> None:
+    drafter, sequences = Drafter([Always([7])], FREE, 4), live(2)
+    first, second = sequences.running
+    assert list(drafter.propose(sequences, {first.seq_id}, CONFIG)) == [second.seq_id]
+    second.num_computed_tokens = 0  # its prompt is not computed
+    assert not drafter.propose(sequences, {first.seq_id}, CONFIG)
+
+
+def test_guesses_for_what_was_aborted_are_forgotten() -> None:
+    drafter, sequences = Drafter([Always([7])], FREE, 4), live(3)
+    drafter.propose(sequences, (), CONFIG)
+    first, second, _ = sequences.running
+    sequences.remove(first)
+    drafter.propose(sequences, {second.seq_id}, CONFIG)  # its tokens are still on their way
+    assert first.seq_id not in drafter._asked
+    assert second.seq_id in drafter._asked
+
+
+def test_there_is_room_for_drafts_or_there_are_none() -> None:
+    drafter, sequences = Drafter([Always([7] * 4)], FREE, 4), live(4)
+    config = replace(CONFIG, max_batch_size=4)
+    drafts = drafter.propose(sequences, (), config)
+    assert sum(map(len, drafts.values())) == config.max_draws - 4 == 1
+    assert not drafter.propose(sequences, (), replace(CONFIG, max_tokens_per_batch=4))
+
+
+def test_costs_go_on_beyond_what_was_measured() -> None:
+    costs = StepCosts((1, 2, 4, 8), (1.0, 1.5, 2.0, 3.0))
+    assert costs.of(np.array([1, 3, 8, 16])).tolist() == [1.0, 1.75, 3.0, 5.0]
+    assert StepCosts((1, 4), (3.0, 2.0)).seconds == (3.0, 3.0)  # they do not fall
+
+
+class Hangs:
+    name = "hangs"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
+        self.go.wait(30)
+        return [Guess((), ())] * len(seqs)
+
+
+class Answers:
+    name = "answers"
+
+    def __init__(self, answer: Callable[[Listed[Sequence], int], Any]) -> None:
+        self.propose = answer
+
+
+def fail(*_: object) -> Any:
+    raise ZeroDivisionError("no guess")
+
+
+BAD: dict[str, tuple[Callable[..., Any], str]] = {
+    "raises": (fail, "no guess"),
+    "beyond the vocabulary": (lambda seqs, most: [Guess([300], [0])], "token 300 of 300"),
+    "negative": (lambda seqs, most: [Guess([-1], [0])], "token -1 of 300"),
+    "no ids": (lambda seqs, most: [Guess(["x"], [0])], "no guesses"),
+    "no guesses": (lambda seqs, most: None, "no guesses"),
+    "too few": (lambda seqs, most: [], "0 guesses for 1"),
+    "without kinds": (lambda seqs, most: [Guess([5], [])], "0 kinds of 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("drafts"))
+
+
+def engine_of(model: Path, **options: Any) -> InferenceEngine:
+    return InferenceEngine(EngineConfig(str(model), kv_cache_memory=2**20, **options))
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_source_is_switched_off_and_harms_nothing(
+    model: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    propose, problem = BAD[kind]
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    with engine_of(model) as plain, engine_of(model, speculation="ngram") as engine:
+        assert engine.drafter is not None
+        engine.drafter.costs = None  # else it may be that none pays
+        engine.drafter.sources.append(Watched(Answers(propose), engine.spec.vocab_size))
+        with caplog.at_level(logging.ERROR):
+            (found,) = engine.generate([[5, 6, 7]], params)
+        assert found.logprobs == plain.generate([[5, 6, 7]], params)[0].logprobs
+        stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.sources == ("grammar", "ngram")
+    assert [record for record in caplog.messages if problem in record]
+    assert len([record for record in caplog.messages if "switched off" in record]) == 1
+
+
+def test_a_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hanging = Hangs()
+    with engine_of(model, speculation="ngram") as engine:
+        assert engine.drafter is not None
+        engine.drafter.sources.append(Watched(hanging, 300, time_limit=0.05))
+        (sample,) = engine.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert len(sample.completion_tokens) == 5
+        assert len(engine.drafter.sources) == 2
+    hanging.go.set()
+    assert "took longer than 0.05 s" in caplog.text
+
+
+def test_a_million_drafts_are_cut(model: Path) -> None:
+    with engine_of(model, speculation="ngram", max_drafts=3) as engine:
+        assert engine.drafter is not None
+        million = Answers(lambda seqs, most: [Guess([5] * 10**6, [0] * 10**6) for _ in seqs])
+        engine.drafter.sources[:] = [Watched(million, 300)]
+        engine.drafter.costs = None
+        engine.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
+        stats = engine.stats().speculation
+        assert stats is not None
+        assert 0 < len(stats.drafted["answers"]) <= 3
+
+
+def test_an_engine_measures_what_steps_cost(model: Path) -> None:
+    with engine_of(model, speculation="auto") as engine:
+        stats = engine.stats()
+        assert stats.speculation is not None
+        rows, seconds = stats.speculation.step_rows, stats.speculation.step_seconds
+        assert rows[:4] == (1, 2, 4, 8) or rows[:3] == (1, 2, 3)
+        assert all(each > 0 for each in seconds)
+        assert (stats.num_steps, stats.completion_tokens) == (0, 0)
+        engine.loop.check()
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_stats_begin_at_zero_after_costs_were_measured(model: Path) -> None:
+    with engine_of(model) as plain, engine_of(model, speculation="auto") as engine:
+        assert engine.drafter is not None
+        assert engine.drafter.costs is not None
+        assert engine.drafter.costs is not GUESSED, "steps were computed"
+        apart = {"speculation": None, "ranks_busy": (), "ranks_waiting": ()}
+        assert replace(engine.stats(), **apart) == replace(plain.stats(), **apart)
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert engine.stats().prompt_tokens_computed == 3
+
+
+def test_stats_can_be_read_while_a_step_adds_a_source() -> None:
+    """The thread that steps gets its turn between two sources."""
+    drafter = Drafter([])
+    drafter._tell("one", 1, 1)
+    drafter._tell("two", 1, 1)
+    names = iter("abcdefgh")
+
+    class Reading(list[int]):
+        """The counts of a source, which take long to copy."""
+
+        def __iter__(self) -> Iterator[int]:
+            drafter._tell(next(names), 2, 1)
+            return super().__iter__()
+
+    for counts in (drafter._drafted, drafter._accepted):
+        for name in counts:
+            counts[name] = Reading(counts[name])
+    stats = drafter.stats()
+    assert stats.drafted["one"] == stats.drafted["two"] == (1,)
+    assert stats.accepted.keys() == stats.drafted.keys()
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_history_guesses_the_next_run(model: Path, has_reference: bool) -> None:
+    params = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
+    reference = str(model) if has_reference else None
+    with engine_of(model, speculation="history", ref_model_path=reference) as engine:
+        assert engine.drafter is not None
+        engine.drafter.costs = None
+        (first,) = engine.generate([[9, 8, 7]], params)
+        steps = engine.stats().num_steps
+        (again,) = engine.generate([[9, 8, 7]], params)
+        assert again.logprobs == first.logprobs
+        assert engine.stats().num_steps - steps < 25

@@ -1,0 +1,142 @@
+"""A request that kills the engines it runs on kills three, and nobody else's request ends with
+it.
+"""
+
+import asyncio
+
+import pytest
+
+from nano_inference.fleet.failover import FleetRequest
+from nano_inference.remote.client import RequestStream
+from nano_inference.remote.errors import ApiError
+from nano_inference.remote.messages import Generate, Refused
+from nano_inference.types import Delta, SamplingParams
+from tests.fleet.fleets import Engine, Made, fleet, play, told
+from tests.server.engines import until
+from tests.server.scripted import Script
+
+PARAMS = SamplingParams(max_tokens=20, seed=1)
+KILLER = [6, 6, 6]
+
+
+async def all_of(stream: RequestStream) -> list[Delta]:
+    deltas: list[Delta] = []
+    while stream.samples_left:
+        deltas += await stream.next()
+    return deltas
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["resumed", "repeated"])
+def test_what_kills_each_engine_kills_three(tokens: int, is_masked: bool) -> None:
+    """In its prefill or later."""
+
+    def says(request: Generate, index: int) -> Script:
+        die_after = tokens if request.prompt == KILLER else None
+        return Script(list(range(100, 130)), delay=0.005, die_after=die_after)
+
+    async def test() -> None:
+        async with fleet(5, says) as made:
+            innocents = [
+                made.client.submit([each], PARAMS, stream=each % 2 > 0) for each in range(15)
+            ]
+            params = SamplingParams(max_tokens=20, seed=1, top_k=5, sampling_mask=is_masked)
+            killer = made.client.submit(KILLER, params, stream=True)
+            with pytest.raises(
+                ApiError, match="3 engines died while they had this request"
+            ) as refused:
+                await all_of(killer)
+            assert (refused.value.status, refused.value.code) == (500, "engines_died")
+            assert refused.value.headers["x-should-retry"] == "false"
+            ends = [(await all_of(stream))[-1].finished for stream in innocents]
+            assert [end and end.completion_tokens for end in ends] == [tuple(range(100, 120))] * 15
+            assert made.client.failover.deaths == 3
+            assert len(made.client.supervisor.living()) == 2
+            assert not made.client.requests
+            assert all(
+                made.client.router.score(name) == 0 for name in made.client.supervisor.living()
+            )
+
+    play(test())
+
+
+def requests_at(made: Made, engine: Engine) -> list[FleetRequest]:
+    return [request for request in made.client.requests.values() if request.client is engine]
+
+
+async def suspects(made: Made, count: int) -> list[RequestStream]:
+    """So many, of which replica 2 has one; the engines hold them."""
+    for engine in made.engines:
+        engine.go.clear()
+    for name in ("1", "2"):
+        made.client.drain(name)
+    streams = [made.client.submit([each], PARAMS, stream=True) for each in range(count)]
+    made.client.drain("1", draining=False)
+    made.engines[0].die()
+    made.client.drain("2", draining=False)
+    made.engines[1].die()
+    return streams
+
+
+def test_each_replica_has_one_suspect_at_a_time() -> None:
+    async def test() -> None:
+        async with fleet(3) as made:
+            made.on_made = lambda engine: engine.go.clear()
+            streams = await suspects(made, 5)
+            last = made.engines[2]
+            assert len(requests_at(made, last)) == 1
+            # which is no suspect, and waits for none
+            other = made.client.submit([9], PARAMS, stream=True)
+            assert len(requests_at(made, last)) == 2
+            await made.client.add()
+            await until(lambda: requests_at(made, made.engines[3]))
+            assert [len(requests_at(made, engine)) for engine in made.engines] == [0, 0, 2, 1]
+            streams[4].close()  # while it waits
+            for engine in made.engines:
+                engine.go.set()
+            for stream in (*streams[:4], other):
+                assert told(await all_of(stream))[0] == list(range(100, 120))
+            assert not made.client.requests
+            assert made.client.router.score("2") == made.client.router.score("3") == 0
+
+    play(test())
+
+
+def test_only_the_suspect_that_it_had_ends_with_a_third_engine() -> None:
+    async def test() -> None:
+        async with fleet(3) as made:
+            await made.client.add()
+            made.client.drain("3")
+            streams = await suspects(made, 3)
+            (suspect,) = requests_at(made, made.engines[2])
+            made.client.drain("3", draining=False)
+            made.engines[2].die()
+            failed = streams[suspect.message.prompt[0]]
+            with pytest.raises(ApiError, match="3 engines died"):
+                await all_of(failed)
+            made.engines[3].go.set()
+            for stream in streams:
+                if stream is not failed:
+                    assert told(await all_of(stream))[0] == list(range(100, 120))
+
+    play(test())
+
+
+def test_moves_that_nothing_has_died_for_count_for_nobody() -> None:
+    async def test() -> None:
+        async with fleet(2, Script(list(range(100, 130)), delay=0.005)) as made:
+            stream = made.client.submit([1], PARAMS, stream=True)
+            for turn in range(8):
+                await asyncio.sleep(0)
+                made.client.drain(str(turn % 2), move=True)
+                made.client.drain(str(turn % 2), draining=False)
+            (request,) = made.client.requests.values()
+            assert request.moves >= 4
+            # An engine that is about to tell of its death refuses what it gets.
+            for _ in range(5):
+                assert isinstance(request.client, Engine)
+                request.client._receive(Refused(request.inner, "EngineDead", "a step failed"))
+            assert request.deaths == 0
+            assert told(await all_of(stream))[0] == list(range(100, 120))
+
+    play(test())

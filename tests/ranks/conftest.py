@@ -1,0 +1,11 @@
+"""Fixtures of the engine's tests."""
+
+from tests.engine.conftest import (
+    build as build,
+)
+from tests.engine.conftest import (
+    model as model,
+)
+from tests.engine.conftest import (
+    tied as tied,
+)

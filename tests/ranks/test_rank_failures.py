@@ -1,0 +1,216 @@
+"""What fails beside the steps of an engine of several ranks: nobody waits for ever, and nothing is
+left behind.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("msgspec")
+
+from nano_inference import (
+    EngineConfig,
+    EngineDead,
+    InferenceEngine,
+    NanoInferenceError,
+    SamplingParams,
+    WeightUpdateError,
+)
+from nano_inference.device.sleep import Sleep
+from nano_inference.ranks import worker_group
+from nano_inference.ranks.runner import RankedRunner
+from nano_inference.ranks.shard import Shard
+from nano_inference.ranks.sharing import SentUpdates
+from nano_inference.weights.update import WeightUpdate
+from tests.models.tiny import tiny_model
+from tests.parallel.test_meshes import changed
+from tests.ranks.rank_threads import ThreadHandle, ThreadLauncher
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    threads = torch.get_num_threads()
+    yield tiny_model(tmp_path_factory.mktemp("failures") / "model", "llama", num_hidden_layers=1)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> list[Shard]:
+    """The other ranks of the engines that are built."""
+    made: list[Shard] = []
+    born = Shard.__init__
+
+    def noted(self: Shard, *arguments: Any) -> None:
+        made.append(self)
+        born(self, *arguments)
+
+    monkeypatch.setattr(Shard, "__init__", noted)
+    return made
+
+
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    common: dict[str, Any] = {
+        "device": "cpu",
+        "backend": "reference",
+        "num_threads": 1,
+        "tensor_parallel": 2,
+    }
+    return EngineConfig(str(folder), **(common | {"kv_cache_memory": 2**20, "seed": 1} | options))
+
+
+@pytest.fixture
+def pair(folder: Path, shards: list[Shard]) -> Iterator[InferenceEngine]:
+    with InferenceEngine(config_of(folder), ThreadLauncher()) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("how", ["shut down", "failed"])
+def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
+    pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """An update waits on one thread until every rank can write it; the engine ends on another
+    one.
+    """
+    asked, let_go = threading.Event(), threading.Event()
+
+    def never(*_: Any, **__: Any) -> None:
+        asked.set()
+        let_go.wait(30)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(worker_group, "STOP_PATIENCE", 0.1)
+    monkeypatch.setattr(Shard, "_on_settle", never)
+    monkeypatch.setattr(pair.runner.own, "forward", fails)  # pyright: ignore
+    with ThreadPoolExecutor() as pool:
+        try:
+            waiting = pool.submit(pair.weight_sync.stage, changed(str(folder)))
+            assert asked.wait(10)
+            pair.add_request([1, 2, 3], SamplingParams())
+            ending = pool.submit(pair.shutdown if how == "shut down" else pair.step)
+            with pytest.raises(
+                WeightUpdateError, match="did not reach every rank: the engine has ended"
+            ):
+                waiting.result(12)
+            with suppress(EngineDead):
+                ending.result(12)
+        finally:
+            let_go.set()
+
+
+def test_an_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
+    pair: InferenceEngine, folder: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled by another thread, which the one that hands the bucket on sees when it has done
+    so.
+    """
+    manager, sent = pair.weight_sync, pair.runner.shares
+    assert isinstance(sent, SentUpdates)
+    given: list[str] = []
+    give = SentUpdates.give
+
+    def give_and_cancel(self: SentUpdates, update: WeightUpdate, name: str, *rest: Any) -> None:
+        given.append(name)
+        if len(given) == 3:
+            canceller = threading.Thread(target=manager.cancel)
+            canceller.start()
+            canceller.join(10)
+        give(self, update, name, *rest)
+
+    monkeypatch.setattr(SentUpdates, "give", give_and_cancel)
+    before = pair.weights_checksum()
+    manager.begin()
+    with pytest.raises(WeightUpdateError, match="cancelled"):
+        manager.receive(changed(str(folder)))
+    assert len(given) >= 3
+    assert pair.weights_checksum() == before  # and all that was told before has been done
+    assert not shards[0].updates.num_staged
+    assert not sent.num_open
+
+
+def test_a_rank_without_memory_to_wake_in_sleeps_on(
+    pair: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine of one rank does: the card may be free again in a moment."""
+    quiet = pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0]
+    pair.sleep(weights=True)
+
+    def fails(_: Sleep) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sleep, "_take_memory", fails)
+        with pytest.raises(
+            NanoInferenceError, match=r"no memory to wake \w+ in.*rank 1.*CUDA out of memory"
+        ):
+            pair.wake()
+    assert pair.sleeping() == ("weights", "kv_cache")
+    pair.wake()
+    assert (
+        pair.generate([[5, 6, 7]], SamplingParams(max_tokens=4, seed=3))[0].logprobs
+        == quiet.logprobs
+    )
+
+
+def test_a_rank_that_is_lost_before_anybody_watches_ends_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lost as soon as it was built: known without a step."""
+    watch = RankedRunner.watch
+
+    def late(self: RankedRunner, *arguments: Any) -> None:
+        (worker,) = self.worker_group.workers
+        worker.link.close()
+        with self.worker_group._changed:
+            assert self.worker_group._changed.wait_for(
+                lambda: self.worker_group.lost is not None, 10
+            )
+        watch(self, *arguments)
+
+    monkeypatch.setattr(RankedRunner, "watch", late)
+    with (
+        InferenceEngine(config_of(folder), ThreadLauncher()) as engine,
+        pytest.raises(EngineDead, match="rank 1"),
+    ):
+        engine.shared.require_alive()
+
+
+def test_a_session_that_one_rank_cannot_take_is_closed(
+    pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is that keeps it from that."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unforeseen")
+
+    new = changed(str(folder))
+    with monkeypatch.context() as patched:
+        patched.setattr(Shard, "_on_settle", fails)
+        update = pair.weight_sync.begin()
+        pair.weight_sync.receive(new)
+        with pytest.raises(
+            WeightUpdateError, match=r"not every rank can take the update: rank 1.*unforeseen"
+        ):
+            pair.weight_sync.end()
+    assert update.done()
+    assert pair.update_weights(new, blocking=True).version == 1
+
+
+def test_ranks_that_nobody_can_look_at_hold_up_no_shutdown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of torchrun: that they have hung up must do."""
+    monkeypatch.setattr(worker_group, "STOP_PATIENCE", 30.0)
+    monkeypatch.setattr(ThreadHandle, "alive", lambda _: True)
+    engine = InferenceEngine(config_of(folder), ThreadLauncher())
+    began = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - began < 15

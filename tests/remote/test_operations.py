@@ -1,0 +1,61 @@
+"""The table of engine operations says what the engine's functions take."""
+
+from inspect import Parameter, signature
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+from nano_inference.engine.adapters import Adapters
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.errors import InvalidRequest
+from nano_inference.remote.block_link import BlockLink
+from nano_inference.remote.core import EngineCore
+from nano_inference.remote.engine_weights import EngineWeights
+from nano_inference.remote.operations import OPERATIONS, Operation, operation_named
+
+CALLED = [each for each in OPERATIONS.values() if each.function]
+OWNERS: dict[str, Any] = {
+    "": EngineCore,
+    "engine": InferenceEngine,
+    "engine.adapter_table": Adapters,
+    "engine.shared": SharedLoop,
+    "weights": EngineWeights,
+    "block_link": BlockLink,
+}
+
+
+def parameters_of(operation: Operation) -> dict[str, Parameter]:
+    owner, _, name = operation.function.rpartition(".")
+    return dict(list(signature(attrgetter(name)(OWNERS[owner])).parameters.items())[1:])
+
+
+@pytest.mark.parametrize("operation", CALLED, ids=lambda each: each.name)
+def test_each_row_has_the_arguments_of_its_function(operation: Operation) -> None:
+    parameters = parameters_of(operation)
+    needed = {name for name, each in parameters.items() if each.default is Parameter.empty}
+    assert needed <= set(operation.arguments) <= set(parameters)
+
+
+def test_an_engine_that_keeps_a_deadline_is_told_it() -> None:
+    for each in CALLED:
+        assert (each.deadline == "engine") == ("seconds" in each.arguments)
+
+
+def test_what_undoes_an_operation_is_one() -> None:
+    for each in CALLED:
+        assert not each.undo or (each.fleet in ("undone", "own") and each.undo in OPERATIONS)
+        assert each.fleet != "undone" or each.undo
+
+
+def test_the_caller_waits_a_little_longer_than_the_engine() -> None:
+    patience, arguments = operation_named("pause").timed(5.0, {"mode": "keep"})
+    assert (patience, arguments) == (15.0, {"mode": "keep", "seconds": 5.0})
+    assert operation_named("pause").timed(9.0, {"seconds": 5.0})[1] == {"seconds": 5.0}
+    assert operation_named("stats").timed(5.0, {}) == (5.0, {})
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'shutdown' is not an engine operation; these are"):
+        operation_named("shutdown")

@@ -1,0 +1,400 @@
+"""Tool calls that a grammar forces: what is drawn under it is what our parsers read back."""
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from nano_inference.errors import InvalidRequest
+from nano_inference.server.api.parsing import ChatFormat, make_parser
+from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand, tool_grammar
+from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS
+from nano_inference.structured.backend import backend_named
+from nano_inference.structured.grammar import Grammar
+from nano_inference.text.tokenizer import Tokenizer
+from tests.depth import at_depth
+from tests.structured.vocabularies import EOS, accepts, allowed, byte_tokenizer, state_of
+
+MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
+# How a tokenizer has the markers: as tokens that answers show, that they do not show, or not.
+KINDS = ["bytes", "tokens", "special"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    made: dict[str, Tokenizer] = {}
+    for kind in KINDS:
+        made[kind] = byte_tokenizer(tmp_path_factory.mktemp("bytes"))
+        if kind == "tokens":
+            made[kind].backend.add_tokens([AddedToken(each, special=False) for each in MARKERS])
+        elif kind == "special":
+            made[kind].backend.add_special_tokens(MARKERS[2:4])
+    return {
+        kind: Tokenizer(each.backend, each.backend.get_vocab_size(), EOS, {}, None)
+        for kind, each in made.items()
+    }
+
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+WEATHER = OfferedTool("weather", object_of(city={"type": "string"}, days={"type": "integer"}))
+TIME = OfferedTool("time", object_of(zone={"enum": ["UTC", "CET"]}))
+NOW = OfferedTool("now")
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+LEAVES = st.sampled_from(
+    [
+        {"type": "string", "maxLength": 5},
+        {"type": "integer"},
+        {"type": "number"},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["a", 'b "c"', 3]},
+        {"anyOf": [{"type": "string", "pattern": "^[a-z]{2}$"}, {"type": "integer"}]},
+        {"type": "object"},
+        {},
+    ]
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.builds(lambda items: {"type": "array", "items": items, "maxItems": 2}, inner)
+        | st.dictionaries(NAMES, inner, max_size=3).map(lambda each: object_of(**each))
+    ),
+    max_leaves=4,
+)
+TOOLS = st.lists(
+    st.builds(
+        OfferedTool,
+        NAMES,
+        st.none()
+        | st.just({})
+        | st.dictionaries(NAMES, SCHEMAS, max_size=3).map(lambda each: object_of(**each)),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda tool: tool.name,
+)
+# Behind so many tokens a text is brought to its end by these, where they may follow.
+CLOSING = [*'"}])\n', *"0123456789aelrsuEnt", *"</_>ol;, ", *"cT:{["]
+LONG = 60
+CALLS = ['{"name": "a", "parameters": {}}', '[{"name": "a", "arguments": {"a": 1}}]', '{"name": "']
+
+
+def drawn(grammar: Grammar, tokenizer: Tokenizer, seed: int) -> tuple[list[int], bool]:
+    """Tokens that masks allow, drawn at random, and whether the text has ended. Now and then they
+    try to write what calls begin with.
+    """
+    state = state_of(grammar, tokenizer)
+    draw, ids = random.Random(seed), list[int]()
+    closing = [EOS, *(tokenizer.encode(each)[0] for each in CLOSING)]
+    tried = list[int]()
+    while len(ids) < 1500:
+        following = allowed(state.words)
+        if tried and tried[0] in following:
+            token_id = tried.pop(0)
+        elif len(ids) < draw.randrange(1, LONG) or draw.random() < 0.1:
+            token_id = draw.choice(sorted(following))
+            text = draw.choice([*MARKERS, *CALLS, *"aaaaaa"])
+            whole = tokenizer.backend.token_to_id(text)
+            in_bytes = [each for byte in text for each in tokenizer.encode(byte)]
+            tried = in_bytes if whole is None or draw.random() < 0.5 else [whole]
+        elif state.changes is None:  # it thinks
+            tried = tokenizer.encode("</think>")
+            token_id = tried.pop(0)
+        else:
+            ends = [each for each in closing if each in following]
+            token_id = ends[0] if ends else draw.choice(sorted(following))
+        if token_id == EOS:
+            return ids, True
+        state.accept(token_id)
+        state.fill()
+        ids.append(token_id)
+    return ids, False
+
+
+def read(
+    text: str, name: str, reasoning: str | None = None, tail: str = ""
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and the calls' names and arguments."""
+    parser = make_parser(ChatFormat(name, reasoning), tools=True, reasoning=True, prompt_tail=tail)
+    content = thought = ""
+    calls: list[list[str]] = []
+    for parsed in [*map(parser.push, text), parser.finish()]:
+        content, thought = content + parsed.content, thought + parsed.reasoning
+        for call in parsed.tool_calls:
+            if call.id is not None:
+                calls.append([call.name or "", ""])
+            calls[call.index][1] += call.arguments
+    return content, thought, [(name, arguments) for name, arguments in calls]
+
+
+def require_valid(calls: Sequence[tuple[str, str]], tools: Sequence[OfferedTool]) -> None:
+    by_name = {tool.name: tool for tool in tools}
+    for name, arguments in calls:
+        tool = by_name[name]
+        empty = {"type": "object", "additionalProperties": False}
+        jsonschema.validate(
+            json.loads(arguments), empty if tool.parameters is None else tool.parameters
+        )
+
+
+PROMPTS = ["<|im_start|>assistant\n", "<think>\n", "<think>\n\n</think>\n\n"]
+
+
+@settings(max_examples=at_depth(400), deadline=None, derandomize=True)
+@given(
+    tools=TOOLS,
+    name=st.sampled_from(sorted(TOOL_FORMATS)),
+    kind=st.sampled_from(KINDS),
+    forced=st.booleans(),
+    parallel=st.booleans(),
+    reasoning=st.sampled_from([None, "think"]),
+    tail=st.sampled_from(PROMPTS),
+    seed=st.integers(0, 2**32),
+)
+def test_what_a_grammar_of_tools_lets_be_drawn_is_read_back_as_valid_calls(
+    tools: list[OfferedTool],
+    name: str,
+    kind: str,
+    forced: bool,
+    parallel: bool,
+    reasoning: str | None,
+    tail: str,
+    seed: int,
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tokenizers[kind]
+    grammar = tool_grammar(
+        ToolDemand(tools, forced, parallel),
+        ChatFormat(name, reasoning),
+        tokenizer,
+        prompt_tail=tail,
+    )
+    ids, ended = drawn(grammar, tokenizer, seed)
+    text = tokenizer.decode(ids)
+    content, thought, calls = read(text, name, reasoning, tail)
+    if ended or len(calls) > 1:
+        require_valid(calls if ended else calls[:-1], tools)
+    if ended and forced:
+        assert calls
+        assert not content.strip()
+    if not parallel:
+        assert len(calls) <= 1
+    if not grammar.after:
+        assert not thought
+
+
+STRICT_NOW = OfferedTool("now", None, strict=True)
+# format -> a call, one with wrong arguments, and how several are written
+WRITTEN = {
+    "hermes": (
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "now", "arguments": {}}\n</tool_call>',
+    ),
+    "llama": (
+        '{"name": "now", "parameters": {}}',
+        '{"name": "now", "parameters": {"a": 1}}',
+        '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}',
+    ),
+    "mistral": (
+        '[{"name": "now", "arguments": {}}]',
+        '[{"name": "now", "arguments": {"a": 1}}]',
+        '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
+    ),
+}
+
+
+def marked(name: str, call: str) -> str:
+    return call if name == "hermes" else TOOL_FORMATS[name].begin + call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_text_is_free_until_a_call_begins(
+    name: str, kind: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    good, bad, several = WRITTEN[name]
+
+    def all_of(texts: Sequence[str], *, parallel: bool = True, after: str = "") -> list[bool]:
+        grammar = tool_grammar(
+            ToolDemand([STRICT_NOW], forced=False, parallel=parallel),
+            ChatFormat(name, "think"),
+            tokenizers[kind],
+            prompt_tail="",
+        )
+        return [accepts(grammar, after + text, tokenizers[kind]) for text in texts]
+
+    thought = "<think>{[ <|python_tag|</think>\n\n"
+    yes = ["", "Hello, {you}!", "[a](b)", "\n", good, f"\n{good}", marked(name, good), several]
+    no = [bad, marked(name, bad), f"\n{bad}", good + "x", f"{good[:-1]}"]
+    if name != "mistral":
+        yes.remove("[a](b)")
+        yes += ["[]"]
+    else:
+        no += ["[ {", "\n[{"]
+    for after in ("", thought):
+        assert all_of(yes, after=after) == [True] * len(yes)
+        assert all_of(no, after=after) == [False] * len(no)
+    shown = name == "hermes" or kind != "special"  # behind text a hidden marker would be nothing
+    assert all_of([f"Let me see. {marked(name, good)}"]) == [shown]
+    assert all_of([f"Let me see. {marked(name, bad)}"]) == [False]
+    assert all_of([several, good], parallel=False) == [False, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_a_forced_answer_is_a_call(name: str, kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    good, bad, several = WRITTEN[name]
+    for reasoning in (None, "think"):
+        grammar = tool_grammar(
+            ToolDemand([NOW, WEATHER], forced=True),
+            ChatFormat(name, reasoning),
+            tokenizers[kind],
+            prompt_tail="",
+        )
+        yes = [good, marked(name, good), f"\n{good}", several]
+        no = ["", "Hello", f"Hello {marked(name, good)}", bad, good + "\n", good.replace("w", "x")]
+        thoughtful = [f"<think>a</think>\n\n{good}"]
+        assert [accepts(grammar, each, tokenizers[kind]) for each in yes] == [True] * len(yes)
+        assert [accepts(grammar, each, tokenizers[kind]) for each in no] == [False] * len(no)
+        assert [accepts(grammar, each, tokenizers[kind]) for each in thoughtful] == [
+            reasoning is not None
+        ]
+
+
+def test_text_may_have_to_be_json(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["tokens"]
+    for name in TOOL_FORMATS:
+        grammar = tool_grammar(
+            ToolDemand([NOW], forced=False),
+            ChatFormat(name),
+            tokenizer,
+            prompt_tail="",
+            content=Grammar.json_schema(object_of(a={"type": "integer"})),
+        )
+        assert accepts(grammar, '{"a": 1}', tokenizer)
+        assert accepts(grammar, marked(name, WRITTEN[name][0]), tokenizer)
+        assert not accepts(grammar, "text", tokenizer)
+        assert not accepts(grammar, marked(name, WRITTEN[name][1]), tokenizer)
+
+
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_a_name_may_hold_any_character(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tool = OfferedTool(
+        '\x7f"\\\n\x00é\u2028😀/', object_of(**{"\x7f": {"enum": ["\x7f", 1]}}), True
+    )
+    demand = ToolDemand([tool], forced=True)
+    grammar = tool_grammar(demand, ChatFormat(name), tokenizers["bytes"], prompt_tail="")
+    ids, ended = drawn(grammar, tokenizers["bytes"], 1)
+    content, _, calls = read(tokenizers["bytes"].decode(ids), name)
+    assert ended
+    assert calls
+    assert not content.strip()
+    for called, arguments in calls:
+        assert called == tool.name
+        assert json.loads(arguments)["\x7f"] in ("\x7f", 1)
+
+
+def test_text_may_be_json_of_a_lenient_schema(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["bytes"]
+    tool = OfferedTool("now", object_of(), strict=True)
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    for lenient in (True, False):
+        grammar = tool_grammar(
+            ToolDemand([tool], forced=False),
+            ChatFormat("hermes"),
+            tokenizer,
+            prompt_tail="",
+            content=Grammar.json_schema(schema, lenient=lenient),
+        )
+        assert grammar.lenient == lenient
+        if lenient:
+            assert accepts(grammar, "[1, 1]", tokenizer)
+            assert not accepts(grammar, '["a"]', tokenizer)
+        else:
+            with pytest.raises(InvalidRequest, match="uniqueItems"):
+                backend_named("llguidance").check(grammar)
+
+
+def test_what_cannot_be_forced_is_refused_by_name(tokenizers: dict[str, Tokenizer]) -> None:
+    special = byte_like(tokenizers["bytes"], "<tool_call>")
+    for demand, format, tokenizer, reason in [
+        (ToolDemand([NOW], True), ChatFormat(), tokenizers["bytes"], "--tool-format"),
+        (
+            ToolDemand([NOW], True),
+            ChatFormat("hermes"),
+            special,
+            "hermes cannot be forced: <tool_call> is a special token",
+        ),
+        (
+            ToolDemand([OfferedTool("f", {"type": "array"})], True),
+            ChatFormat("hermes"),
+            tokenizers["bytes"],
+            "parameters of tool 'f' must be those of an object, not 'array'",
+        ),
+    ]:
+        with pytest.raises(InvalidRequest, match=reason):
+            tool_grammar(demand, format, tokenizer, prompt_tail="")
+
+
+def byte_like(tokenizer: Tokenizer, special: str) -> Tokenizer:
+    backend = tokenizer.backend.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens([special])
+    return Tokenizer(backend, backend.get_vocab_size(), EOS, {}, None)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_only_strict_tools_are_refused_for_what_cannot_be_enforced(
+    strict: bool, tokenizers: dict[str, Tokenizer]
+) -> None:
+    tags = object_of(tags={"type": "array", "items": {"type": "string"}, "uniqueItems": True})
+    grammar = tool_grammar(
+        ToolDemand([OfferedTool("f", tags, strict)], forced=True),
+        ChatFormat("hermes"),
+        tokenizers["bytes"],
+        prompt_tail="",
+    )
+    check = backend_named("llguidance").check
+    if strict:
+        with pytest.raises(InvalidRequest, match="uniqueItems"):
+            check(grammar)
+    else:
+        check(grammar)
+
+
+def test_many_tools_at_once_take_bounded_time(tokenizers: dict[str, Tokenizer]) -> None:
+    tools = [
+        OfferedTool(
+            f"tool_{number}",
+            object_of(
+                **{f"field_{at}": {"enum": [f"v{n}" for n in range(20)]} for at in range(20)}
+            ),
+            strict=True,
+        )
+        for number in range(32)
+    ]
+    began = time.thread_time()
+    grammar = tool_grammar(
+        ToolDemand(tools, forced=True), ChatFormat("hermes"), tokenizers["tokens"], prompt_tail=""
+    )
+    backend_named("llguidance").check(grammar)
+    state_of(grammar, tokenizers["tokens"])
+    assert time.thread_time() - began < 2

@@ -1,0 +1,54 @@
+"""Clients of structured output, unmodified, in an environment of their own (`make test-slow` makes
+it): what each of them takes out of a real model's answers is valid.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nano_inference import EngineConfig
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
+
+PYTHON = Path(sys.prefix) / "sdks" / "bin" / "python"
+# client -> the ways in which it asks
+CLIENTS = {
+    "dspy": {"json", "chat"},
+    "instructor": {"tools", "strict", "schema", "parts", "messages"},
+    "litellm_schemas": {"model", "schema", "streamed", "tool", "messages", "messages_tool"},
+    "pydantic_ai": {"tool", "schema", "streamed", "messages"},
+    "smolagents": {"schema", "tool"},
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    served = ServerConfig(port=0, in_process=True, tool_format="hermes")
+    config = EngineConfig("smollm2-135m", kv_cache_memory=256 << 20, seed=0)
+    with running_server(config, served) as url:
+        yield url
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}; make test-slow makes it")
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_clients_take_out_is_valid(url: str, client: str) -> None:
+    script = Path(__file__).with_name(f"with_{client}.py")
+    local = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would ask the network
+    ran = subprocess.run(
+        [PYTHON, script, url], capture_output=True, text=True, env=local, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    pets = json.loads(ran.stdout.splitlines()[-1])
+    assert set(pets) == CLIENTS[client]
+    for way, pet in pets.items():
+        assert set(pet) == {"kind", "age", "tame"}, way
+        assert pet["kind"] in ("cat", "dog"), way
+        assert type(pet["age"]) is int, way
+        assert 0 <= pet["age"] <= 30, way
+        assert type(pet["tame"]) is bool, way

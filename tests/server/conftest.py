@@ -1,0 +1,96 @@
+"""One server on SmolLM2 for all tests of a session; a tiny model, and a client of an engine of it,
+for each module.
+
+Other servers: `running_server(ScriptedClient(...))`.
+"""
+
+import asyncio
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from nano_inference.config import EngineConfig
+from nano_inference.core.loop import EngineLoop
+from nano_inference.remote import process_client
+from nano_inference.remote.client import EngineClient
+from nano_inference.remote.in_process import InProcessClient
+from nano_inference.remote.process_client import ProcessClient
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
+from tests.models.tiny import tiny_llama
+from tests.server.engines import PATIENCE, Run, config_of
+from tests.standing import slowed
+
+SMOLLM2 = EngineConfig(
+    "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1
+)
+
+# What names no timeout waits as long as what does: httpx's own 5 seconds are less than a first step
+# may take on a slow machine.
+vars(inspect.signature(httpx.Client).parameters["timeout"].default).update(
+    vars(httpx.Timeout(PATIENCE))
+)
+
+
+@pytest.fixture(scope="module")
+def slow_steps() -> Iterator[None]:
+    """In engines of this module's, here and in processes, long requests last: see `standing.slowed`."""
+    start, root = process_client.start_child, str(Path(__file__).parents[2])
+    paths = filter(None, (root, os.environ.get("PYTHONPATH")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineLoop, "step", slowed(EngineLoop.step))
+        patch.setattr(
+            process_client,
+            "start_child",
+            lambda _, begin: start("tests.server.slow_engine", begin),
+        )
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        yield
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """The URL of a server of SmolLM2, in this process, without keys."""
+    threads = torch.get_num_threads()
+    config = ServerConfig(port=0, in_process=True, served_model_name="smollm2")
+    with running_server(SMOLLM2, config) as url:
+        yield url
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(
+    scope="module", params=[InProcessClient, ProcessClient], ids=["in process", "process"]
+)
+def served(
+    request: pytest.FixtureRequest, model: Path, slow_steps: None
+) -> Iterator[tuple[EngineClient, Run]]:
+    """A client, and what runs coroutines on its loop."""
+    threads = torch.get_num_threads()
+    client: EngineClient = request.param(config_of(model), 4096)
+    with asyncio.Runner() as runner:
+        runner.run(client.start())
+        yield client, runner.run
+        runner.run(client.close())
+        assert client.why_dead == "the server is stopping."
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def client(served: tuple[EngineClient, Run]) -> EngineClient:
+    return served[0]
+
+
+@pytest.fixture
+def run(served: tuple[EngineClient, Run]) -> Run:
+    return lambda test: served[1](asyncio.wait_for(test, 60))

@@ -1,0 +1,175 @@
+"""What the tests of weights over calls have in common: a trainer's process, its weights, and
+requests meanwhile.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from nano_inference.remote.client import EngineClient
+from nano_inference.remote.errors import ApiError
+from nano_inference.server.control import Control, TensorSpec
+from tests.ports import free_port
+from tests.server.engines import PATIENCE, core_of, finished, params_of
+from tests.server.trainers.group_trainer import new_weights
+
+UP = "model.layers.0.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+
+
+class TrainerProcess:
+    """A `group_trainer`, told what to do by messages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "tests.server.trainers.group_trainer", str(folder)]
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+        }
+        self.child = subprocess.Popen(command, text=True, **pipes)
+        self._answers = self.child.stdout
+        assert self._said() == "ready"
+
+    def say(self, do: str, **told: Any) -> None:
+        """Tell it, without waiting."""
+        assert self.child.stdin is not None
+        print(json.dumps({"do": do, **told}), file=self.child.stdin, flush=True)
+
+    async def answer(self) -> str:
+        """Its next answer; empty if it has died."""
+        return await asyncio.wait_for(asyncio.to_thread(self._said), PATIENCE)
+
+    async def join(self, control: Control, name: str = "group", *, named: bool = True) -> None:
+        """Meet the engine in a new group."""
+        port = free_port()
+        self.say("join", name=name, port=port, named=named)
+        await control.join_group(
+            name, "127.0.0.1", port, rank=1, world_size=2, named=named, timeout=20.0
+        )
+        assert await self.answer() == "done"
+
+    async def leave(self, name: str = "group") -> None:
+        """Destroy its side of the group."""
+        self.say("leave", name=name)
+        assert await self.answer() == "done"
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Kill it, or stop it."""
+        self.child.send_signal(number)
+
+    def close(self) -> None:
+        """End it."""
+        self.child.kill()
+        self.child.wait()
+        for pipe in (self.child.stdin, self.child.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _said(self) -> str:
+        assert self._answers is not None
+        return self._answers.readline().strip()
+
+
+def specs(weights: dict[str, Tensor], names: Iterable[str] | None = None) -> list[TensorSpec]:
+    """How a trainer tells of its tensors."""
+    chosen = weights if names is None else {name: weights[name] for name in names}
+    return [
+        TensorSpec(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in chosen.items()
+    ]
+
+
+def checksums(folder: Path, seed: int, dtype: str = "float32") -> dict[str, str]:
+    """Those of an engine in float32 that has these weights."""
+    return {name: _sha256(tensor) for name, tensor in new_weights(folder, seed, dtype).items()}
+
+
+def safetensors_of(folder: Path, names: list[str] | None, seed: int = 0) -> bytes:
+    """A file of some of the weights; None: of all."""
+    weights = new_weights(folder, seed)
+    return save({name: weights[name] for name in (weights if names is None else names)})
+
+
+async def update(
+    control: Control,
+    trainer: TrainerProcess,
+    seed: int,
+    *,
+    name: str = "group",
+    join: bool = True,
+    **finish: Any,
+) -> str:
+    """A whole update that works; returns its version."""
+    if join:
+        await trainer.join(control, name)
+    await control.begin_update(complete=True)
+    trainer.say("send", group=name, seed=seed)
+    await control.receive_broadcast(name, specs(new_weights(trainer.folder, seed)))
+    version = await control.finish_update(**finish)
+    assert await trainer.answer() == "done"
+    assert await control.serving_version() == version
+    assert await control.checksums() == checksums(trainer.folder, seed)
+    return version
+
+
+@asynccontextmanager
+async def refused(
+    control: Control, status: int, told: str, *, within: float = 15.0, still_open: bool = False
+) -> AsyncIterator[None]:
+    """What happens inside is refused in time, in a sentence, and changes nothing that serves."""
+    before, began = (await control.serving_version(), await control.checksums()), time.monotonic()
+    with pytest.raises(ApiError, match=told) as caught:
+        yield
+    assert time.monotonic() - began < within
+    assert caught.value.status == status, caught.value
+    assert not re.search(r"/\w+/\w+|Traceback|\.py\b|\.cc\b", caught.value.message), (
+        caught.value.message
+    )
+    assert control.session_open == still_open
+    assert (await control.serving_version(), await control.checksums()) == before
+
+
+@asynccontextmanager
+async def requests_meanwhile(client: EngineClient) -> AsyncIterator[None]:
+    """Requests one after the other, each to the bit as if nothing else happened."""
+    prompt, params, stop = [1, 2, 3], params_of(7, 40), asyncio.Event()
+    alone = core_of(await finished(client.submit(prompt, params, 2, stream=False)))
+    count = 0
+
+    async def ask() -> None:
+        nonlocal count
+        while not stop.is_set():
+            assert (
+                core_of(await finished(client.submit(prompt, params, 2, stream=count % 2 == 0)))
+                == alone
+            )
+            count += 1
+
+    task = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, PATIENCE)
+    assert count > 0
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(
+        tensor.to(torch.float32).contiguous().view(-1).view(torch.uint8).numpy().data
+    ).hexdigest()

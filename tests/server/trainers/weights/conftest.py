@@ -1,0 +1,91 @@
+"""An engine, its control and trainers, for tests of weights by calls."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference.remote.client import EngineClient
+from nano_inference.remote.errors import ApiError
+from nano_inference.remote.in_process import InProcessClient
+from nano_inference.remote.process_client import ProcessClient
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.control import Control
+from tests.models.tiny import tiny_llama
+from tests.server.engines import Run, config_of
+from tests.server.trainers.weight_runs import TrainerProcess
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model."""
+    return tiny_llama(tmp_path_factory.mktemp("model"), seed=0, max_position=8192)
+
+
+@pytest.fixture(scope="module")
+def client_kind() -> type[EngineClient]:
+    """Where the engine runs: in a process of its own, which a fault may take with it."""
+    return ProcessClient
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, client_kind: type[EngineClient]) -> Iterator[tuple[EngineClient, Run]]:
+    """A client, and what runs coroutines on its loop."""
+    threads = torch.get_num_threads()
+    in_process = client_kind is InProcessClient
+    client: EngineClient = InProcessClient(config_of(folder), 4096)
+    if not in_process:
+        client = ProcessClient(config_of(folder), 4096)
+    with asyncio.Runner() as runner:
+        runner.run(client.start())
+        yield client, runner.run
+        runner.run(client.close())
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def control(client: EngineClient, run: Run) -> Iterator[Control]:
+    """Nothing is left of it for the next test."""
+    control = Control(client, ServerConfig(rl=True, rl_timeout=20.0))
+    yield control
+
+    async def tidy() -> None:
+        assert not control.session_open
+        for group in ("group", "other"):
+            with suppress(ApiError):  # there is none
+                await control.leave_group(group)
+
+    run(tidy())
+
+
+@pytest.fixture
+def trainers(folder: Path) -> Iterator[Callable[[], TrainerProcess]]:
+    """Starts processes."""
+    started: list[TrainerProcess] = []
+
+    def start() -> TrainerProcess:
+        started.append(TrainerProcess(folder))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def shared_trainer(folder: Path) -> Iterator[TrainerProcess]:
+    """One that no test kills."""
+    trainer = TrainerProcess(folder)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def trainer(shared_trainer: TrainerProcess, run: Run) -> Iterator[TrainerProcess]:
+    """It is in no group."""
+    yield shared_trainer
+    shared_trainer.say("leave_all")
+    assert run(shared_trainer.answer()) == "done"

@@ -1,0 +1,251 @@
+"""Calls of an update that are lost, overtaken, at the same time, or a moment too late."""
+
+import asyncio
+import hashlib
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from safetensors.torch import save
+
+from nano_inference import InferenceEngine
+from nano_inference.errors import InvalidRequest, WeightUpdateError
+from nano_inference.remote.client import EngineClient
+from nano_inference.remote.engine_weights import EngineWeights
+from nano_inference.remote.errors import ApiError
+from nano_inference.remote.in_process import InProcessClient
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.control import Control
+from nano_inference.server.server import Server
+from nano_inference.weights.transports import Deadline
+from nano_inference.weights.transports.trainer_broadcasts import _watch
+from tests.server.engines import Run, config_of
+from tests.server.trainers.group_trainer import new_weights
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def client_kind() -> type[EngineClient]:
+    return InProcessClient
+
+
+@pytest.fixture(scope="module")
+def part(folder: Path) -> bytes:
+    """An update of one tensor, as a file."""
+    return save({NORM: new_weights(folder, 1)[NORM]})
+
+
+@pytest.fixture
+def control(client: InProcessClient) -> Control:
+    return Control(client, ServerConfig(rl=True, rl_timeout=20.0))
+
+
+async def update(control: Control, content: bytes) -> str:
+    await control.begin_update()
+    await control.receive_file(content)
+    return await control.finish_update()
+
+
+def test_an_update_waits_for_none_and_takes_none_over(
+    control: Control, run: Run, folder: Path
+) -> None:
+    """Two begin before either has its turn: the first serves, the second is told at once."""
+    own, other = (save({NORM: new_weights(folder, seed)[NORM]}) for seed in (1, 2))
+
+    async def test() -> None:
+        await update(control, own)
+        expected = await control.checksums()
+        before = await update(control, other)
+
+        async def send(content: bytes) -> str:
+            async with control.updating():
+                await control.receive_file(content)
+                return await control.finish_update()
+
+        await control._turn.acquire()
+        both = [asyncio.create_task(send(content)) for content in (own, other)]
+        await asyncio.sleep(0.05)
+        control._turn.release()
+        first, second = await asyncio.gather(*both, return_exceptions=True)
+        assert isinstance(second, ApiError)
+        assert second.status == 409
+        assert first == await control.serving_version() != before
+        assert await control.checksums() == expected
+
+    run(test())
+
+
+def test_an_update_can_be_cancelled_while_its_first_part_comes(
+    client: InProcessClient,
+    control: Control,
+    run: Run,
+    part: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = client.call
+
+    async def cancelled(name: str, **arguments: Any) -> Any:
+        answer = await call(name, **arguments)
+        if name == "receive_file":
+            assert await control.cancel_update("the trainer has changed its mind.")
+        return answer
+
+    async def test() -> None:
+        before = await control.serving_version()
+
+        async def send() -> str:
+            async with control.updating():
+                await control.receive_file(part)
+                return await control.finish_update()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "call", cancelled)
+            with pytest.raises(ApiError):
+                await send()
+        assert not control.session_open
+        assert await control.serving_version() == before
+        assert await send() != before  # the next one is not kept out
+
+    run(test())
+
+
+def test_a_cancelling_that_is_lost_keeps_nobody_out(
+    client: InProcessClient,
+    control: Control,
+    run: Run,
+    part: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = client.call
+
+    async def loses(name: str, **arguments: Any) -> Any:
+        if name == "cancel_update":
+            raise InvalidRequest("32 calls are running; wait for one of them.")
+        return await call(name, **arguments)
+
+    async def test() -> None:
+        before = int(await control.serving_version())
+        monkeypatch.setattr(client, "call", loses)
+        await control.begin_update()
+        await control.receive_file(part)
+        await control.cancel_update("its trainer changed its mind")
+        assert await update(control, part) == str(before + 1)
+
+    run(test())
+
+
+def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
+    async def test() -> None:
+        begun = await asyncio.gather(
+            *(control.begin_update() for _ in range(5)), return_exceptions=True
+        )
+        refusals = [each for each in begun if isinstance(each, ApiError)]
+        assert [each.status for each in refusals] == [409] * 4
+        assert await control.cancel_update("enough")
+
+    run(test())
+
+
+def test_an_update_that_is_applied_as_its_deadline_passes(folder: Path, part: bytes) -> None:
+    with InferenceEngine(config_of(folder)) as engine:
+        link = EngineWeights(engine)
+        link.begin_update(1)
+        link.receive_file(1, len(part), part, 5.0)
+        assert link._session is not None
+        update = link._session.update
+
+        def wait(timeout: float | None = None) -> bool:
+            was_done = update.done()
+            engine.step()
+            return was_done  # as if that step had come right behind the wait
+
+        cast(Any, update).wait = wait
+        assert link.finish_update(1, 7, "keep", 1e-9) == 7 == engine.get_weight_version()
+        link.begin_update(2)
+        link.receive_file(2, len(part), part, 5.0)
+        with pytest.raises(WeightUpdateError, match="was not applied within"):
+            link.finish_update(2, 8, "keep", 1e-9)
+        engine.step()
+        assert engine.get_weight_version() == 7
+
+
+def test_a_file_that_is_written_over_before_the_update_is_applied(
+    folder: Path, tmp_path: Path
+) -> None:
+    first, second = ({NORM: new_weights(folder, seed)[NORM]} for seed in (1, 2))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(save(first))
+    with InferenceEngine(config_of(folder)) as engine:
+        link = EngineWeights(engine)
+        link.begin_update(1)
+        link.receive_folder(1, str(tmp_path), 5.0)
+        with file.open("r+b") as same:
+            same.write(save(second))
+        with ThreadPoolExecutor(1) as pool:
+            finishing = pool.submit(link.finish_update, 1, 1, "keep", 5.0)
+            while not finishing.done():
+                engine.step()
+                time.sleep(0.01)
+        served = engine.weights_checksum()[NORM]
+    assert served == hashlib.sha256(first[NORM].numpy().data).hexdigest()
+
+
+def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes) -> None:
+    async def test() -> None:
+        await control.begin_update()
+        with pytest.raises(ApiError, match="printable") as caught:
+            await control.name_version("a\nb")
+        assert caught.value.status == 400
+        await control.receive_file(part)
+        assert (await control.finish_update()).isdigit()
+
+    run(test())
+
+
+def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: Run) -> None:
+    async def test() -> None:
+        server = Server(ServerConfig(rl=True, rl_timeout=5.0), client)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            joining = asyncio.create_task(
+                server.control.join_group("g", "127.0.0.1", port, rank=1, world_size=2)
+            )
+            await asyncio.sleep(0.2)
+            server.end_all()
+            with pytest.raises(ApiError, match="shutting down") as caught:
+                await asyncio.wait_for(joining, 15)
+        assert caught.value.status == 503
+
+    run(test())
+
+
+class Restarted:
+    """An engine's client that is asked to pause, and later has another engine."""
+
+    num_restarts = 0
+
+    async def call(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+def test_a_new_engine_is_not_paused() -> None:
+    client = Restarted()
+    control = Control(cast(EngineClient, client), ServerConfig(rl=True))
+    asyncio.run(control.pause("keep", kv_policy="recompute"))
+    assert control.pause_policy == "recompute"
+    client.num_restarts += 1
+    assert control.pause_policy is None
+
+
+def test_a_machine_that_is_cut_off_is_noticed() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        _watch(("127.0.0.1", server.getsockname()[1]), Deadline(5.0)) as watch,
+    ):
+        assert watch.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert watch.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30

@@ -1,0 +1,182 @@
+"""What a trainer must not send, and when: an error in time, the old version serves, and the next
+update works.
+"""
+
+import asyncio
+import time
+
+import pytest
+
+from nano_inference.remote.errors import ApiError
+from nano_inference.remote.process_client import ProcessClient
+from nano_inference.server.control import Control, TensorSpec
+from tests.server.engines import Run, params_of
+from tests.server.trainers.group_trainer import new_weights
+from tests.server.trainers.weight_runs import (
+    NORM,
+    UP,
+    TrainerProcess,
+    refused,
+    requests_meanwhile,
+    safetensors_of,
+    specs,
+    update,
+)
+
+WRONG: dict[str, tuple[list[TensorSpec], str]] = {
+    "name": (
+        [TensorSpec(UP, "float32", (96, 64)), TensorSpec("model.w", "float32", (3,))],
+        "'model.w' is not a tensor",
+    ),
+    "shape": ([TensorSpec(UP, "float32", (64, 96))], r"has shape \[64, 96\], expected \(96, 64\)"),
+    "huge": ([TensorSpec(UP, "float32", (2**40, 2**20))], "has shape"),
+    "dtype": ([TensorSpec(UP, "int64", (96, 64))], "has dtype 'int64'"),
+    "twice": ([TensorSpec(UP, "float32", (96, 64))] * 2, "came twice"),
+    "none": ([], "no tensor is named"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensors_that_are_not_the_models(
+    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run, case: str
+) -> None:
+    tensors, told = WRONG[case]
+
+    async def test() -> None:
+        async with requests_meanwhile(client):
+            await trainer.join(control)
+            await control.begin_update()
+            trainer.say("send", group="group", seed=1)  # at the same time, as trainers do
+            async with refused(control, 400, told):
+                await control.receive_broadcast("group", tensors)
+            assert (await trainer.answer()).startswith("failed"), (
+                "it does not wait for somebody who has gone"
+            )
+            await trainer.leave()
+        await update(control, trainer, 0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("packed_bytes", [None, 10_000])
+@pytest.mark.parametrize(("numbers", "told"), [(10, "sent less than"), (30_000, "sent more than")])
+def test_a_trainer_that_sends_something_else_than_it_told(
+    client: ProcessClient,
+    control: Control,
+    trainer: TrainerProcess,
+    run: Run,
+    numbers: int,
+    told: str,
+    packed_bytes: int | None,
+) -> None:
+    tensors = specs(new_weights(trainer.folder, 1), [NORM, UP])
+
+    async def test() -> None:
+        async with requests_meanwhile(client):
+            await trainer.join(control)
+            await control.begin_update()
+            trainer.say(
+                "send",
+                group="group",
+                names=[NORM, UP],
+                numbers=numbers if packed_bytes is None else numbers // 2,
+            )
+            async with refused(control, 400, told):
+                await control.receive_broadcast(
+                    "group", tensors, packed_bytes=packed_bytes, timeout=15.0
+                )
+            began = time.monotonic()
+            await trainer.answer()
+            assert time.monotonic() - began < 10.0, "it does not wait for somebody who has gone"
+            await trainer.leave()
+        assert client.num_restarts == 0, "gloo ends a process that gets more than it has room for"
+        await update(control, trainer, 0)
+
+    run(test())
+
+
+def test_nan_where_that_is_asked_for(
+    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
+) -> None:
+    tensors = specs(new_weights(trainer.folder, 1), [UP, NORM])
+
+    async def test() -> None:
+        async with requests_meanwhile(client):
+            await trainer.join(control)
+            await control.begin_update(check_finite=True)
+            trainer.say("send", group="group", names=[UP, NORM], nan=True)
+            async with refused(control, 400, "'model.norm.weight' holds NaN"):
+                await control.receive_broadcast("group", tensors)
+            await trainer.answer()
+            await trainer.leave()
+            await control.begin_update(complete=True)
+            await control.receive_file(safetensors_of(trainer.folder, [UP]))
+            async with refused(control, 400, "is missing"):
+                await control.finish_update()
+        await update(control, trainer, 0)
+
+    run(test())
+
+
+def test_an_update_while_the_weights_sleep(
+    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
+) -> None:
+    async def test() -> None:
+        await trainer.join(control)
+        before = await control.checksums()
+        await control.sleep(["weights"])
+        with pytest.raises(ApiError, match="asleep") as caught:
+            await control.begin_update()
+        assert caught.value.status == 409
+        with pytest.raises(ApiError, match="asleep") as caught:
+            await control.checksums()
+        assert caught.value.status == 409
+        await control.wake()
+        await control.begin_update()
+        await control.receive_file(safetensors_of(trainer.folder, [UP]))
+        # behind the back of the control, which would refuse it
+        await client.call("sleep", memory=["weights"])
+        with pytest.raises(ApiError, match="asleep") as caught:
+            await control.finish_update()
+        assert caught.value.status == 409
+        await control.wake()
+        assert await control.checksums() == before
+        await control.sleep(["kv_cache"])
+        await update(control, trainer, 1, join=False)
+        await control.wake()
+        await update(control, trainer, 0, join=False)
+
+    run(test())
+
+
+def test_an_update_that_would_wait(
+    client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
+) -> None:
+    async def test() -> None:
+        before = int(await control.serving_version())
+        request = client.submit([1, 2], params_of(0, 2000), stream=True)
+        await request.next()
+        await control.pause("keep")
+        await control.begin_update()
+        await control.receive_file(safetensors_of(trainer.folder, None))
+        async with refused(control, 409, "would wait for requests that are paused"):
+            await control.finish_update(kv_policy="wait")
+        await control.resume()
+        await control.begin_update()
+        await control.receive_file(safetensors_of(trainer.folder, None))
+        async with refused(control, 504, "was not applied within 0.01 s"):
+            await control.finish_update(kv_policy="wait", timeout=0.01)
+        await control.begin_update()
+        await control.receive_file(safetensors_of(trainer.folder, None))
+        finishing = asyncio.create_task(control.finish_update(kv_policy="wait"))
+        await asyncio.sleep(0.1)
+        await client.call("sleep", memory=["weights"])
+        with pytest.raises(ApiError, match="asleep"):
+            await asyncio.wait_for(finishing, 15.0)
+        await control.wake()
+        request.close()
+        version = await update(control, trainer, 1, kv_policy="wait")
+        assert int(version) == before + 1, "versions that never served are free again"
+        await update(control, trainer, 0, join=False)
+
+    run(test())

@@ -1,0 +1,385 @@
+"""New weights for a live engine: in place, versioned, all or nothing, in order."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import (
+    InferenceEngine,
+    VersionSpan,
+    WeightSyncManager,
+    WeightUpdate,
+    WeightUpdateError,
+)
+from nano_inference.models.parameters import param_table, read, slots
+from tests.models.tiny import Weights, WithoutNumbers
+from tests.weights.weight_cases import (
+    EMBEDDING,
+    HEAD,
+    NEW,
+    NEWER,
+    NORM,
+    OLD,
+    PROMPT,
+    UP,
+    Build,
+    assert_holds,
+    bits,
+    current,
+    drain,
+    drawn,
+    greedy,
+)
+
+# -- what is written -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_weights_change_in_place_and_the_version_counts(build: Build, blocking: bool) -> None:
+    engine = build()
+    before = {name: (id(tensor), tensor.data_ptr()) for name, tensor in engine.model.params.items()}
+    for version, weights in enumerate([NEW, NEWER, OLD], start=1):
+        update = engine.update_weights(weights, blocking=blocking)
+        assert update.done()
+        assert update.result(0) == update.version == engine.get_weight_version() == version
+        assert_holds(engine, weights)
+    assert {name: (id(t), t.data_ptr()) for name, t in engine.model.params.items()} == before
+
+
+@pytest.mark.parametrize(
+    "names", [[NORM], [UP], [HEAD, EMBEDDING], ["model.layers.0.self_attn.k_proj.weight"]]
+)
+def test_a_partial_state_dict_changes_what_it_names(build: Build, names: list[str]) -> None:
+    engine = build()
+    engine.update_weights({name: NEW[name] for name in names})
+    assert_holds(engine, OLD | {name: NEW[name] for name in names})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_floating_dtypes_are_cast(build: Build, dtype: torch.dtype) -> None:
+    engine = build()
+    given = {name: tensor.to(dtype) for name, tensor in NEW.items()}
+    engine.update_weights(given)
+    assert_holds(engine, given)
+
+
+def test_parameters_of_a_trainer_and_strided_tensors_will_do(build: Build) -> None:
+    engine = build()
+    given = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in NEW.items()}
+    engine.update_weights({**given, UP: NEW[UP].T.contiguous().T})
+    assert_holds(engine, NEW)
+    assert not any(
+        read(engine.model.params, slot).requires_grad
+        for slot in slots(param_table(engine.spec)).values()
+    )
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_served_tensors_may_change_places(build: Build, blocking: bool) -> None:
+    """`state_dict` gives views: the first one is written before the second is read."""
+    engine, other = build(backend="reference"), UP.replace("layers.1", "layers.0")
+    served = engine.weight_sync.state_dict()
+    engine.update_weights({UP: served[other], other: served[UP]}, blocking=blocking)
+    assert_holds(engine, OLD | {UP: OLD[other], other: OLD[UP]})
+
+
+def test_the_callers_tensors_stay_the_callers(build: Build) -> None:
+    engine = build()
+    given = {name: tensor.clone() for name, tensor in NEW.items()}
+    engine.update_weights(given, blocking=True)
+    for tensor in given.values():
+        tensor.zero_()
+    assert_holds(engine, NEW)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+REFUSED: list[tuple[Any, str]] = [
+    ({}, "non-empty state dict"),
+    (None, "non-empty state dict"),
+    ([(NORM, torch.ones(64))], "a patch is"),
+    ([], "non-empty state dict"),
+    (torch.ones(3), "non-empty state dict"),
+    ({"norm": torch.ones(64)}, "'norm' is not a tensor of this model"),
+    ({"layers.0.qkv": torch.ones(128, 64)}, "names are those of its checkpoint"),
+    ({NORM: torch.ones(64), "model.layers.2.mlp.up_proj.weight": torch.ones(96, 64)}, "layers.2"),
+    ({NORM: torch.ones(65)}, r"'model.norm.weight' has shape \(65,\), expected \(64,\)"),
+    ({NORM: torch.ones(1)}, r"shape \(1,\)"),
+    ({UP: torch.ones(64, 96)}, r"shape \(64, 96\), expected \(96, 64\)"),
+    ({EMBEDDING: torch.ones(301, 64)}, "shape"),
+    ({NORM: torch.ones(64, dtype=torch.int64)}, "must be a floating point tensor, not torch.int64"),
+    ({NORM: torch.ones(64, dtype=torch.bool)}, "not torch.bool"),
+    ({NORM: torch.ones(64, dtype=torch.complex64)}, "not torch.complex64"),
+    ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, "not torch.float8_e4m3fn"),
+    ({NORM: WithoutNumbers(64)}, "must be a dense tensor that holds its numbers"),
+    (
+        {UP: torch.ones(96, 64, dtype=torch.complex64).conj().imag},
+        "must be a dense tensor that holds its numbers",
+    ),
+    ({NORM: [1.0] * 64}, "not list"),
+    ({NORM: None}, "not NoneType"),
+    ({**NEW, NORM: torch.ones(3)}, "shape"),
+]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize(("weights", "told"), REFUSED)
+def test_a_refused_update_leaves_the_old_version_serving(
+    build: Build, weights: Any, told: str, blocking: bool, running: bool
+) -> None:
+    expected = build().generate(PROMPT, drawn())[0]
+    engine = build(lookahead=1)
+    if running:
+        engine.add_request(PROMPT, drawn())
+        for _ in range(3):
+            engine.step()
+    with pytest.raises(WeightUpdateError, match=told):
+        engine.update_weights(weights, blocking=blocking)
+    assert engine.get_weight_version() == 0
+    assert_holds(engine, OLD)
+    sample = drain(engine)[0] if running else engine.generate(PROMPT, drawn())[0]
+    assert sample.completion_tokens == expected.completion_tokens
+    assert sample.logprobs == expected.logprobs
+    assert sample.weight_versions == (VersionSpan(0, 0, 8),)
+    assert engine.update_weights(NEW, blocking=True).version == 1
+
+
+@pytest.mark.parametrize("version", [0, -1, 4, 5])
+def test_an_explicit_version_must_grow(build: Build, version: int) -> None:
+    engine = build()
+    assert engine.update_weights(NEW, version=5).version == 5
+    with pytest.raises(
+        WeightUpdateError,
+        match=f"version={version} (is not newer than 5|must be an integer from 0)",
+    ):
+        engine.update_weights(NEWER, version=version)
+    assert_holds(engine, NEW)
+    assert engine.update_weights(NEWER).version == 6
+    assert engine.get_weight_version() == 6
+
+
+@pytest.mark.parametrize("version", ["7", 1.5, True, [3]])
+def test_a_version_is_an_integer(build: Build, version: Any) -> None:
+    engine = build()
+    with pytest.raises(WeightUpdateError, match="version"):
+        engine.update_weights(NEW, version=version)
+    assert_holds(engine, OLD)
+
+
+def test_a_tied_head_may_come_along_if_it_is_the_embedding(build: Build, tied: Path) -> None:
+    engine = build(model_path=str(tied))
+    engine.update_weights({EMBEDDING: NEW[EMBEDDING], HEAD: NEW[EMBEDDING].clone()})
+    assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
+    engine.update_weights({HEAD: NEW[EMBEDDING]})  # equal to what serves
+    assert engine.get_weight_version() == 2
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {EMBEDDING: NEW[EMBEDDING], HEAD: NEWER[EMBEDDING]},
+        {HEAD: NEWER[EMBEDDING]},
+        {HEAD: NEW[EMBEDDING][:-1]},
+    ],
+)
+def test_a_tied_head_that_differs_is_refused(build: Build, tied: Path, weights: Weights) -> None:
+    engine = build(model_path=str(tied))
+    before = engine.generate(PROMPT, drawn())[0]
+    with pytest.raises(WeightUpdateError, match=HEAD):
+        engine.update_weights(weights)
+    assert engine.get_weight_version() == 0
+    engine.flush_cache()
+    assert bits(engine.generate(PROMPT, drawn())[0]) == bits(before)
+
+
+# -- order and ownership ---------------------------------------------------------------------------
+
+
+def test_what_is_staged_in_flight_is_a_copy(build: Build) -> None:
+    engine = build(lookahead=1)
+    engine.add_request(PROMPT, greedy())
+    engine.step()
+    given = {name: tensor.clone() for name, tensor in NEW.items()}
+    update = engine.update_weights(given)
+    for tensor in given.values():
+        tensor.fill_(9.0)
+    assert not update.done()
+    drain(engine)
+    assert_holds(engine, NEW)
+
+
+def test_updates_are_applied_in_order(build: Build) -> None:
+    engine = build(lookahead=1)
+    engine.add_request(PROMPT, greedy())
+    engine.step()
+    first = engine.update_weights(NEW)
+    second = engine.update_weights({NORM: NEWER[NORM], UP: NEWER[UP]})
+    assert not first.done()
+    last = engine.update_weights({UP: OLD[UP]}, blocking=True)
+    assert first.done()
+    assert second.done()
+    assert last.done()
+    assert [first.version, second.version, last.version] == [1, 2, 3]
+    assert_holds(engine, NEW | {NORM: NEWER[NORM], UP: OLD[UP]})
+    assert drain(engine)[0].weight_versions[-1].version == 3
+
+
+def test_a_refusal_between_two_updates_in_flight_leaves_both(build: Build) -> None:
+    engine = build(lookahead=1)
+    engine.add_request(PROMPT, greedy())
+    engine.step()
+    first = engine.update_weights({UP: NEW[UP]})
+    with pytest.raises(WeightUpdateError):
+        engine.update_weights({UP: NEW[NORM]})
+    second = engine.update_weights({NORM: NEW[NORM]})
+    drain(engine)
+    assert (first.result(0), second.result(0)) == (1, 2)
+    assert_holds(engine, OLD | {UP: NEW[UP], NORM: NEW[NORM]})
+
+
+def test_a_tied_head_is_compared_with_the_embedding_it_will_meet(build: Build, tied: Path) -> None:
+    """An update in flight changes the embedding; a head that equals the new one belongs to it."""
+    engine = build(model_path=str(tied), lookahead=1)
+    engine.add_request(PROMPT, greedy())
+    engine.step()
+    engine.update_weights({EMBEDDING: NEW[EMBEDDING]})
+    with pytest.raises(WeightUpdateError, match=HEAD):
+        engine.update_weights({HEAD: OLD[EMBEDDING]})
+    engine.update_weights({HEAD: NEW[EMBEDDING], NORM: NEW[NORM]})
+    drain(engine)
+    assert engine.get_weight_version() == 2
+    assert torch.equal(current(engine)[EMBEDDING], NEW[EMBEDDING])
+
+
+def test_a_sample_that_ends_while_weights_change_is_not_lost(build: Build) -> None:
+    engine = build(lookahead=1)
+    request = engine.add_request(PROMPT, greedy(2))
+    engine.step()
+    engine.step()
+    engine.update_weights(NEW, blocking=True)
+    (sample,) = drain(engine)
+    assert sample.request_id == request
+    assert len(sample.completion_tokens) == 2
+    assert sample.weight_versions == (VersionSpan(0, 0, 2),)
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def while_stepping(engine: InferenceEngine, run: Callable[[], None]) -> None:
+    """Call `run` while this thread is in the middle of `generate`, so that other threads' updates
+    cannot be at once.
+    """
+    ran: list[int] = []
+
+    def once(*_: int) -> None:
+        if not ran:
+            ran.append(1)
+            run()
+
+    engine.generate(PROMPT, greedy(3), progress=once)
+
+
+def test_updates_from_two_threads_have_two_versions(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, updates = build(), list[WeightUpdate]()
+    stage = engine.weight_sync.stage
+
+    def slow_stage(*args: Any, **options: Any) -> WeightUpdate:
+        time.sleep(0.05)
+        return stage(*args, **options)
+
+    monkeypatch.setattr(engine.weight_sync, "stage", slow_stage)
+
+    def both() -> None:
+        threads = [
+            threading.Thread(
+                target=lambda name=name: updates.append(engine.update_weights({name: NEW[name]}))
+            )
+            for name in (NORM, UP)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+
+    while_stepping(engine, both)
+    assert sorted(update.version for update in updates) == [1, 2]
+    assert engine.get_weight_version() == 2
+    assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
+
+
+def test_a_blocking_update_serves_when_it_returns_also_after_another_threads(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread stands between staging its update and announcing it."""
+    engine, staged, go_on = build(), threading.Event(), threading.Event()
+    main, stage = threading.current_thread(), engine.weight_sync.stage
+
+    def stage_and_wait(*args: Any, **options: Any) -> WeightUpdate:
+        update = stage(*args, **options)
+        if threading.current_thread() is not main:
+            staged.set()
+            go_on.wait(0.3)
+        return update
+
+    monkeypatch.setattr(engine.weight_sync, "stage", stage_and_wait)
+    other = threading.Thread(target=lambda: engine.update_weights({NORM: NEW[NORM]}))
+
+    def begin() -> None:
+        other.start()
+        assert staged.wait(30)
+
+    with pytest.raises(KeyError):  # leaves generate at once, while the other thread waits
+        while_stepping(engine, lambda: (begin(), {}["leave"]))
+    update = engine.update_weights({UP: NEW[UP]}, blocking=True)
+    assert update.done()
+    go_on.set()
+    other.join(30)
+    drain(engine)
+    assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
+
+
+# -- the names of the first description ------------------------------------------------------------
+
+
+def test_the_manager_alone_stages_and_finishes(build: Build) -> None:
+    engine = build()
+    manager = WeightSyncManager(engine.model)
+    assert not manager.maybe_finish_sync()
+    manager.start_sync(NEW)
+    assert manager.version == 0
+    assert_holds(engine, OLD)
+    assert manager.maybe_finish_sync()
+    assert manager.version == 1
+    assert_holds(engine, NEW)
+    assert not manager.maybe_finish_sync()
+
+
+def test_sync_blocking_comes_after_what_is_pending(build: Build) -> None:
+    engine = build()
+    manager = WeightSyncManager(engine.model)
+    manager.start_sync(NEW)
+    manager.sync_blocking({NORM: NEWER[NORM]})
+    assert manager.version == 2
+    assert_holds(engine, NEW | {NORM: NEWER[NORM]})
+    with pytest.raises(WeightUpdateError):
+        manager.start_sync({NORM: torch.ones(3)})
+    assert not manager.maybe_finish_sync()
+
+
+def test_start_sync_copies(build: Build) -> None:
+    engine = build()
+    given = {NORM: NEW[NORM].clone()}
+    manager = WeightSyncManager(engine.model)
+    manager.start_sync(given)
+    given[NORM].zero_()
+    manager.maybe_finish_sync()
+    assert_holds(engine, OLD | {NORM: NEW[NORM]})

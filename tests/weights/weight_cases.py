@@ -1,0 +1,95 @@
+"""What the tests of weight updates share: a tiny model, other weights for it, and ways to look at
+an engine.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightSyncManager
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters import allocate, param_table, read, slots, write
+from nano_inference.models.spec.model import spec_from_config
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.reference import reference_ops
+from tests.models.tiny import Weights, llama_config, llama_weights
+
+Build = Callable[..., InferenceEngine]
+
+OLD, NEW, NEWER = (llama_weights(llama_config(), seed=seed) for seed in (0, 1, 2))
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+PROMPT = list(range(40, 61))
+
+
+def greedy(max_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def drawn(max_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True)
+
+
+def bits(sample: TrainingSample) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return sample.completion_tokens, sample.logprobs
+
+
+def drain(engine: InferenceEngine) -> list[TrainingSample]:
+    samples: list[TrainingSample] = []
+    for _ in range(1000):
+        if not engine.has_pending():
+            break
+        samples += engine.step()
+        engine.loop.check()
+    assert not engine.has_pending(), "it never ends"
+    return sorted(samples, key=lambda s: (s.request_id, s.sample_index))
+
+
+async def until(condition: Callable[[], bool], patience: float = 30.0) -> None:
+    """Wait for what other threads do; a hang fails instead of hanging."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.001)
+
+
+def current(engine: InferenceEngine) -> Weights:
+    """What the engine holds, under checkpoint names."""
+    return {
+        name: read(engine.model.params, slot).clone()
+        for name, slot in slots(param_table(engine.model.spec)).items()
+    }
+
+
+def assert_holds(engine: InferenceEngine, expected: Mapping[str, Tensor]) -> None:
+    held = current(engine)
+    assert held.keys() == expected.keys()
+    for name, tensor in held.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+
+
+def decoder(
+    backend: str = "reference",
+    dtype: torch.dtype = torch.float32,
+    *,
+    tie: bool = False,
+    **sizes: Any,
+) -> Decoder:
+    """A tiny model of zeros, without an engine around it."""
+    ops = reference_ops() if backend == "reference" else cpu_ops(2)
+    spec = spec_from_config(llama_config(tie=tie, **sizes))
+    params = allocate(param_table(spec), dtype, torch.device("cpu"), ops.allocate)
+    for place in slots(param_table(spec)).values():
+        write(params, place, torch.zeros(place.shape))
+    return Decoder(spec, params, ops, 16)
+
+
+def synced(manager: WeightSyncManager, weights: Any, **options: Any) -> dict[str, str]:
+    """The checksum after an update."""
+    if not manager.stage(weights, **options).done():  # else it was written as it was announced
+        manager.finish()
+    return manager.checksum()
