@@ -268,7 +268,7 @@ def _assemble(
     rank: Rank | None,
 ) -> Parts:
     plan = plan_engine(config, memory, try_kernels=True, rank=rank)
-    config, device = plan.config, plan.device
+    asked, config, device = config, plan.config, plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
     logger.info(
@@ -285,7 +285,8 @@ def _assemble(
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
         budget = plan_memory(config, plan.parts, claims, plan.dtype, device, plan.rank.ranks_here)
         plan = replace(plan, memory_budget=budget)
-    logger.info("%s", told_weights(config, plan.dtype, plan.memory_budget.weights, device))
+    weights = plan.memory_budget.weights
+    logger.info("%s", told_weights(config, asked, plan.dtype, weights, device))
     plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
     return _with_cache(plan, models)
