@@ -4,7 +4,7 @@ read.
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +86,7 @@ def info(
 
 def _plans(config: EngineConfig) -> "list[EnginePlan]":
     """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
-    from nano_inference.engine.assembly import Rank, plan_engine
+    from nano_inference.engine.assembly import Rank, counted_weights, plan_engine
     from nano_inference.models.folders import describe_model
     from nano_inference.models.shard_checks import mesh_of
     from nano_inference.parallel.mesh import Place
@@ -104,9 +104,13 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
         for engine in range(engines)
         for rank in range(mesh.world_size)
     ]
-    return [
+    plans = [
         plan_engine(config, rank=Rank(place, here, engines=engine), resolve=describe_model)
         for place, engine in places
+    ]
+    return [
+        replace(plan, memory_budget=replace(plan.memory_budget, weights=counted_weights(plan)))
+        for plan in plans
     ]
 
 

@@ -58,7 +58,8 @@ from nano_inference.models.draft_heads import (
     heads_bytes,
     read_heads,
 )
-from nano_inference.models.loading import load_params, load_spec, resolve_model
+from nano_inference.models.folders import gguf_of
+from nano_inference.models.loading import gguf_formats, load_params, load_spec, resolve_model
 from nano_inference.models.rank_exchange import RankExchange
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.shard import ModelShard, shard_of
@@ -426,6 +427,21 @@ def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
         num_bytes(tables[name], plan.dtype, formats_of(model.params))
         for name, model in models.items()
     )
+
+
+def counted_weights(plan: EnginePlan) -> int:
+    """Bytes that the models' weights of a plan will take. Of a `.gguf` file that is computed in its
+    blocks the headers are read, which the memory of the plan itself does not need. Raises
+    `ModelLoadError`.
+    """
+    size = plan.memory_budget.weights
+    file = gguf_of(plan.config.model_path)
+    if plan.config.codes != FILE or file is None:
+        return size
+    part = plan.parts[POLICY]
+    table = param_table(part.whole, part)
+    plain = num_bytes(table, plan.dtype, FILE)
+    return size - plain + num_bytes(table, plan.dtype, gguf_formats(file, table))
 
 
 def _guessed_claims(
