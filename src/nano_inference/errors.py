@@ -15,6 +15,12 @@ def one_line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {lines[0].rstrip('.')}" if lines else type(problem).__name__
 
 
+NO_MEMORY = (
+    "there is not enough memory to go on; use a smaller model, or raise the limit of this process "
+    "(ulimit -v, or the container's)."
+)
+
+
 class ConfigError(NanoInferenceError, ValueError):
     """An option is unknown, out of range, contradicts another one, or is not available on this
     machine.

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ConfigError, ModelLoadError
-from nano_inference.system.regular_files import read_json
+from nano_inference.system.regular_files import read_json, sync
 from nano_training_service.errors import Refused
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -197,7 +196,7 @@ class Checkpoints:
             about["sha256"] = hashlib.sha256((folder / ADAPTER).read_bytes()).hexdigest()
             _write_json(folder / _ABOUT, about)
             for path in (*folder.iterdir(), folder, self._runs / run_id / "run.json"):
-                _sync(path)
+                sync(path)
             self._name(folder, target)
         return self._read(target)
 
@@ -215,7 +214,7 @@ class Checkpoints:
                     old.rename(target)
                 raise
         for parent in (target.parent, target.parent.parent, self._runs, self._runs.parent):
-            _sync(parent)
+            sync(parent)
         shutil.rmtree(old, ignore_errors=True)
 
     def write_snapshot(self, run_id: str, number: int, fill: Callable[[Path], None]) -> Path:
@@ -270,7 +269,7 @@ class Checkpoints:
         about = read_json(found.folder / _ABOUT)
         about["expires"] = None if ttl is None else time.time() + ttl
         _write_json(found.folder / _ABOUT, about)
-        _sync(found.folder / _ABOUT)
+        sync(found.folder / _ABOUT)
 
     def sweep(self) -> None:
         """Delete what has expired."""
@@ -326,15 +325,6 @@ def _filled(target: Path, fill: Callable[[Path], None]) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

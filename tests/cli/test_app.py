@@ -253,6 +253,19 @@ def test_errors_are_short_and_have_a_code(
     assert code == 2 or len(told) == 1
 
 
+def test_error_of_memory_is_one_line(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("nano_inference.cli.info._plans", lacks)
+    result = run("info", folders["chat"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: there is not enough memory to go on; use a smaller")
+    assert result.stderr.count("\n") == 1
+
+
 def test_debug_shows_the_traceback(folders: dict[str, str]) -> None:
     code, _, err = finish(spawn("generate", folders["chat"], "-p", "x", "--top-p", "3", "--debug"))
     assert code == 1

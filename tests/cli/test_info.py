@@ -10,9 +10,12 @@ from nano_inference import InferenceEngine
 from nano_inference.config import EngineConfig
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.build import LAWS, law_of
+from tests.checkpoints.hf_to_gguf import hf_to_gguf
 from tests.checkpoints.quantisers import write_quantised
 from tests.cli.running import run
+from tests.models.strong import strong_model
 from tests.models.tiny import llama_config, llama_weights, tiny_model
+from tests.models.tiny_gguf import gguf
 
 
 def test_info_as_json_agrees_with_an_engine(folders: dict[str, str]) -> None:
@@ -109,6 +112,26 @@ def test_info_says_which_ranks_a_model_cannot_have(
     result = run("info", folders["bare"], *options)
     assert result.exit_code == 1
     assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="plain weights are served then")
+def test_info_counts_blocks_that_are_the_default(tmp_path: Path) -> None:
+    strong_model(tmp_path / "hf", "LlamaForCausalLM")
+    file = tmp_path / "m.gguf"
+    hf_to_gguf(tmp_path / "hf", file, "llama", matrices=gguf.GGMLQuantizationType.Q4_1)
+    own = ("--device", "cpu", "--kv-cache-memory", "1MiB", "--max-model-len", "64")
+    taken = {}
+    for asked in ("auto", "none"):
+        result = run("info", str(file), "--json", "--quantization", asked, *own)
+        assert result.exit_code == 0, result.stderr
+        taken[asked] = json.loads(result.stdout)["memory"]["weights"]
+        config = EngineConfig(
+            str(file), quantization=asked, device="cpu", kv_cache_memory=2**20, max_model_len=64
+        )
+        with InferenceEngine(config) as engine:
+            assert taken[asked] == engine.memory_budget.weights
+            assert (engine.config.codes == "file") == (asked == "auto")
+    assert taken["auto"] < taken["none"]
 
 
 def test_info_says_what_becomes_of_a_quantised_checkpoint(tmp_path: Path) -> None:

@@ -149,9 +149,43 @@ def test_told_weights_names_a_faster_setting_where_there_is_one(
 ) -> None:
     for module in (quantization, backends):
         monkeypatch.setattr(module, "available_instruction_set", lambda: "avx2")
-    asked = config(folder / name, **{"quantization": None, **options})
-    assert told_weights(asked, getattr(torch, dtype), 2**29, CPU) == line
-    assert ";" not in told_weights(asked, getattr(torch, dtype), 2**20, CPU), "too small to gain"
+    asked = config(folder / name, **options)
+    settled = asked if asked.codes else replace(asked, quantization=None)
+    told = told_weights(settled, asked, getattr(torch, dtype), 2**29, CPU)
+    assert told == line
+    told = told_weights(settled, asked, getattr(torch, dtype), 2**20, CPU)
+    assert ";" not in told, "too small to gain"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("Q4_1.gguf", {"quantization": "none", "dtype": "bfloat16"}, "bfloat16, 512.0 MiB"),
+        ("Q4_1.gguf", {"quantization": None, "dtype": "float32"}, "float32, 512.0 MiB"),
+        ("hf", {"dtype": "float32"}, "float32, 512.0 MiB"),
+    ],
+)
+def test_told_weights_names_no_setting_that_was_ruled_out(
+    folder: Path, name: str, options: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (quantization, backends):
+        monkeypatch.setattr(module, "available_instruction_set", lambda: "avx2")
+    asked = config(folder / name, **options)
+    settled = replace(asked, quantization=None)
+    assert told_weights(settled, asked, getattr(torch, asked.dtype), 2**29, CPU) == line
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_engine_logs_no_setting_that_was_ruled_out(
+    folder: Path, plain: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(quantization, "LEAST", 0)
+    monkeypatch.setattr(quantization, "available_instruction_set", lambda: "avx2")
+    monkeypatch.setattr(quantization, "wants_cpu_kernels", lambda _: True)
+    asked = config(folder / "Q4_1.gguf", dtype="bfloat16", backend="reference")
+    asked = with_plain_weights(asked) if plain else asked  # as --rl does
+    with caplog.at_level("INFO", "nano_inference"), InferenceEngine(asked):
+        assert ("--quantization file" in caplog.text) != plain
 
 
 @NEEDS_COMPILER

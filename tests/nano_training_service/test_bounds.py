@@ -52,6 +52,30 @@ def test_a_batch_that_is_parsed_holds_nobody_up(
         assert most == [1]  # one body at a time
 
 
+def test_a_large_body_of_json_is_not_parsed_on_the_event_loop(
+    service: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: dict[bool, list[bool]] = {True: [], False: []}
+    parse = routes._parsed
+
+    def watched(body: bytes, kind: Any) -> Any:
+        try:
+            asyncio.get_running_loop()
+            is_on_it = True
+        except RuntimeError:
+            is_on_it = False
+        on_loop[len(body) > 1 << 20].append(is_on_it)
+        return parse(body, kind)
+
+    monkeypatch.setattr(routes, "_parsed", watched)
+    with service() as url:
+        asker = Asker(url)
+        large = b'{"sdk_version": "%b"}' % (b"x" * (2 << 20))
+        assert asker.http.post("/create_session", content=large).is_success
+    assert on_loop[True] == [False]
+    assert on_loop[False]
+
+
 def test_a_body_of_json_is_bounded(service: Services) -> None:
     with service() as url:
         asker = Asker(url)

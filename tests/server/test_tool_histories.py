@@ -13,7 +13,7 @@ import pytest
 from nano_inference.server.api.shared import requests
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
-from tests.server.scripted import ScriptedClient, with_template
+from tests.server.scripted import Script, ScriptedClient, with_template
 
 FUNCTION = {
     "name": "weather",
@@ -98,6 +98,27 @@ def test_tools_are_answered_with_text(
         assert client.post("/v1/messages", json=body).status_code == 200
         assert client.post("/v1/messages/count_tokens", json=body).json()["input_tokens"] > 5
     assert sum("offers tools" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
+def test_a_call_is_read_as_hermes_writes_it(
+    engine: ScriptedClient, client: httpx.Client, choice: dict[str, Any]
+) -> None:
+    said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    before, engine.script = engine.script, Script(said)
+    try:
+        body = {"model": "m", "messages": HISTORY, "tools": [TOOL], **choice}
+        answer = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+        assert answer["finish_reason"] == "tool_calls"
+        text = client.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).json()
+        assert text["choices"][0]["message"]["content"] == said
+        body = {"model": "m", "messages": ANTHROPIC, "tools": [ANTHROPIC_TOOL], "max_tokens": 64}
+        told = client.post("/v1/messages", json=body).json()
+        assert [each["type"] for each in told["content"]] == ["tool_use"]
+    finally:
+        engine.script = before
 
 
 def test_a_call_is_forced_as_hermes_writes_it(engine: ScriptedClient, client: httpx.Client) -> None:

@@ -190,7 +190,7 @@ def test_the_command_line_has_it_beside_its_spinner(
             run(io.StringIO(), 30, 1.0)
 
     monkeypatch.setattr(engine, "InferenceEngine", Engine)
-    monkeypatch.setattr(terminal, "_tell_of_a_faster_setting", lambda _: None)
+    monkeypatch.setattr(terminal, "_tell_of_a_faster_setting", lambda *_: None)
     terminal.load_engine(EngineConfig("some/model"))
     lines = [record.getMessage() for record in caplog.records]
     if is_terminal:

@@ -79,7 +79,7 @@ DIFFERENCES = (
         "[-+] status: .*",
     ),
     Difference(
-        "Tools of a model without a known call format are answered with text.",
+        "Calls of a model without a known call format are read as Hermes writes them.",
         ("chat/tools-auto",),
         "[-+] status: .*",
     ),

@@ -146,6 +146,22 @@ def _file_formats(
     return found
 
 
+def gguf_formats(file: Path, table: tuple[ParamSpec, ...]) -> dict[str, Format]:
+    """The formats that `load_params` gives the parameters of a `.gguf` file with the quantization
+    `"file"`, from the headers of the file and its parts. Raises `ModelLoadError`.
+    """
+    reader = GgufReader(file)
+    names = set(reader.keys())
+    forms = {name: reader.get_slice(name).form for name in names}
+    found: dict[str, Format] = {}
+    for param in (each for each in table if each.codes is not None):
+        given = [forms.get(source.name) for source in param.sources]
+        known = [form for form in given if form is not None]
+        if len(known) == len(given):
+            found[param.name] = widest(known)
+    return found
+
+
 def _require_no_codes(given: Mapping[str, Any], forms: Mapping[str, Format | None]) -> None:
     """Raise `ModelLoadError` where some tensors of a parameter are codes, and not all of them codes
     that products read.

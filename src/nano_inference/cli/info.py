@@ -4,7 +4,7 @@ read.
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +89,7 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
     from nano_inference.checkpoints.folders import describe_model
     from nano_inference.checkpoints.shard_checks import mesh_of
     from nano_inference.parallel.mesh import Place
-    from nano_inference.ranks.build import Rank, plan_engine
+    from nano_inference.ranks.build import Rank, counted_weights, plan_engine
 
     mesh, engines = mesh_of(config), config.expert_parallel if config.tensor_parallel == 1 else 1
     if mesh.world_size > 1 and engines > 1:
@@ -104,9 +104,13 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
         for engine in range(engines)
         for rank in range(mesh.world_size)
     ]
-    return [
+    plans = [
         plan_engine(config, rank=Rank(place, here, engines=engine), resolve=describe_model)
         for place, engine in places
+    ]
+    return [
+        replace(plan, memory_budget=replace(plan.memory_budget, weights=counted_weights(plan)))
+        for plan in plans
     ]
 
 

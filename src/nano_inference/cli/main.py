@@ -23,7 +23,7 @@ from nano_inference.cli.terminal import (
     set_up_logging,
     set_up_streams,
 )
-from nano_inference.errors import NanoInferenceError
+from nano_inference.errors import NO_MEMORY, NanoInferenceError
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,11 @@ class _Commands(TyperGroup):
         except BrokenPipeError:
             drop_output()
             raise typer.Exit(BROKEN_PIPE) from None
-        except NanoInferenceError as problem:
+        except (NanoInferenceError, MemoryError) as problem:
             if ctx.meta.get(DEBUG):
                 raise
-            errors.print(Text(f"error: {problem}", style="red"), soft_wrap=True)
+            told = problem if isinstance(problem, NanoInferenceError) else NO_MEMORY
+            errors.print(Text(f"error: {told}", style="red"), soft_wrap=True)
             raise typer.Exit(COMMANDS[ctx.invoked_subcommand].error_code) from None
 
     def main(self, *arguments: Any, **settings: Any) -> Any:

@@ -138,15 +138,16 @@ def load_engine(config: "EngineConfig") -> "InferenceEngine":
         from nano_inference.engine.engine import InferenceEngine
 
         built = InferenceEngine(config)
-    _tell_of_a_faster_setting(built)
+    _tell_of_a_faster_setting(built, config)
     return built
 
 
-def _tell_of_a_faster_setting(engine: "InferenceEngine") -> None:
-    """A line with dtype and memory, where another setting would give both in less."""
+def _tell_of_a_faster_setting(engine: "InferenceEngine", asked: "EngineConfig") -> None:
+    """Print dtype and memory, where a setting that you have left open would need less of both."""
     from nano_inference.device.quantization import faster_setting, told_weights
 
-    facts = engine.config, engine.model.dtype, engine.memory_budget.weights, engine.model.device
+    model, weights = engine.model, engine.memory_budget.weights
+    facts = engine.config, asked, model.dtype, weights, model.device
     if faster_setting(*facts) is not None:
         errors.print(told_weights(*facts), style="dim")
 

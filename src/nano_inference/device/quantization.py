@@ -54,37 +54,47 @@ def blocks_bytes(model_path: str) -> int:
 
 
 def told_weights(
-    config: EngineConfig, dtype: torch.dtype, weights: int, device: torch.device
+    config: EngineConfig,
+    asked: EngineConfig,
+    dtype: torch.dtype,
+    weights: int,
+    device: torch.device,
 ) -> str:
     """An engine's dtype and the memory of its weights, for a line.
 
     Args:
         config: of the engine, as it is settled.
+        asked: the config before it was settled; options that it names stay as they are.
         dtype: of the weights that are no codes.
         weights: bytes that they all take.
         device: where they are.
     """
     codes = "" if config.codes is None else f", weights as codes ({config.codes})"
-    faster = faster_setting(config, dtype, weights, device)
+    faster = faster_setting(config, asked, dtype, weights, device)
     hint = "" if faster is None else f"; {faster}"
     return f"{_name(dtype)}{codes}, {gibibytes(weights)}{hint}"
 
 
 def faster_setting(
-    config: EngineConfig, dtype: torch.dtype, weights: int, device: torch.device
+    config: EngineConfig,
+    asked: EngineConfig,
+    dtype: torch.dtype,
+    weights: int,
+    device: torch.device,
 ) -> str | None:
     """The setting that would make the tokens of one answer come faster in less memory on the CPU
-    kernels, with what it saves; None: there is none, or the model is too small to gain. Arguments
-    are those of `told_weights`.
+    kernels, with what it saves; None: there is none, you have ruled it out, or the model is too
+    small to gain. Arguments are those of `told_weights`.
     """
     runs_kernels = wants_cpu_kernels(config) and available_instruction_set() is not None
     if device.type != "cpu" or config.codes is not None or not runs_kernels or weights < LEAST:
         return None
     is_wide = dtype != torch.bfloat16
     ranks = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
-    if ranks == 1 and (size := blocks_bytes(config.model_path)):
+    is_open = ranks == 1 and asked.quantization == "auto"
+    if is_open and (size := blocks_bytes(config.model_path)):
         return f"--quantization file: {gibibytes(size)}, about {4 if is_wide else 2}x faster"
-    if is_wide and bf16_gains(config, device):
+    if is_wide and asked.dtype == "auto" and bf16_gains(config, device):
         return f"--dtype bfloat16: {gibibytes(weights // 2)}, about 2x faster"
     return None
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from nano_inference.checkpoints.loading import load_params, load_spec, resolve_model
+from nano_inference.checkpoints.folders import gguf_of
+from nano_inference.checkpoints.loading import gguf_formats, load_params, load_spec, resolve_model
 from nano_inference.checkpoints.shard_checks import mesh_of, require_experts
 from nano_inference.config import SELF, CacheType, EngineConfig
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
@@ -267,7 +268,7 @@ def _assemble(
     rank: Rank | None,
 ) -> Parts:
     plan = plan_engine(config, memory, try_kernels=True, rank=rank)
-    config, device = plan.config, plan.device
+    asked, config, device = config, plan.config, plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
     logger.info(
@@ -284,7 +285,8 @@ def _assemble(
         claims = measure(config, models, plan.memory_budget.weights, memory, graph_memory)
         budget = plan_memory(config, plan.parts, claims, plan.dtype, device, plan.rank.ranks_here)
         plan = replace(plan, memory_budget=budget)
-    logger.info("%s", told_weights(config, plan.dtype, plan.memory_budget.weights, device))
+    weights = plan.memory_budget.weights
+    logger.info("%s", told_weights(config, asked, plan.dtype, weights, device))
     plan = replace(plan, memory_budget=plan.rank.agree(plan.memory_budget))
     _tell_of_memory(plan, memory)
     return _with_cache(plan, models)
@@ -424,6 +426,21 @@ def _held(plan: EnginePlan, models: Mapping[str, Decoder]) -> int:
         num_bytes(tables[name], plan.dtype, formats_of(model.params))
         for name, model in models.items()
     )
+
+
+def counted_weights(plan: EnginePlan) -> int:
+    """Bytes that the models' weights of a plan will take. Of a `.gguf` file that is computed in its
+    blocks the headers are read, which the memory of the plan itself does not need. Raises
+    `ModelLoadError`.
+    """
+    size = plan.memory_budget.weights
+    file = gguf_of(plan.config.model_path)
+    if plan.config.codes != FILE or file is None:
+        return size
+    part = plan.parts[POLICY]
+    table = param_table(part.whole, part)
+    plain = num_bytes(table, plan.dtype, FILE)
+    return size - plain + num_bytes(table, plan.dtype, gguf_formats(file, table))
 
 
 def _guessed_claims(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nano_inference.errors import InvalidRequest, NanoInferenceError
+from nano_inference.errors import NO_MEMORY, ConfigError, InvalidRequest, NanoInferenceError
 from nano_inference.remote.log_lines import Rarely
 from nano_inference.remote.messages import (
     NOT_UNDERSTOOD,
@@ -62,7 +62,9 @@ class EngineHost:
             core = EngineCore(build(), self._emit)
             core.prepare()
         except Exception as problem:
-            if not isinstance(problem, NanoInferenceError):
+            if isinstance(problem, MemoryError):
+                problem = ConfigError(NO_MEMORY)
+            elif not isinstance(problem, NanoInferenceError):
                 log.exception("the engine cannot be built")
                 problem = NanoInferenceError(f"{type(problem).__name__}: {problem}")
             self._emit(CannotStart(type(problem).__name__, str(problem)))

@@ -247,6 +247,11 @@ def log_ready(config: ServerConfig, served: Served) -> None:
         config.max_queued_samples,
         config.request_timeout,
     )
+    if _calls_are_unknown(config, served):
+        log.info(
+            "the chat template does not show how this model writes tool calls: they are read as "
+            "hermes has them, and other answers are text; --tool-format names another way."
+        )
     if served.sampling_defaults:
         log.info(
             "sampling parameters that a request leaves out are as %s recommends: %s; "
@@ -254,6 +259,13 @@ def log_ready(config: ServerConfig, served: Served) -> None:
             "the model" if config.generation_config == AUTO else config.generation_config,
             as_text(served.sampling_defaults),
         )
+
+
+def _calls_are_unknown(config: ServerConfig, served: Served) -> bool:
+    format, tokenizer = served.chat_format, served.tokenizer
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    unknown = format.tools is None and not format.in_channels
+    return has_template and unknown and config.tool_format is None
 
 
 LARGE = 32 * 1024  # bytes of a body that is read in a thread, so that others do not wait

@@ -1,5 +1,5 @@
 """Files of models and weights, opened without waiting: a FIFO or a device would keep its reader for
-ever.
+ever. `sync` puts what was written on the disk.
 """
 
 import json
@@ -28,6 +28,15 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_text(path: Path) -> str:

@@ -32,6 +32,7 @@ from nano_inference.errors import ConfigError
 from nano_inference.system.cache_folder import cache_folder, locked, unfinished
 from nano_inference.system.machine import usable_cpus
 from nano_inference.system.progress import FileProgress, say
+from nano_inference.system.regular_files import sync
 
 logger = logging.getLogger("nano_inference")
 
@@ -314,7 +315,7 @@ def _compile(folder: Path, compiler: str, flags: tuple[str, ...]) -> list[Path]:
         target = folder / f"{name}.o"
         part = target.with_suffix(".part")
         _run([compiler, *flags, "-c", str(sources[name]), "-o", str(part)])
-        _sync(part)
+        sync(part)
         part.rename(target)  # what has its name is whole
 
     with (
@@ -475,7 +476,7 @@ def put(new: Path, library: str, folder: Path) -> None:
     """
     (new / MANIFEST).write_text(_sha256(new / library) + "\n", encoding="ascii")
     for path in (new / library, new / MANIFEST, new):
-        _sync(path)
+        sync(path)
     if folder.exists():
         old = new.with_name(f"{new.name}.old")
         folder.rename(old)  # who has loaded it keeps it
@@ -483,7 +484,7 @@ def put(new: Path, library: str, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         new.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 @contextmanager
@@ -535,11 +536,3 @@ def clean(root: Path, prefixes: tuple[str, ...], *, is_alone: bool = False) -> N
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@ tables.
 
 import contextlib
 import ctypes
+import errno
 import math
 import mmap
 import sys
@@ -63,8 +64,12 @@ def _advise(tensor: Tensor, advice: int) -> None:
 
 
 def _mapping(size: int) -> Tensor:
-    # shared ones get none
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:  # shared ones get no huge pages
+        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as problem:
+        if problem.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"{size} bytes cannot be mapped") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

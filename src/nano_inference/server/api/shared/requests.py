@@ -857,8 +857,8 @@ def _around(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
 @cache
 def _say_once() -> None:
     log.warning(
-        "a request offers tools, and this model's way to write calls is not known: what it "
-        "answers is text. "
+        "a request offers tools, and this model's way to write calls is not known: its answers are "
+        "text, unless it writes calls as hermes has them or tool_choice forces one; "
         "--tool-format names a way."
     )
 

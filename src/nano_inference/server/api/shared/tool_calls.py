@@ -11,17 +11,18 @@ from nano_inference.server.api.shared.generation import Ask, Served
 from nano_inference.server.api.shared.grammars import check
 from nano_inference.server.api.shared.requests import tail_of
 
-# of a model whose own way is not known: a grammar makes any model write it
+# of a model whose own way is not known: a grammar makes any model write it, and some write it by
+# themselves
 _DEFAULT = "hermes"
 
 
 def call_format(demand: ToolDemand | None, served: Served) -> ChatFormat:
-    """How the answers to a request write calls: as the model does, or, where that is not known and
-    a call is forced, as Hermes does.
+    """How the answers to a request write calls: as the model does, or, where that is not known, as
+    Hermes does.
     """
     format = served.chat_format
     unknown = format.tools is None and not format.in_channels
-    if unknown and demand is not None and demand.forced and served.config.tool_format is None:
+    if unknown and demand is not None and served.config.tool_format is None:
         return replace(format, tools=_DEFAULT)
     return format
 
