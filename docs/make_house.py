@@ -10,36 +10,33 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "house.svg"
 # What is in each room, in a few words. A room that the contract has and this table lacks fails.
 ROOMS = {
+    "nano_ray": "replicas as Ray actors; verl",
+    "nano_training_service": "LoRA training over HTTP",
+    "nano_bench": "load on any server, batches, reports",
     "cli": "the command line",
-    "ray": "replicas as Ray actors",
-    "training_service": "LoRA training over HTTP",
-    "bench": "load on any server",
-    "serving": "HTTP: OpenAI, Anthropic, trainers' routes; engine processes; the fleet",
-    "rl": "trainers: PolicyModel, replay, scoring, TRL, verl",
-    "engine": "the loop, runners, weights, workers, memory",
-    "speculation": "drafts: what guesses the next tokens",
-    "models": "families, checkpoints, the decoder",
+    "server": "HTTP: OpenAI, Anthropic, trainers' routes, the page",
+    "fleet": "several engines: router, failover, supervisor",
+    "remote": "one engine in another process: messages, operations, client",
+    "rl": "trainers: PolicyModel, replay, scoring, TRL",
+    "engine": "the public engine: lifecycle, intake, delivery, updates",
+    "ranks": "one engine over several processes",
     "text": "tokenizers, templates, detokenizer",
+    "drafts": "guesses of the next tokens: by text, model, heads",
+    "device": "runner, memory of keys and values, graphs, sleep",
+    "weights": "updates, their sources and transports",
+    "checkpoints": "folders, safetensors, quantised formats, GGUF, adapters",
+    "models": "families, parameters, the decoder",
     "ops": "operations: reference, cpu, cuda",
-    "parallel": "collectives, tensor and context parallel",
-    "batch": "a decision as tensors",
-    "columns": "the table of a step's quantities",
+    "parallel": "process groups, meshes, segments",
+    "core": "a step: schedule, apply, batch, loop",
     "sampling": "noise, filters, masks, logprobs",
-    "scheduling": "schedule, apply, commit: no tensors",
     "kv_cache": "blocks, hash cache, radix cache, windows",
     "data": "samples for training",
     "config": "EngineConfig",
-    "budget": "what a request may cost",
     "types": "requests, samples, updates",
-    "structured": "grammars and the masks that they make",
-    "checked": "checked values",
-    "options": "options from fields",
-    "child_process": "starting processes",
-    "regular_files": "reading files",
-    "progress": "of long work",
-    "cache_folder": "where caches lie",
-    "processor": "who made the CPU",
-    "machine": "memory and cores",
+    "structured": "grammars and their masks",
+    "fields": "declared and checked fields of dataclasses",
+    "system": "processes, files, the processor, progress",
     "errors": "typed errors",
 }
 WIDTH, ROW, GAP = 1000, 44, 8
@@ -67,11 +64,23 @@ def layers() -> list[list[str]]:
 
 def colour(room: str) -> tuple[str, str]:
     """Outside blue, decisions green, tensors orange, nouns grey."""
-    if room in ("cli", "ray", "training_service", "bench", "serving", "rl"):
+    if room in ("cli", "server", "fleet", "remote", "rl") or room.startswith("nano_"):
         return COLOURS[0]
-    if room in ("scheduling", "kv_cache", "structured"):
+    if room in ("core", "kv_cache", "structured"):
         return COLOURS[1]
-    if room in ("engine", "models", "text", "ops", "parallel", "batch", "sampling", "columns"):
+    if room in (
+        "engine",
+        "ranks",
+        "drafts",
+        "device",
+        "weights",
+        "checkpoints",
+        "models",
+        "text",
+        "ops",
+        "parallel",
+        "sampling",
+    ):
         return COLOURS[2]
     return COLOURS[3]
 
@@ -93,7 +102,11 @@ def drawing() -> str:
             x = 20 + place * (width + GAP)
             fill, stroke = colour(room)
             name, words = (
-                f"{room}/" if (ROOT / "src/nano_inference" / room).is_dir() else f"{room}.py",
+                room
+                if room.startswith("nano_")
+                else f"{room}/"
+                if (ROOT / "src/nano_inference" / room).is_dir()
+                else f"{room}.py",
                 ROOMS[room],
             )
             out += [

@@ -20,22 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGE = Path(__file__).parents[1] / "src" / "nano_inference"
-# A model, a cache, a sampler and a loop in one process: what a reader must know to know the engine.
-HEART = (
-    "scheduling/*.py",
-    "kv_cache/*.py",
-    "sampling/*.py",
-    "ops/backend.py",
-    "ops/reference*.py",
-    "models/decoder.py",
-    "batch.py",
-    "engine/engine.py",
-    "core/loop.py",
-    "engine/requests.py",
-    "device/runner.py",
-    "types.py",
-)
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "nano_inference"
+# A reader of these folders understands a step.
+STEP = ("core", "kv_cache", "sampling")
+SCREEN = 50  # lines
 
 
 def main() -> None:
@@ -55,32 +44,95 @@ def main() -> None:
     for name, count in found["statements by folder"].items():
         print(f"{count:11,}  {name}")
     for name, files in found.get("files passed", {}).items():
-        engine = [each for each in files if not each.startswith("serving/")]
-        print(f"{len(files):7,}  files passed by {name}; {len(engine)} outside serving/")
+        engine = [each for each in files if not each.startswith("server/")]
+        print(f"{len(files):7,}  files passed by {name}; {len(engine)} outside server/")
         print("         " + ", ".join(files))
 
 
 def sizes() -> dict[str, Any]:
-    """Statements, classes, files and lines of the package."""
-    files = sorted(PACKAGE.rglob("*.py"))
+    """Count statements, classes, files and lines of the package and its satellites."""
+    files = sorted(PACKAGE.parent.rglob("*.py"))
     trees = {path: ast.parse(path.read_text()) for path in files}
     statements = {path: _count(tree) for path, tree in trees.items()}
     folders: Counter[str] = Counter()
     for path, count in statements.items():
-        folders[str(path.relative_to(PACKAGE).parent)] += count
+        folders[_folder(path)] += count
     texts = {path: path.read_text().splitlines() for path in files}
-    heart = {path for pattern in HEART for path in PACKAGE.glob(pattern)}
+    long = [path for path, tree in trees.items() for node in ast.walk(tree) if _is_long(node)]
     return {
         "statements": sum(statements.values()),
+        "statements of core, kv_cache and sampling": sum(folders[name] for name in STEP),
+        "statements of core": folders["core"],
         "classes": sum(
             isinstance(n, ast.ClassDef) for tree in trees.values() for n in ast.walk(tree)
         ),
         "files": len(files),
+        "files of engine": sum(_folder(path) == "engine" for path in files),
+        "loose files of the package": len(list(PACKAGE.glob("*.py"))),
         "lines": sum(map(len, texts.values())),
-        "lines of the heart": sum(len(texts[path]) for path in heart),
+        "lines of the largest file": max(map(len, texts.values())),
+        "files over 500 lines": sum(len(text) > 500 for text in texts.values()),
+        "functions over 50 lines": len(long),
+        "functions over 50 lines in core": sum(_folder(path) == "core" for path in long),
+        "circles of files": len(circles(trees)),
+        "lines of tests": sum(
+            len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")
+        ),
         "columns of the longest line": max(len(line) for text in texts.values() for line in text),
         "statements by folder": dict(folders.most_common()),
     }
+
+
+def _folder(path: Path) -> str:
+    inside = path.is_relative_to(PACKAGE)
+    return str(path.relative_to(PACKAGE if inside else PACKAGE.parent).parent)
+
+
+def _is_long(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
+        return False
+    return node.end_lineno - node.lineno + 1 > SCREEN
+
+
+def circles(trees: dict[Path, ast.Module]) -> list[set[str]]:
+    """Return the sets of modules that import each other, directly or through others."""
+    modules = {_module(path): path for path in trees}
+    imports = {name: _imports(name, trees[path], modules) for name, path in modules.items()}
+    reached = {name: _reached(name, imports) for name in imports}
+    found: list[set[str]] = []
+    for name in imports:
+        circle = {other for other in reached[name] if name in reached[other]}
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(name: str, tree: ast.Module, modules: dict[str, Path]) -> set[str]:
+    """Modules that a file imports. A folder's `__init__` only lists names of its files."""
+    if modules[name].name == "__init__.py":
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+    return found & set(modules)
+
+
+def _reached(name: str, imports: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    todo = [name]
+    while todo:
+        for other in imports[todo.pop()] - seen:
+            seen.add(other)
+            todo.append(other)
+    return seen
 
 
 def _count(tree: ast.Module) -> int:

@@ -19,7 +19,7 @@ KEPT = (
     "tests/simulation/test_simulation.py",
     "tests/invariance/test_schedule_invariance.py",
     "tests/kv_cache/",
-    "tests/scheduling/",
+    "tests/core/",
     "tests/ops/test_reference.py",
     "tests/core/test_batch.py",
     "tests/engine/test_kv_policies.py",
