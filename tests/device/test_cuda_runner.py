@@ -15,7 +15,7 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.cuda_runner import CudaRunner
 from nano_inference.device.graphs import row_by_row
-from nano_inference.device.kv_tensors import UnitMap
+from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from tests.device.cuda_cases import CheckingQueue, conventional

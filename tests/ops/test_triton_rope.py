@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.device.kv_tensors import KVStorage, UnitMap
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
 from nano_inference.ops import reference
 from nano_inference.ops.backend import Norm

@@ -22,8 +22,9 @@ from nano_inference.core.apply import SampledTokens
 from nano_inference.core.batch import Chunks, ForwardBatch
 from nano_inference.core.sequence import POLICY, PREVIOUS
 from nano_inference.device.backends import choose_ops
-from nano_inference.device.kv_tensors import KVStorage, UnitMap, common_layout, storage_key
+from nano_inference.device.kv_tensors import KVStorage, common_layout, storage_key
 from nano_inference.device.runner import ModelRunner
+from nano_inference.device.units import UnitMap
 from nano_inference.engine import engine as engine_module
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.sliding_window import UnitPool

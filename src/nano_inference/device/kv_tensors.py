@@ -10,7 +10,8 @@ from torch import Tensor
 from nano_inference.config import KVCacheDType
 from nano_inference.core.sequence import DRAFT, POLICY
 from nano_inference.device.state_tensors import StateStorage
-from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout, UnitPool
+from nano_inference.device.units import UnitMap, sent
+from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.sharding.shard import split_layers
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
@@ -156,41 +157,6 @@ def layers_of_a_unit(spec: ModelSpec, layout: BlockLayout) -> int:
 def _slides(spec: ModelSpec, layout: BlockLayout) -> list[bool]:
     """For each layer: whether it lies in units of sliding layers."""
     return [0 < window <= layout.window for window in spec.windows]
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on a device, behind what is queued there; the host does not wait
-    for it.
-    """
-    return (
-        tensor.to(device)
-        if device.type == "cpu"
-        else tensor.pin_memory().to(device, non_blocking=True)
-    )
-
-
-class UnitMap:
-    """Which units stand behind which block, on the device: a mirror of `UnitPool.unit_of`, shared
-    by all storages.
-    """
-
-    def __init__(self, pool: UnitPool, device: torch.device) -> None:
-        self.layout, self.num_units = pool.layout, pool.num_units
-        self._pool = pool
-        self._host = torch.frombuffer(pool.unit_of, dtype=torch.int64).view(
-            pool.layout.num_units, pool.num_blocks
-        )
-        # a CPU reads the pool's own memory
-        self._units = self._host if device.type == "cpu" else self._host.to(device)
-
-    def units(self) -> Tensor:
-        """Units [units of a block, blocks] as they are now."""
-        if self._units is not self._host and self._pool.changed:
-            blocks = torch.tensor(sorted(self._pool.changed))
-            changed = sent(torch.cat([blocks[None], self._host[:, blocks]]), self._units.device)
-            self._units[:, changed[0]] = changed[1:]  # in place: captured graphs read it
-            self._pool.changed.clear()
-        return self._units
 
 
 class KVStorage:

@@ -3,16 +3,13 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nano_inference.device.units import UnitMap
 from nano_inference.models.spec.states import StateColumn, StateSpec
 from nano_inference.ops.cpu.memory import advise_huge_pages
-
-if TYPE_CHECKING:
-    from nano_inference.device.kv_tensors import UnitMap
 
 
 def state_bytes(spec: StateSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -48,7 +45,7 @@ class StateStorage:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        units: "UnitMap | None" = None,
+        units: UnitMap | None = None,
     ) -> None:
         self.spec, self.block_size, self.unit_map = spec, block_size, units
         self.num_blocks, self.window = num_blocks, spec.window(block_size)

@@ -28,7 +28,7 @@ from nano_inference.device.backends import (
     start_up_line,
     try_attention,
 )
-from nano_inference.device.kv_tensors import KVStorage, UnitMap, storage_key
+from nano_inference.device.kv_tensors import KVStorage, storage_key
 from nano_inference.device.memory import (
     Claims,
     MemoryBudget,
@@ -49,6 +49,7 @@ from nano_inference.device.memory_profile import (
 )
 from nano_inference.device.quantization import settle_quantization, told_weights
 from nano_inference.device.runner import ModelRunner
+from nano_inference.device.units import UnitMap
 from nano_inference.drafts.heads import (
     EagleSpec,
     HeadsSpec,
