@@ -1,4 +1,6 @@
 """Files of models: folders, safetensors, quantised formats, GGUF, adapters.
 
-Imports: models, ops. Begin with loading.py.
+Imports only from: models, ops.
+Begin with: loading.py.
+Tests: tests/checkpoints.
 """

@@ -1,4 +1,6 @@
 """A step of the engine: decide, then apply. No threads, sockets or files.
 
-Imports: types, config, kv_cache, sampling. Begin with loop.py, then schedule.py and apply.py.
+Imports only from: types, config, kv_cache, sampling.
+Begin with: loop.py (`EngineLoop.step`), then schedule.py and apply.py.
+Tests: tests/core, tests/simulation.
 """

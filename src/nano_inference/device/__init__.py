@@ -1,4 +1,6 @@
-"""A device at work: runner, memory of keys and values, graphs, sleep, memory plan.
+"""A device at work: runner, tensors of keys and values, graphs, sleep, memory plan.
 
-Imports: core, models, ops, weights. Begin with runner.py.
+Imports only from: core, models, weights.
+Begin with: runner.py; on CUDA cuda_runner.py.
+Tests: tests/device.
 """

@@ -1,1 +1,6 @@
-"""Drafts: guesses of the next tokens, which change no token and no bit, and only save time."""
+"""Guesses of the next tokens. They change no token and no bit; they only save time.
+
+Imports only from: device.
+Begin with: drafter.py, then suffix.py (by text) or model.py (by a model).
+Tests: tests/drafts.
+"""

@@ -1,3 +1,6 @@
-"""Where state lives: the loop, the runner, the KV tensors, the weights, and the engine that owns
-them.
+"""The public engine: intake, threads and lifecycle, delivery, weight updates, adapters, scoring.
+
+Imports only from: everything above: core, device, drafts, ranks, text.
+Begin with: engine.py, then shared_loop.py.
+Tests: tests/engine.
 """

@@ -1,4 +1,6 @@
 """Declared and checked fields of dataclasses: options of commands and configurations.
 
-Imports: errors. Begin with option.py.
+Imports only from: errors.
+Begin with: option.py.
+Tests: tests/test_config.py.
 """

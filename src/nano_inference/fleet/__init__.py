@@ -1,3 +1,6 @@
-"""Several engines behind one client: which request goes where, and what becomes of it when its
-engine dies.
+"""Several engines behind one client: router, failover, supervisor, updates of all.
+
+Imports only from: remote.
+Begin with: fleet_client.py, then router.py.
+Tests: tests/fleet.
 """

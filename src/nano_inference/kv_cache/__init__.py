@@ -1,3 +1,7 @@
-"""Which block holds what: reference counts, the free list, and the index of prefixes. No tensors
-here.
+"""The cache as a bookkeeper: reference counts, the free list, the index of prefixes, sliding
+windows, kept blocks. No tensors.
+
+Imports only from: types, config.
+Begin with: manager.py, then block_pool.py.
+Tests: tests/kv_cache.
 """

@@ -1,1 +1,6 @@
-"""One decoder, described by a `ModelSpec` and fed by a table of `ParamSpec`s."""
+"""One decoder for all families: described by a `ModelSpec`, fed by a table of parameters.
+
+Imports only from: ops, parallel.
+Begin with: spec/model.py, then decoder.py.
+Tests: tests/models.
+"""

@@ -1,3 +1,6 @@
-"""The operations that a model is made of. A backend is one set of them, chosen once and passed
-down.
+"""The operations of a model. A backend is one set of them, chosen when an engine is built.
+
+Imports only from: parallel, sampling.
+Begin with: the interface, then reference (the specification).
+Tests: tests/ops.
 """

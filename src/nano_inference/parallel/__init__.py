@@ -1,1 +1,6 @@
-"""How ranks share one model: their places, and what they tell each other."""
+"""Ranks as places in a mesh, and the messages between them: process groups, segments, deadlines.
+
+Imports only from: errors, system, core.
+Begin with: mesh.py, then process_group.py.
+Tests: tests/parallel.
+"""

@@ -1,4 +1,6 @@
 """One engine in another process: messages, operations, the process and its client.
 
-Imports: engine. Begin with client.py on the side of the API, core.py on the side of the engine.
+Imports only from: engine.
+Begin with: client.py (the side of the API), then core.py (the side of the engine).
+Tests: tests/remote.
 """

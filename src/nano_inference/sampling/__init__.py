@@ -1,1 +1,6 @@
-"""From logits to tokens: noise, filters, the draw, logprobs. Plain torch; every row for itself."""
+"""From logits to tokens: columns, noise, filters, the draw, logprobs. Each row is drawn by itself.
+
+Imports only from: types, structured.
+Begin with: sample.py, then pipeline.py.
+Tests: tests/sampling.
+"""

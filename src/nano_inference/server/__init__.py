@@ -1,1 +1,6 @@
-"""The HTTP server: OpenAI's and Anthropic's protocols over one engine. Needs the extra `server`."""
+"""The HTTP server. It needs the extra `server`.
+
+Imports only from: fleet, remote, text.
+Begin with: app.py, then server.py.
+Tests: tests/server.
+"""

@@ -1,4 +1,6 @@
-"""The operating system: processes, files, the processor, progress lines.
+"""The operating system: processes, files, the processor, progress lines, plain HTTP.
 
-Imports: errors. Begin with machine.py: what this machine has.
+Imports only from: errors.
+Begin with: machine.py (memory and cores).
+Tests: tests/system.
 """

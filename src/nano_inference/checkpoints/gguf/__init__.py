@@ -1,4 +1,6 @@
 """GGUF files, read from the mapped file.
 
-Imports: models, ops. Begin with file.py.
+Imports only from: models, ops.
+Begin with: file.py.
+Tests: tests/checkpoints (test_gguf*.py).
 """

@@ -1,4 +1,6 @@
 """How a model is divided among ranks.
 
-Imports: models/spec, ops, parallel. Begin with shard.py.
+Imports only from: models/spec, ops, parallel.
+Begin with: shard.py.
+Tests: tests/parallel.
 """

@@ -1,4 +1,6 @@
-"""The static description of a model: everything the decoder needs except weights.
+"""The static description of a model: everything the decoder needs except weights. No torch.
 
-Imports: errors, fields; no torch. Begin with model.py.
+Imports only from: errors, fields.
+Begin with: model.py.
+Tests: tests/models/test_spec.py.
 """

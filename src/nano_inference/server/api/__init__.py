@@ -1,4 +1,6 @@
 """The protocols of OpenAI and Anthropic.
 
-Imports: server/http, remote, text. Begin with shared/requests.py.
+Imports only from: server/http, remote, text.
+Begin with: shared/requests.py.
+Tests: tests/server/api.
 """

@@ -1,3 +1,6 @@
-"""What all routes share: request ids, keys, limits, errors, event streams, the queue's limit,
-metrics and logs.
+"""The edge of the server: connections, limits, keys, admission, replies, metrics, tracing.
+
+Imports only from: remote.
+Begin with: layers.py.
+Tests: tests/server/http.
 """

@@ -1,1 +1,6 @@
-"""The page that the server answers `/` with, and `/docs`. What browsers get lies in `files/`."""
+"""The page at `/` and the documentation at `/docs`.
+
+Imports only from: server.
+Begin with: routes.py.
+Tests: tests/server/page.
+"""

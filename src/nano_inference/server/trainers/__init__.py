@@ -1,6 +1,6 @@
-"""The HTTP dialects by which RL trainers reach an engine: thin adapters over `server/control.py`,
-on with `--rl`.
+"""Control routes in the words of trainers: SGLang, vLLM, PRIME-RL, PipelineRL.
 
-`vllm` and `sglang` are the two that the field speaks; `prime_rl` and `pipeline_rl` are aliases for
-their trainers.
+Imports only from: server/api/shared, remote.
+Begin with: shared.py, then sglang_routes.py.
+Tests: tests/server/trainers.
 """

@@ -1,4 +1,6 @@
 """Anthropic: messages.
 
-Imports: server/api/shared. Begin with messages.py.
+Imports only from: server/api/shared.
+Begin with: messages.py.
+Tests: tests/server/api/anthropic.
 """

@@ -1,4 +1,6 @@
 """OpenAI: chat completions, completions, responses, embeddings.
 
-Imports: server/api/shared. Begin with chat.py.
+Imports only from: server/api/shared.
+Begin with: chat.py.
+Tests: tests/server/api/openai.
 """

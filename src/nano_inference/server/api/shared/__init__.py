@@ -1,4 +1,6 @@
-"""How each protocol reads requests and writes answers.
+"""Shared by the protocols: bodies, prompts, grammars, choices, answers.
 
-`requests` and `answers` hold what all protocols share, `*_schema` the models of requests.
+Imports only from: remote, text, structured.
+Begin with: requests.py, then generation.py.
+Tests: tests/server.
 """
