@@ -1,0 +1,41 @@
+"""Units of blocks on a device."""
+
+import torch
+from torch import Tensor
+
+from nano_inference.kv_cache.sliding_window import UnitPool
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on a device, behind what is queued there; the host does not wait
+    for it.
+    """
+    return (
+        tensor.to(device)
+        if device.type == "cpu"
+        else tensor.pin_memory().to(device, non_blocking=True)
+    )
+
+
+class UnitMap:
+    """The units behind each block, on the device: a mirror of `UnitPool.unit_of`, shared by all
+    storages.
+    """
+
+    def __init__(self, pool: UnitPool, device: torch.device) -> None:
+        self.layout, self.num_units = pool.layout, pool.num_units
+        self._pool = pool
+        self._host = torch.frombuffer(pool.unit_of, dtype=torch.int64).view(
+            pool.layout.num_units, pool.num_blocks
+        )
+        # a CPU reads the pool's own memory
+        self._units = self._host if device.type == "cpu" else self._host.to(device)
+
+    def units(self) -> Tensor:
+        """Units [units of a block, blocks] as they are now."""
+        if self._units is not self._host and self._pool.changed:
+            blocks = torch.tensor(sorted(self._pool.changed))
+            changed = sent(torch.cat([blocks[None], self._host[:, blocks]]), self._units.device)
+            self._units[:, changed[0]] = changed[1:]  # in place: captured graphs read it
+            self._pool.changed.clear()
+        return self._units
