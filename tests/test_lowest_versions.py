@@ -20,10 +20,12 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 # Extras ("" for what is always installed) -> the tests that depend on these packages most.
 TESTS = {
     ("server",): [
-        f"tests/serving/test_{name}.py"
+        f"tests/{name}.py"
         for name in (
-            *("connection", "bodies", "gateways", "exchange", "silence"),
-            *("messages", "engine_sockets", "metrics", "openai_model"),
+            *("server/http/test_connection", "server/http/test_bodies", "server/test_gateways"),
+            *("server/test_exchange", "server/test_silence", "server/http/test_metrics"),
+            *("remote/test_messages", "remote/test_engine_sockets"),
+            "server/api/openai/test_openai_model",
         )
     ],
     ("", "data", "parallel", "plots"): [

@@ -1,5 +1,5 @@
 """The server's page and `/docs`, as HTTP: what may load, what is named, and who may read it. What a
-browser makes of it: `tests/serving/page`.
+browser makes of it: `tests/server/page`.
 """
 
 import ast

@@ -222,7 +222,7 @@ def test_usable_cores_without_affinity_are_the_machines(
 def test_usable_cores_of_a_process_that_is_bound_to_one() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from nano_inference import EngineConfig; from nano_inference.engine import backends;"
+        "from nano_inference import EngineConfig; from nano_inference.device import backends;"
         "print(backends.num_threads(EngineConfig('m')))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

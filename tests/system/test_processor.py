@@ -50,7 +50,7 @@ def test_the_reference_names_whose_products_it_has(
 
 def test_mkl_is_told_to_keep_its_order_on_intels_processors_alone() -> None:
     """And a caller's own setting stays."""
-    code = "import os, nano_inference as n; print(n.processor.vendor(), os.environ.get('MKL_CBWR'))"
+    code = "import os, nano_inference as n; print(n.system.processor.vendor(), os.environ.get('MKL_CBWR'))"
     for given in (None, "COMPATIBLE"):
         environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
         environment |= {} if given is None else {"MKL_CBWR": given}

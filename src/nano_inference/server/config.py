@@ -103,7 +103,7 @@ class ServerConfig:
         log_prompts: also log prompts and completions.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of each generation.
         rl: serve the routes by which trainers pause the engine and change its weights
-            (`serving/dialects`).
+            (`server/trainers`).
         rl_open: ask for no admin key on those although other machines can reach them.
         rl_timeout: seconds that a weight group may take to form, and an update to arrive.
         rl_max_body_bytes: size of a body that holds weights (`/update_weights_from_tensor`).

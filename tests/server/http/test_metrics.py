@@ -14,7 +14,7 @@ from tests.fleet.fleets import Made
 from tests.server.engines import stats_with
 from tests.server.scripted import Script
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 STEMS = {
     "num_requests_running",
     "num_requests_waiting",
