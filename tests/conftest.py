@@ -53,11 +53,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of the other tier."""
-    names = depth.thorough()
-    kept = [each for each in items if depth.runs(each.nodeid, _depends_on_tier(each), names)]
+    kept = [each for each in items if depth.runs(_is_thorough(each), _depends_on_tier(each))]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[each for each in items if each not in kept])
         items[:] = kept
+
+
+def _is_thorough(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("thorough")
+    if mark is None:
+        return False
+    case = getattr(getattr(item, "callspec", None), "id", None)
+    return depth.is_thorough(case, mark.kwargs.get("cases"), mark.kwargs.get("but", ()))
 
 
 def _depends_on_tier(item: pytest.Item) -> bool:

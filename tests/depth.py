@@ -1,7 +1,7 @@
 """How deep tests look.
 
-`make test` is for people: where pytest collects all of `tests`, the tier `quick` leaves out the
-tests of `thorough.txt`, property tests try a quarter of their examples, and tests of the CPU
+`make test` is for people: if pytest collects all of `tests`, the tier `quick` leaves out the tests
+that are marked `thorough` (or the marked cases of a test), property tests try a quarter of their examples, and tests of the CPU
 kernels have two builds of them. `rest` runs what that left: the thorough tests, and those tests
 with all of their examples and builds. `all` runs everything, with all
 examples. What is asked for by file, by name or by `-k` runs whole, as in `all`, unless a tier is
@@ -10,12 +10,10 @@ asked for too.
 
 import random
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 TIERS = ("quick", "rest", "all")
-LIST = Path(__file__).parent / "thorough.txt"  # written by scripts/tiers.py
 tier = "quick"  # set by conftest.py before tests are imported
 
 
@@ -33,20 +31,18 @@ def share_of(cases: Iterable[T]) -> list[T]:
     return random.Random(0).sample(every, -(-len(every) // part)) if part > 1 else every
 
 
-def thorough() -> set[str]:
-    """Names of tests as pytest writes them, with or without a case in brackets."""
-    return {line for line in LIST.read_text().splitlines() if line and not line.startswith("#")}
-
-
-def runs(name: str, depends_on_tier: bool, names: Collection[str]) -> bool:
-    """Whether this tier has the test.
+def runs(is_thorough: bool, depends_on_tier: bool) -> bool:
+    """Return whether this tier has the test.
 
     Args:
-        name: as pytest writes it.
-        depends_on_tier: what it tries does, so that `rest` has more for it.
-        names: those of the thorough tests.
+        is_thorough: the test is marked.
+        depends_on_tier: its examples or builds do, so that `rest` has more for it.
     """
-    is_thorough = name in names or name.partition("[")[0] in names
     if tier == "rest":
         return is_thorough or depends_on_tier
     return tier == "all" or not is_thorough
+
+
+def is_thorough(case: str | None, cases: Collection[str] | None, but: Collection[str]) -> bool:
+    """Return whether a mark `thorough(cases=..., but=...)` covers a case (None: no parameters)."""
+    return case in cases if cases is not None else case not in but

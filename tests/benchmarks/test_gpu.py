@@ -362,6 +362,7 @@ def test_the_script_refuses_what_it_does_not_know(options: list[str], said: str)
     assert said in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card_it_says_so_and_stops(tmp_path: Path) -> None:
     done = check(str(tmp_path), seconds=120)

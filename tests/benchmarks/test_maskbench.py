@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough(cases=["ours-xgrammar"])
 @pytest.mark.parametrize("name", maskbench.NAMES)
 def test_documents_are_counted_by_what_masks_let_through(folder: Path, name: str) -> None:
     if not maskbench.installed([name]):
@@ -67,6 +68,7 @@ def test_a_document_that_stops_too_early_is_not_accepted() -> None:
     assert maskbench.try_document(Endless(), [1, 3], (EOS, 7), outcome)
 
 
+@pytest.mark.thorough
 def test_every_nth_schema_of_a_clone_in_a_process_that_can_be_killed(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_data_that_is_no_clone_is_refused(tmp_path: Path) -> None:
         maskbench.schemas(tmp_path, 1)
 
 
+@pytest.mark.thorough
 def test_a_step_with_grammars_against_one_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_peers_get_the_prompts_that_ours_gets(options: Options) -> None:
     assert all(len(stream.prompts) >= 3 for stream in found.values())
 
 
+@pytest.mark.thorough
 def test_ours_drafts_in_a_process_of_its_own(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,7 @@ def test_bytes_and_types_of_a_file(tmp_path: Path) -> None:
     assert tensors == {"F32": 1, "Q8_0": 1}
 
 
+@pytest.mark.thorough
 def test_formats_beside_llama_cpp(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -37,6 +37,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
 
 
+@pytest.mark.thorough
 def test_every_part_but_the_broadcast(options: Options) -> None:
     rows = rl.measure(options, ("update", "score", "abort", "gradients"))
     assert len({row["name"] for row in rows}) == len(rows) == 5 + 3 + 2 + 4
@@ -52,6 +53,7 @@ def test_every_part_but_the_broadcast(options: Options) -> None:
     json.dumps(rows)
 
 
+@pytest.mark.thorough
 def test_a_broadcast_from_a_second_process(options: Options) -> None:
     rows = rl.measure(options, ("broadcast",))
     assert [len((row.get("seconds") or row["ratio"])["runs"]) for row in rows] == [3, 3, 3]

@@ -39,6 +39,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     return Options(model=str(folder), dtype="float32", backend="reference", threads=1, repeats=1)
 
 
+@pytest.mark.thorough
 def test_throughput_of_a_tiny_model(options: Options) -> None:
     (row,) = throughput.measure(options, ["W1"])
     assert row["name"] == "W1, 1 thread"
@@ -57,12 +58,14 @@ def test_every_sequence_streams_a_first_token_and_gaps(options: Options) -> None
     assert min(first) > 0
 
 
+@pytest.mark.thorough
 def test_prefill_by_length_and_chunk(options: Options) -> None:
     rows = prefill.measure(options, (20, 40), (16,), ())
     assert [row["name"] for row in rows] == ["20 tokens", "40 tokens", "40 tokens, chunks of 16"]
     assert all(row["prompt_tokens_per_s"]["median"] > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_worker_takes_its_turn_and_is_stopped_in_between(
     options: Options, tmp_path: Path
 ) -> None:
@@ -81,6 +84,7 @@ def test_a_worker_takes_its_turn_and_is_stopped_in_between(
     assert not process.is_running()
 
 
+@pytest.mark.thorough
 def test_transformers_takes_turns_with_ours(options: Options, tmp_path: Path) -> None:
     choice = Choice(engines=(OURS, "transformers"), cache=tmp_path)
     rows = compare.measure(options, ["W1"], choice)

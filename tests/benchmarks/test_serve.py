@@ -49,6 +49,7 @@ def engine_processes() -> set[psutil.Process]:
     return found
 
 
+@pytest.mark.thorough
 def test_throughput_through_a_server_and_without(options: Options, tmp_path: Path) -> None:
     before = engine_processes()
     choice = Choice(requests=6, warm_up=2, concurrency=2, output_tokens=4, cache=tmp_path)
@@ -122,6 +123,7 @@ def test_a_server_is_waited_for_and_always_stopped(tmp_path: Path) -> None:
     assert not seen[0].is_running()
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_never_healthy_is_stopped_too(tmp_path: Path) -> None:
     port, before = free_port(), set(psutil.Process().children())
     command = [sys.executable, "-c", SERVER, str(port), "1000000"]
@@ -199,6 +201,7 @@ def arrive(most: int) -> tuple[arrival.Arrival, dict[str, Any]]:
     return load.run(main()), state
 
 
+@pytest.mark.thorough
 def test_what_a_long_prompt_does_to_running_streams() -> None:
     found, state = arrive(10_000)
     assert QUICK * 1e3 <= found.before < found.during
@@ -207,6 +210,7 @@ def test_what_a_long_prompt_does_to_running_streams() -> None:
     assert state["dropped"] == arrival.STREAMS
 
 
+@pytest.mark.thorough
 def test_streams_that_end_too_early_are_an_error() -> None:
     with pytest.raises(Broken, match="ended early"):
         arrive(20)

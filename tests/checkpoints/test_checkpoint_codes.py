@@ -94,6 +94,7 @@ def engine_of(folder: Path, **options: Any) -> InferenceEngine:
     return InferenceEngine(EngineConfig(str(folder), **(settled | options)))
 
 
+@pytest.mark.thorough(cases=["bitsandbytes-int8-cpu-1"])
 @pytest.mark.parametrize("panel", [2**22, 1])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", FORMS)
@@ -197,6 +198,7 @@ def test_scales_that_are_damaged_are_refused(tmp_path: Path) -> None:
         load(tmp_path, "reference")
 
 
+@pytest.mark.thorough(cases=["compressed-int8-cpu", "gptq-128-cpu"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["compressed-int8", "gptq-128", "awq-64"])
 def test_an_engine_answers_with_a_checkpoints_codes(
@@ -280,6 +282,7 @@ WATCH = LOAD_AND_WATCH.replace(
 ).replace("each.nbytes for", "getattr(each, 'data', each).nbytes for")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
 @pytest.mark.parametrize("name", ["compressed-int8", "gptq", "awq-128"])
 def test_no_weight_is_ever_in_memory_as_numbers(tmp_path: Path, name: str) -> None:
@@ -313,6 +316,7 @@ def test_an_engine_of_two_ranks_has_the_bits_of_one(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 def test_ranks_cut_no_group(tmp_path: Path) -> None:
     folder = write(tmp_path, "awq-128")
     told = "128 columns of 'layers.0.o' are not cut at multiples of 128; use tensor_parallel=1"

@@ -76,6 +76,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
             assert torch.equal(read(exact, slot), read(numbers, slot))
 
 
+@pytest.mark.thorough(cases=["reference"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_an_engine_answers_with_a_file_s_blocks(tmp_path: Path, backend: str) -> None:
     strong_model(tmp_path / "hf", "LlamaForCausalLM", **CONFIG)

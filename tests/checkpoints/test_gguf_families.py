@@ -263,6 +263,7 @@ def test_weights_and_configuration_there_and_back(tmp_path: Path, name: str, tie
         assert key in added or ours.get(key) == theirs.get(key), key
 
 
+@pytest.mark.thorough(cases=["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "olmoe", "qwen2moe"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_agrees_with_transformers_at_every_position(tmp_path: Path, name: str) -> None:
     oracle = strong(tmp_path / "hf", name)
@@ -334,6 +335,7 @@ def test_keys_and_values_of_several_heads_are_refused(
         described(path, tmp_path / "cache")
 
 
+@pytest.mark.thorough(cases=["deepseek-v3-Q4_1"])
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_1"])
 @pytest.mark.parametrize("name", ["llama 3", "mixtral", "deepseek-v3"])
 def test_a_quantised_file_agrees_with_its_dequantised_weights(
@@ -376,6 +378,7 @@ def test_gate_and_up_of_several_shapes_are_refused(
         described(path, tmp_path / "cache")
 
 
+@pytest.mark.thorough
 def test_experts_in_mxfp4_agree_with_their_dequantised_weights(tmp_path: Path) -> None:
     oracle = strong(tmp_path / "hf", "gpt-oss")
     kind = gguf.GGMLQuantizationType.MXFP4

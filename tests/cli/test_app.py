@@ -204,6 +204,7 @@ def test_public_names_that_need_torch_come_when_they_are_asked_for() -> None:
         nano_inference.nothing  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.thorough(cases=[])
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -181,6 +181,7 @@ def test_chat_asks_for_no_more_than_fits(folders: dict[str, str]) -> None:
     assert result.exit_code == 0, result.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
     """Ctrl-C while it answers, Ctrl-C while it waits, a mistake, Ctrl-D."""
@@ -233,6 +234,7 @@ def test_keys_of_a_terminal(folders: dict[str, str]) -> None:
     assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.thorough
 def test_interrupt_stops_an_answer_and_keeps_the_session(folders: dict[str, str]) -> None:
     process = spawn("chat", folders["chat"], "--max-tokens", "50000", "--threads", "1")
     assert process.stdin is not None

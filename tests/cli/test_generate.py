@@ -318,6 +318,7 @@ def test_reference_logprobs(folders: dict[str, str]) -> None:
     assert re.search(r"mean logprob (-\S+), reference \1", run(*words, "-n", "2").stdout)
 
 
+@pytest.mark.thorough
 def test_logprobs_are_colors_on_a_terminal_and_numbers_elsewhere(folders: dict[str, str]) -> None:
     words = [
         "generate",
@@ -350,6 +351,7 @@ def test_a_logprob_that_rounds_to_zero_has_no_sign(monkeypatch: pytest.MonkeyPat
     assert terminal.colored(nothing, nothing, plain).plain == "a[0.00]b[-0.02]"
 
 
+@pytest.mark.thorough
 def test_no_color_also_holds_for_errors() -> None:
     words = ("info", "pyproject.toml")
     assert COLOR.search(finish(spawn(*words, FORCE_COLOR="1"))[2])
@@ -366,6 +368,7 @@ def test_a_model_cannot_send_control_sequences_to_a_terminal(
     assert terminal.printable("\x1b[2Ja\tb\r\n\x9b") == "\ufffd[2Ja\tb\ufffd\n\ufffd"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flags", [["--json"], [], ["--logprobs"]])
 def test_a_reader_who_leaves_is_no_error_to_talk_about(
     folders: dict[str, str], flags: list[str]
@@ -407,6 +410,7 @@ def test_verbose_shows_what_the_engine_logs_and_warnings_come_always(
     assert "memory on cpu" in loud
 
 
+@pytest.mark.thorough
 def test_interrupt_ends_a_run_quietly(folders: dict[str, str]) -> None:
     process = spawn(
         "generate", folders["base"], "-p", "a", "-m", "50000", "--json", "--threads", "1", "-v"

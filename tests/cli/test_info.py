@@ -60,6 +60,7 @@ def test_info_of_every_kind(tmp_path: Path, family: str) -> None:
     assert ("layers see the last" in result.stdout) == (family in ("gemma3", "phi3"))
 
 
+@pytest.mark.thorough
 def test_info_of_ranks_agrees_with_an_engine_of_several(folders: dict[str, str]) -> None:
     options = ("--tensor-parallel", "2", "--pipeline-parallel", "2", "--kv-cache-memory", "8MiB")
     result = run("info", folders["chat"], "--json", *options)

@@ -172,6 +172,7 @@ def test_an_operation_that_breaks_the_law_is_named(
     assert "0 of 5 samples" in result.stdout
 
 
+@pytest.mark.thorough
 def test_versions_come_from_folders(folders: dict[str, str], tmp_path: Path) -> None:
     config = json.loads((Path(folders["chat"]) / "config.json").read_text())
     new = family_weights(config, seed=5)

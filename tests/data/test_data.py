@@ -141,6 +141,7 @@ def digits(samples: list[TrainingSample]) -> str:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(60), deadline=None)
 @given(samples=SAMPLES)
 def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
@@ -158,6 +159,7 @@ def test_round_trips(folder: Path, samples: list[TrainingSample]) -> None:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(60), deadline=None)
 @given(samples=SAMPLES)
 def test_arrow_guesses_the_types_of_columns(samples: list[TrainingSample]) -> None:
@@ -177,6 +179,7 @@ def small(params: SamplingParams | None) -> SamplingParams | None:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(40), deadline=None)
 @given(samples=SAMPLES)
 def test_lines_are_strict_json(folder: Path, samples: list[TrainingSample]) -> None:
@@ -487,6 +490,7 @@ def aligned(draw: st.DrawFn) -> TrainingSample:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(150), deadline=None)
 @given(
     samples=st.lists(aligned(), max_size=4),

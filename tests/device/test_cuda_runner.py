@@ -85,6 +85,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough(but=["{'lookahead': 1}"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_graphs_equal_eager_equal_the_reference(build: Build, options: dict[str, Any]) -> None:
     plain = build(backend="reference", **options)
@@ -204,6 +205,7 @@ def test_a_step_of_nothing_but_scores(build: Build, model: Path) -> None:
     assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in expected]
 
 
+@pytest.mark.thorough(cases=["mistral"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_windows(build: Build, tmp_path: Path, family: str) -> None:
     """Layers whose keys and values lie in units that other blocks had before."""
@@ -218,6 +220,9 @@ def test_windows(build: Build, tmp_path: Path, family: str) -> None:
     assert runner(engine).num_replays > 5
 
 
+@pytest.mark.thorough(
+    cases=["{}-gemma3", "{'top_p': 0.9}-gemma3", "{'frequency_penalty': 0.5}-gemma3"]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"frequency_penalty": 0.5}], ids=str)
 def test_graphs_of_decodes_compute_drafts_too(

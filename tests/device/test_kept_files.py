@@ -78,6 +78,7 @@ def press(engine: InferenceEngine) -> None:
         engine.loop.check()
 
 
+@pytest.mark.thorough(cases=["gemma3-paged", "gemma3-radix"])
 @pytest.mark.parametrize(("family", "cache_type"), KINDS)
 def test_a_kept_conversation_comes_back_from_memory_with_the_same_bits(
     build: Build, family: str, cache_type: str
@@ -222,6 +223,7 @@ def test_engines_of_one_folder_leave_each_other_alone(build: Build, tmp_path: Pa
     assert one.generate([turn(one, kept)], params())[0].cached_tokens == 24
 
 
+@pytest.mark.thorough
 def test_a_group_is_kept_and_pressed_while_it_runs(build: Build, tmp_path: Path) -> None:
     """Kept conversations, and as many requests at once as the memory does not hold."""
     engine, alone = build(kept_cache_folder=str(tmp_path)), build()
@@ -275,6 +277,7 @@ def test_nothing_is_read_for_a_newcomer_that_is_not_admitted(
     assert bits(again) == bits(alone.generate([turn(engine, kept)], params())[0])
 
 
+@pytest.mark.thorough(cases=["paged"])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 def test_twenty_conversations_in_a_memory_of_few_all_come_back(
     build: Build, tmp_path: Path, cache_type: str

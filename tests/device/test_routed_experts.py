@@ -166,6 +166,7 @@ REQUESTS = st.tuples(
 UPDATES = st.sampled_from(["recompute", "keep", "finish_old", "wait", "abort"])
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=at_depth(60),
     deadline=None,

@@ -174,6 +174,7 @@ def test_a_kernel_that_fails_names_itself_and_the_reference_runs(
         chosen(spec, CUDA, backend="cuda")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "invariant"), [("llama", False), ("gemma3", True)])
 def test_the_probe_passes_kernels_that_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, invariant: bool

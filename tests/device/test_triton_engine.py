@@ -47,6 +47,7 @@ def run(engine: InferenceEngine) -> list[TrainingSample]:
     return drain(engine)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
 @pytest.mark.parametrize(("family", "batch_invariant"), [("llama", True), ("mistral", False)])
 def test_graphs_equal_eager(
@@ -74,6 +75,7 @@ def test_graphs_equal_eager(
         assert [repr(bare(sample)) for sample in found] == [repr(bare(sample)) for sample in eager]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
 def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> None:
     folder = tiny(tmp_path / "llama", "llama")
@@ -100,6 +102,7 @@ def test_scores_under_a_grammar_are_the_draws(build: Build, tmp_path: Path) -> N
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("checking")
 def test_graphs_compute_drafts_as_a_step_without_any(build: Build, tmp_path: Path) -> None:
     options: dict[str, Any] = {

@@ -48,6 +48,7 @@ def planned(spec: ModelSpec, claims: Claims, **options: Any) -> MemoryBudget:
     return plan_memory(config(**options), {POLICY: shard_of(spec)}, claims, torch.bfloat16, CUDA)
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(60), deadline=None)
 @given(
     parts=st.tuples(*[st.integers(0, 30 * GIB)] * 4),
@@ -183,6 +184,7 @@ def test_an_engine_is_planned_by_what_was_measured(folder: Path) -> None:
     parts.runner.storages.clear()
 
 
+@pytest.mark.thorough
 def test_the_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +221,7 @@ def test_the_largest_step_has_as_many_rows_samples_and_keys_as_may_be(
         assert seen == [(4, 2, 24, 4), (2, 2, 24, 0)]
 
 
+@pytest.mark.thorough
 def test_a_step_that_does_not_fit_says_how_many_tokens_may(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +242,7 @@ def test_a_step_that_does_not_fit_says_how_many_tokens_may(
             measure(engine.config, {POLICY: engine.model}, 9 * GIB, card, full)
 
 
+@pytest.mark.thorough
 def test_windows_are_measured_too(tmp_path: Path) -> None:
     card = Card(total=10 * GIB, step=GIB)
     tiny = small(tiny_model(tmp_path, "gemma3"), max_batch_size=1, max_tokens_per_batch=2)

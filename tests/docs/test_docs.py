@@ -25,6 +25,19 @@ VAGUE = re.compile(r"\b(somebody|nobody|anybody|whoever)\b", re.IGNORECASE)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
+@pytest.mark.thorough(
+    cases=[
+        "README.md",
+        "docs/adapters.md",
+        "docs/caches.md",
+        "docs/errors.md",
+        "docs/getting-started.md",
+        "docs/rl.md",
+        "docs/sampling.md",
+        "docs/speculation.md",
+        "docs/structured.md",
+    ]
+)
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if name not in ELSEWHERE])
 def test_code_blocks_run(name: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), flags=re.M | re.S)

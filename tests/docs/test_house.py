@@ -70,6 +70,7 @@ def ways() -> dict[str, Calls]:
     return found
 
 
+@pytest.mark.thorough(cases=["request"])
 @pytest.mark.parametrize("way", ["request", "token", "update"])
 def test_a_way_goes_as_the_page_says(ways: dict[str, Calls], way: str) -> None:
     section = PAGE.split(f'<a id="{way}"></a>')[1].split("<a id=")[0]

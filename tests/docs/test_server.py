@@ -60,6 +60,13 @@ KINDS: dict[str, Check] = {
 }
 
 
+@pytest.mark.thorough(
+    cases=[
+        'curl http://127.0.0.1:8000/v1/chat/completions -d \'{ "model"',
+        "curl -N http://127.0.0.1:8000/v1/chat/completions -d '{ \"mod",
+        'curl http://127.0.0.1:8000/v1/completions -d \'{ "model": "sm',
+    ]
+)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("block", CURL, ids=[re.sub(r"\s+", " ", block)[:60] for block in CURL])
 def test_curl_lines_are_answered_as_the_document_says(block: str, url: str) -> None:
@@ -91,6 +98,7 @@ def test_every_kind_of_answer_is_shown() -> None:
     assert paths == set(KINDS)
 
 
+@pytest.mark.thorough
 def test_python_blocks_run(url: str) -> None:
     """In a process of its own: the clients' libraries leave connections open for whoever collects
     them.
@@ -105,6 +113,7 @@ def test_python_blocks_run(url: str) -> None:
     assert all(text.strip() for text in printed), printed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", TRAINERS)
 def test_a_trainer_of_plain_torch(block: str) -> None:
     threads = torch.get_num_threads()

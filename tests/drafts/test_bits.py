@@ -77,6 +77,59 @@ def drawn(
     return sorted(samples, key=lambda sample: sample.sample_index)
 
 
+@pytest.mark.thorough(
+    cases=[
+        "llama-plain-medusa",
+        "llama-plain-eagle",
+        "llama-penalties-real",
+        "llama-penalties-eagle",
+        "gemma3-plain-right",
+        "gemma3-plain-wrong",
+        "gemma3-plain-any",
+        "gemma3-plain-changing",
+        "gemma3-plain-real",
+        "gemma3-plain-self",
+        "gemma3-plain-medusa",
+        "gemma3-plain-eagle",
+        "gemma3-penalties-right",
+        "gemma3-penalties-wrong",
+        "gemma3-penalties-any",
+        "gemma3-penalties-real",
+        "gemma3-penalties-medusa",
+        "gemma3-penalties-eagle",
+        "gemma3-filters-right",
+        "gemma3-filters-wrong",
+        "gemma3-filters-any",
+        "gemma3-filters-changing",
+        "gemma3-filters-self",
+        "gemma3-filters-medusa",
+        "gemma3-greedy-wrong",
+        "gemma3-greedy-any",
+        "gemma3-greedy-changing",
+        "gemma3-greedy-self",
+        "gemma3-greedy-eagle",
+        "gemma3-bans-wrong",
+        "gemma3-bans-any",
+        "gemma3-bans-changing",
+        "gemma3-bans-medusa",
+        "gemma3-bans-eagle",
+        "gemma3-logprobs-right",
+        "gemma3-logprobs-wrong",
+        "gemma3-logprobs-any",
+        "gemma3-logprobs-real",
+        "gemma3-logprobs-self",
+        "gemma3-logprobs-medusa",
+        "gemma3-logprobs-eagle",
+        "gemma3-grammar-eagle",
+        "gemma3-json-right",
+        "gemma3-json-wrong",
+        "gemma3-json-any",
+        "gemma3-json-changing",
+        "gemma3-json-real",
+        "gemma3-json-medusa",
+        "gemma3-json-eagle",
+    ]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_those_without_drafts(
@@ -96,6 +149,7 @@ def test_the_bits_are_those_without_drafts(
         assert engine.loop.num_steps - steps < before
 
 
+@pytest.mark.thorough(cases=["gemma3"])
 def test_rows_behind_a_wrong_draft_may_be_anything(
     engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

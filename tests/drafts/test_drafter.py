@@ -199,6 +199,7 @@ def test_a_bad_source_is_switched_off_and_harms_nothing(
     assert len([record for record in caplog.messages if "switched off" in record]) == 1
 
 
+@pytest.mark.thorough
 def test_a_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     hanging = Hangs()
     with engine_of(model, speculation="ngram") as engine:
@@ -211,6 +212,7 @@ def test_a_source_that_hangs_is_switched_off(model: Path, caplog: pytest.LogCapt
     assert "took longer than 0.05 s" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_million_drafts_are_cut(model: Path) -> None:
     with engine_of(model, speculation="ngram", max_drafts=3) as engine:
         assert engine.drafter is not None
@@ -223,6 +225,7 @@ def test_a_million_drafts_are_cut(model: Path) -> None:
         assert 0 < len(stats.drafted["answers"]) <= 3
 
 
+@pytest.mark.thorough
 def test_an_engine_measures_what_steps_cost(model: Path) -> None:
     with engine_of(model, speculation="auto") as engine:
         stats = engine.stats()

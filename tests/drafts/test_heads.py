@@ -101,6 +101,7 @@ def check_no_bit_depends(model: Path, folder: Path, case: str, kind: str, memory
             engine.loop.check()
 
 
+@pytest.mark.thorough(but=["plain", "grammar"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_depends_on_random_heads(model: Path, tmp_path: Path, case: str) -> None:
     folder = write_heads(tmp_path / "heads", *medusa_of_vllm())
@@ -223,6 +224,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_tokenizer(tiny_llama(tmp_path_factory.mktemp("deep"), layers=5))
 
 
+@pytest.mark.thorough(but=["sglang-options0"])
 @pytest.mark.parametrize(
     ("form", "options"),
     [
@@ -268,6 +270,7 @@ def test_an_eagle_head_guesses_what_its_formula_says(
     assert right == compared > 60
 
 
+@pytest.mark.thorough(but=["grammar"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_depends_on_a_random_eagle_head(deep: Path, tmp_path: Path, case: str) -> None:
     folder = write_heads(tmp_path / "heads", *eagle_of_sglang())

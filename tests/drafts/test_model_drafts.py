@@ -102,6 +102,7 @@ def test_a_model_of_its_own_cache_that_is_the_policy_guesses_it(
         engine.loop.check()
 
 
+@pytest.mark.thorough
 def test_preempted_sequences_are_guessed_anew(model: Path) -> None:
     params = SamplingParams(max_tokens=50, ignore_eos=True, seed=5)
     tight = {"kv_cache_memory": 2**17, "block_size": 4}
@@ -168,6 +169,7 @@ def test_drafts_of_new_weights_are_the_new_weights(model: Path) -> None:
         assert now[1] - drawn > 0.85 * (now[0] - drafted) > 20
 
 
+@pytest.mark.thorough(cases=["reference-int8", "reference-int8-32"])
 @pytest.mark.parametrize("how", ["int8", "int8-32"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_codes_of_the_policy_guess_it_and_follow_its_updates(
@@ -193,6 +195,7 @@ def test_codes_of_the_policy_guess_it_and_follow_its_updates(
         engine.loop.check()
 
 
+@pytest.mark.thorough(cases=["qwen3-moe"])
 @pytest.mark.parametrize("family", ["gemma3", "qwen3-moe"])
 def test_windows_and_experts(tmp_path: Path, family: str) -> None:
     folder = tiny_model(tmp_path, family)

@@ -334,6 +334,7 @@ def test_what_an_unloaded_adapter_computed_is_kept_no_longer(
     assert engine.stats().num_kept_blocks == 0
 
 
+@pytest.mark.thorough(cases=["cpu-weights"])
 @pytest.mark.parametrize("what", ["adapter", "weights"])
 def test_blocks_of_two_versions_are_not_kept(
     engine: InferenceEngine, folder: Path, what: str

@@ -72,6 +72,7 @@ async def collect(deltas: Any) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
+@pytest.mark.thorough
 def test_two_hundred_callers_with_random_cancellation(engine: InferenceEngine) -> None:
     r = random.Random(1)
     alone = {
@@ -253,6 +254,7 @@ def test_stopping_wakes_those_who_wait(
     assert isinstance(run(main()), EngineDead)
 
 
+@pytest.mark.thorough
 def test_an_idle_engine_uses_no_time(engine: InferenceEngine) -> None:
     async def main() -> float:
         async with AsyncInferenceEngine(engine) as a:
@@ -282,6 +284,7 @@ def test_threads_and_tasks_share_one_engine(engine: InferenceEngine) -> None:
     assert len(samples[0].completion_tokens) == len(blocking[0].completion_tokens) == 40
 
 
+@pytest.mark.thorough
 def test_pieces_of_text_without_an_engine_of_ones_own() -> None:
     with InferenceEngine(EngineConfig("smollm2-135m", device="cpu", max_model_len=128)) as engine:
 

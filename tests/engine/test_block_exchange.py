@@ -95,6 +95,7 @@ def move(
     return here
 
 
+@pytest.mark.thorough(cases=["gemma3-radix-reference"])
 @pytest.mark.parametrize(
     ("family", "cache_type", "backend"),
     [
@@ -207,6 +208,7 @@ def _take(engine: InferenceEngine, expected: dict[Any, TrainingSample], steps: i
             assert bits(sample) == bits(expected.pop((id(engine), sample.request_id)))
 
 
+@pytest.mark.thorough
 def test_every_rank_gives_and_takes_its_own_part(build: Build) -> None:
     engine, alone = build(tensor_parallel=2), build()
     prompt = prompt_of(18)

@@ -126,6 +126,7 @@ def ending(engine: InferenceEngine) -> Iterator[None]:
     ended.set()
 
 
+@pytest.mark.thorough
 def test_every_short_order_of_updates_and_pauses_ends(build: Build) -> None:
     engine = build()
     watched = Watched(engine)

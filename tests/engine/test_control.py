@@ -184,6 +184,7 @@ def test_the_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, 
 # -- going on --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(cases=["0-radix"])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_partial_sample_goes_on_token_for_token(

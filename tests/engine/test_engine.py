@@ -124,6 +124,7 @@ with InferenceEngine(EngineConfig(model_path="smollm2-135m", cache_type="radix",
 """
 
 
+@pytest.mark.thorough
 def test_the_usage_that_was_promised_runs_as_it_stands() -> None:
     threads = torch.get_num_threads()
     weights = dict(read_tensors(resolve_model("smollm2-135m")))

@@ -76,6 +76,7 @@ def compare(model: Path, **options: Any) -> None:
     assert_same(found["flex"], found["reference"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("block_size", [16, 8])
 def test_flex_agrees_with_the_reference(tmp_path: Path, family: str, block_size: int) -> None:
@@ -107,6 +108,7 @@ def test_flex_agrees_with_little_memory(tmp_path: Path) -> None:
     assert_same(results[1], results[0])
 
 
+@pytest.mark.thorough
 def test_a_frozen_reference_model_is_scored_too(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, "llama")
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

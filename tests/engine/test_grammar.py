@@ -99,6 +99,7 @@ def test_samples_follow_their_grammar_and_end_with_it(build: Build) -> None:
     assert len({sample.completion_tokens for sample in samples[:4]}) > 1
 
 
+@pytest.mark.thorough(cases=["True-xgrammar", "False-xgrammar"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("of_request", [True, False])
 def test_samples_follow_their_grammar_whatever_the_backend(
@@ -122,6 +123,7 @@ def test_samples_follow_their_grammar_whatever_the_backend(
         assert set(json.loads(text_of(engine, sample))) == {"word", "ok"}
 
 
+@pytest.mark.thorough(cases=["xgrammar"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_change_no_bit_whatever_the_backend(build: Build, backend: BackendName) -> None:
     """Guessed tokens that are not drawn are taken back, or were never accepted."""
@@ -147,6 +149,7 @@ def test_logprobs_are_of_what_was_drawn_from_and_the_mass_counts_the_mask(build:
         assert logprob + mass == pytest.approx(raw, abs=1e-5), "at temperature 1"
 
 
+@pytest.mark.thorough
 def test_nobody_waits_for_a_compilation(build: Build, held: Held) -> None:
     engine, alone = build(), bits(build().generate(PROMPT, drawn(20))[0])
     structured = engine.add_request(PROMPT, DIGITS)
@@ -387,6 +390,7 @@ def thoughtful(engine: InferenceEngine) -> SamplingParams:
     return replace(OBJECT, grammar=grammar, logit_bias={a: 5.0, c: 4.0})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("thinks", [False, True])
 def test_a_sample_is_gone_on_with_under_its_grammar(build: Build, thinks: bool) -> None:
     engine = build()
@@ -509,6 +513,7 @@ def test_two_hundred_grammars_at_once(build: Build) -> None:
     assert [text_of(engine, sample) for sample in samples[20:200]] == [f"a{n}" for n in range(180)]
 
 
+@pytest.mark.thorough(cases=["0"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_two_hundred_grammars_make_no_other_sample_miss_a_step(
     build: Build, lookahead: int

@@ -80,6 +80,7 @@ def merged_folder(folder: Path, target: Path, seed: int) -> Path:
     return target
 
 
+@pytest.mark.thorough(cases=["cpu"])
 def test_merged_is_the_model_of_merged_weights_and_comes_apart_again(
     engine: InferenceEngine, folder: Path, tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ def test_scores_of_the_merged_adapter_are_those_of_merged_weights(engine: Infere
     assert score(engine, [PROMPT], adapter="own")[0][1:].tolist() == beside[1:].tolist()
 
 
+@pytest.mark.thorough(cases=["cpu"])
 def test_a_request_is_computed_by_what_holds_its_adapter_when_it_enters(
     engine: InferenceEngine,
 ) -> None:

@@ -81,6 +81,7 @@ def complete(engine: InferenceEngine, params: list[SamplingParams]) -> list[Trai
     return samples
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_they_are_those_of_a_teacher(model: Path, backend: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -121,6 +122,7 @@ def test_one_logprob_has_the_same_bits_wherever_it_is_told(model: Path, backend:
         assert (best.token_ids[0], best.logprobs[0]) == (token_id, drawn.raw_logprobs[i])
 
 
+@pytest.mark.thorough(but=["schedule2-cpu"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_schedule_changes_a_bit(model: Path, backend: str, schedule: dict[str, Any]) -> None:
@@ -157,6 +159,7 @@ def test_a_prompt_longer_than_a_tile_of_rows(model: Path) -> None:
     assert best_of(whole) == best_of(chunked)
 
 
+@pytest.mark.thorough(but=["3"])
 @pytest.mark.parametrize("steps", [1, 3, 14])
 def test_going_on_keeps_or_scores_them_again(model: Path, steps: int) -> None:
     """Aborted in the middle of the prompt, where what is known is dropped, and behind it."""

@@ -49,6 +49,7 @@ def test_a_start_up_line_says_what_becomes_of_it(
         assert "quantised" not in caplog.text
 
 
+@pytest.mark.thorough(cases=["2"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_bit_is_that_of_the_plain_model(folders: tuple[Path, Path], ranks: int) -> None:
     found = []

@@ -44,6 +44,7 @@ BACKENDS = ("reference", "cpu")
 DTYPES = ("float32", "bfloat16")
 
 
+@pytest.mark.thorough(cases=["int8-float32-reference"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

@@ -62,6 +62,7 @@ def scores_by_prompt(model: Path, sample: TrainingSample) -> tuple[float, ...]:
     return whole.prompt_logprobs
 
 
+@pytest.mark.thorough(cases=["schedule1", "schedule2"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
     policy: Path, schedule: dict[str, Any]
@@ -74,6 +75,7 @@ def test_a_frozen_copy_scores_what_the_policy_sampled_to_the_bit(
         assert sample.ref_logprobs == sample.raw_logprobs
 
 
+@pytest.mark.thorough(cases=["schedule2", "schedule3"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_another_model_scores_as_it_would_a_prompt(
     policy: Path, reference: Path, schedule: dict[str, Any]
@@ -86,6 +88,7 @@ def test_another_model_scores_as_it_would_a_prompt(
         assert sample.ref_logprobs == expected[len(sample.prompt_tokens) :]
 
 
+@pytest.mark.thorough
 def test_prompt_logprobs_are_those_of_a_teacher(policy: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -130,6 +133,7 @@ def test_the_samples_of_a_group_share_the_scored_prompt(policy: Path) -> None:
     assert reference <= len(PROMPTS[3]) + completions - 8 + 8 * 4
 
 
+@pytest.mark.thorough
 def test_an_update_of_the_policy_leaves_the_reference_alone(policy: Path, reference: Path) -> None:
     with build(policy, ref_model_path=str(policy)) as engine:
         (before,) = engine.generate(PROMPTS[2], PARAMS)

@@ -20,6 +20,7 @@ def engine() -> Iterator[InferenceEngine]:
         yield engine
 
 
+@pytest.mark.thorough
 def test_a_string_is_its_tokens_and_its_text_their_decoding(engine: InferenceEngine) -> None:
     (sample,) = engine.generate(PROMPT, GREEDY)
     assert list(sample.prompt_tokens) == engine.tokenizer.encode(PROMPT)
@@ -35,6 +36,7 @@ def test_a_string_that_is_no_unicode_is_refused(engine: InferenceEngine) -> None
             engine.generate(prompts, GREEDY)
 
 
+@pytest.mark.thorough
 def test_a_chat_goes_through_the_models_template(engine: InferenceEngine) -> None:
     chat = [{"role": "user", "content": "Say hi."}]
     (sample,) = engine.generate(chat, GREEDY)
@@ -45,6 +47,7 @@ def test_a_chat_goes_through_the_models_template(engine: InferenceEngine) -> Non
     assert [s.text is None for s in many] == [False, False, True]
 
 
+@pytest.mark.thorough
 def test_text_ends_before_the_end_of_sequence(engine: InferenceEngine) -> None:
     (sample,) = engine.generate(
         [{"role": "user", "content": "Say hi."}], SamplingParams(0, max_tokens=100)
@@ -61,6 +64,7 @@ def plain(engine: InferenceEngine) -> str:
     return text
 
 
+@pytest.mark.thorough
 def test_a_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_it(
     engine: InferenceEngine,
 ) -> None:
@@ -77,6 +81,7 @@ def test_a_stop_string_over_several_tokens_keeps_them_and_ends_the_text_before_i
     assert len(sample.logprobs) == len(sample.completion_tokens)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_stop_strings_do_not_depend_on_lookahead_or_neighbours(
     engine: InferenceEngine, lookahead: int
@@ -101,6 +106,7 @@ def test_stop_strings_do_not_depend_on_lookahead_or_neighbours(
     assert samples[0].text == expected.text
 
 
+@pytest.mark.thorough
 def test_a_stop_string_waits_for_min_tokens(engine: InferenceEngine) -> None:
     whole = plain(engine)
     first = whole.strip().split()[0]
@@ -110,12 +116,14 @@ def test_a_stop_string_waits_for_min_tokens(engine: InferenceEngine) -> None:
     assert len(late.completion_tokens) > 12
 
 
+@pytest.mark.thorough
 def test_stop_strings_work_on_token_prompts_too(engine: InferenceEngine) -> None:
     stop = plain(engine)[9:16]
     ids = engine.tokenizer.encode(PROMPT)
     assert engine.generate(ids, SamplingParams(0, max_tokens=24, stop=stop))[0].stop_reason == stop
 
 
+@pytest.mark.thorough
 def test_the_pieces_of_a_stream_join_to_the_text(engine: InferenceEngine) -> None:
     stop = plain(engine)[9:16]
     for params in (
@@ -139,6 +147,7 @@ def test_the_pieces_of_a_stream_join_to_the_text(engine: InferenceEngine) -> Non
             ) or params.stop != (stop,)
 
 
+@pytest.mark.thorough
 def test_closing_a_stream_aborts_its_requests(engine: InferenceEngine) -> None:
     stream = engine.generate(
         [PROMPT, PROMPT + " not"], SamplingParams(max_tokens=100), 2, stream=True
@@ -155,6 +164,7 @@ def test_a_stream_refuses_before_it_is_read(engine: InferenceEngine) -> None:
         engine.generate([[]], GREEDY, stream=True)
 
 
+@pytest.mark.thorough
 def test_generate_text_gives_back_the_shape_that_it_was_given(engine: InferenceEngine) -> None:
     one = engine.generate_text(PROMPT, GREEDY)
     assert one == plain(engine)
@@ -165,6 +175,7 @@ def test_generate_text_gives_back_the_shape_that_it_was_given(engine: InferenceE
     assert {place for place, _ in parts} == {0, 1}
 
 
+@pytest.mark.thorough
 def test_a_broken_template_ends_its_request_only(engine: InferenceEngine) -> None:
     running = engine.add_request(PROMPT, GREEDY)
     with pytest.raises(InvalidRequest, match="chat message holds"):
@@ -177,6 +188,7 @@ def test_a_broken_template_ends_its_request_only(engine: InferenceEngine) -> Non
     assert [s.request_id for s in samples] == [running]
 
 
+@pytest.mark.thorough
 def test_progress_may_be_a_bar(engine: InferenceEngine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate([PROMPT] * 3, GREEDY, progress=True)
     shown = capsys.readouterr().err
@@ -197,6 +209,7 @@ def test_what_is_no_text_and_no_chat_is_refused(engine: InferenceEngine) -> None
         engine.generate_text([PROMPT, [1]], GREEDY, stream=True)
 
 
+@pytest.mark.thorough
 def test_pieces_know_their_prompt_whichever_comes_first(engine: InferenceEngine) -> None:
     """Most of the first prompt's text is held back, so the second one's comes before it."""
     whole = plain(engine)

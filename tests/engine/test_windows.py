@@ -81,6 +81,7 @@ def most_running(engine: InferenceEngine, count: int, length: int) -> int:
     return most
 
 
+@pytest.mark.thorough
 def test_more_sequences_run_at_once_in_the_same_memory(build: Build) -> None:
     # 128 blocks: what two sequences of 250 tokens take in full
     memory = {"kv_cache_memory": 128 * SIZE * 512}
@@ -130,6 +131,7 @@ def test_a_request_runs_in_the_least_memory_that_it_needs_alone(build: Build, fa
         less.generate([prompt], endless(10))
 
 
+@pytest.mark.thorough
 def test_a_copy_of_the_units_on_a_device_follows_the_pool(build: Build) -> None:
     engine = build("gemma3", num_units=120, backend="reference")
     mirror = engine.runner.storage.unit_map
@@ -173,6 +175,7 @@ def test_a_window_that_no_sequence_outgrows_costs_nothing(build: Build) -> None:
     assert build("mistral", max_model_len=25).cache.units is not None
 
 
+@pytest.mark.thorough
 def test_models_whose_layers_do_not_match_keep_everything(
     build: Build, models: dict[str, Path]
 ) -> None:

@@ -111,6 +111,7 @@ def run(
         torch.set_num_threads(before)
 
 
+@pytest.mark.thorough
 def test_two_runs_under_different_options_end_in_the_same_checkpoint(model: str) -> None:
     roomy, tight = run(model, RECIPE, **ROOMY), run(model, RECIPE, **TIGHT)
     assert tight.preemptions > 0
@@ -136,6 +137,7 @@ def test_adapters_alone_end_in_the_same_checkpoint_too(model: str) -> None:
     assert max(step.mismatch for step in roomy.steps) == 0
 
 
+@pytest.mark.thorough
 def test_drafts_from_history_leave_the_checkpoint_as_it_is(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +168,7 @@ def test_smollm2_with_drafts_from_history_ends_in_the_same_checkpoint() -> None:
     assert runs[0].sha256 == runs[1].sha256
 
 
+@pytest.mark.thorough
 def test_the_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, steps=41, test_every=8)
     steps = run(model, recipe, **ROOMY).steps
@@ -182,6 +185,7 @@ def test_the_reward_rises_also_on_held_out_prompts(model: str, tmp_path: Path) -
     assert (tmp_path / "curves" / "grpo.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_under_a_grammar_too_the_checkpoint_is_the_same_and_the_reward_rises(model: str) -> None:
     with_tokenizer(Path(model))
     recipe = dataclasses.replace(RECIPE, steps=12)
@@ -219,6 +223,7 @@ def test_advantages_of_a_group() -> None:
     assert normalised([1.0, 1.0]) == [0.0, 0.0]
 
 
+@pytest.mark.thorough
 def test_questions_and_their_answers() -> None:
     task = largest_number(seed=3)
     numbers = [

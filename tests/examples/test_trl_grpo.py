@@ -23,6 +23,7 @@ def test_the_reward_is_for_the_answer_alone() -> None:
     assert right_answer(given, ["52"] * len(given)) == [1, 1, 0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_the_run_of_the_documents_holds_the_bound_and_learned(tmp_path: Path) -> None:
     runs = json.loads(RESULTS.read_text())["runs"]
     exact, rounded = runs["float32"], runs["bfloat16"]

@@ -34,6 +34,7 @@ def held(name: str) -> tuple[asyncio.Event, Callable[[Engine], None]]:
     return event, lambda engine: engine.holds.update({name: event})
 
 
+@pytest.mark.thorough(but=["get_weight_version"])
 @pytest.mark.parametrize("name", ["get_weight_version", "resume", "finish_update"])
 def test_the_last_one_dies_while_a_new_one_is_brought_to_what_it_had(name: str) -> None:
     async def test() -> None:
@@ -119,6 +120,7 @@ def test_when_the_one_that_was_to_come_cannot_be_built_the_fleet_is_dead() -> No
     play(test())
 
 
+@pytest.mark.thorough
 def test_one_that_dies_while_it_waits_for_its_turn_is_replaced_once() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
@@ -161,6 +163,7 @@ def test_one_that_is_removed_while_it_is_brought_up_serves_nobody() -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_no_new_one_is_built_while_the_weights_sleep() -> None:
     async def test() -> None:
         async with fleet(2, restart=True) as made:
@@ -178,6 +181,7 @@ def test_no_new_one_is_built_while_the_weights_sleep() -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_a_server_that_ends_does_not_wait_for_one_that_is_being_built() -> None:
     async def test() -> None:
         async with fleet(1, restart=True) as made:
@@ -245,6 +249,7 @@ def test_counters_never_fall_and_gauges_are_of_those_that_live() -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_what_became_of_drafts_is_of_all_engines_that_there_were() -> None:
     def drafts(*drafted: int, accepted: tuple[int, ...], source: str = "suffix") -> EngineStats:
         return stats(
@@ -275,6 +280,7 @@ def test_what_became_of_drafts_is_of_all_engines_that_there_were() -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_once() -> None:
     async def test() -> None:
         async with fleet(3, restart=True, in_lockstep=True) as made:
@@ -304,6 +310,7 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
     play(test())
 
 
+@pytest.mark.thorough
 def test_a_start_that_fails_late_leaves_the_next_ones_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

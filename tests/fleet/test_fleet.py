@@ -357,6 +357,7 @@ def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_a_replica_that_hangs_is_killed_and_its_requests_go_on() -> None:
     async def test() -> None:
         async with fleet(stall_timeout=1.0) as made:

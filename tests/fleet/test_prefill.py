@@ -159,6 +159,7 @@ def test_grammars_go_with_requests_from_one_replica_to_the_other(tmp_path: Path)
     play(test())
 
 
+@pytest.mark.thorough
 def test_a_stop_string_that_the_first_token_completes_ends_the_sample_there() -> None:
     """It is drawn on the replica that computes prompts, and the other one must not go on after
     it.

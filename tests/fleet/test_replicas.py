@@ -106,6 +106,7 @@ async def answers(
     ]
 
 
+@pytest.mark.thorough
 def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in_the_middle(
     model: Path,
 ) -> None:
@@ -131,6 +132,7 @@ def test_32_streams_end_with_the_bits_of_a_quiet_run_when_a_replica_is_killed_in
     play(test())
 
 
+@pytest.mark.thorough
 def test_a_replica_that_dies_amid_drafts_leaves_the_bits_of_a_quiet_run_without_any(
     model: Path,
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_replica_that_dies_amid_drafts_leaves_the_bits_of_a_quiet_run_without_
     play(test())
 
 
+@pytest.mark.thorough
 def test_what_a_dead_replica_began_under_a_grammar_ends_under_it(
     tmp_path: Path,
 ) -> None:
@@ -250,6 +253,7 @@ def new_weights(model: Path) -> Path:
     return write_folder(model / "new", weights, version=7)
 
 
+@pytest.mark.thorough
 def test_moves_between_replicas_change_no_bit(model: Path) -> None:
     """Again and again, of all kinds of requests, amid whatever they do."""
 
@@ -279,6 +283,7 @@ def test_moves_between_replicas_change_no_bit(model: Path) -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_a_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
     async def test() -> None:
         async with fleet_of(InProcessClient, config_of(model)) as client:
@@ -302,6 +307,7 @@ def test_a_wanted_few_and_a_pause_survive_a_move(model: Path) -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path) -> None:
     """As long as that replica has kept them; else they go on with those that serve."""
 
@@ -344,6 +350,7 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
     play(test())
 
 
+@pytest.mark.thorough
 def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_path: Path) -> None:
     """A sample says which weights computed what it attended to, also where a replica that is gone
     has drawn it.

@@ -48,6 +48,7 @@ def check(kernels: list[dict], calls: list[str]) -> None:
     assert [k for k in kernels if k["shared"] > SHARED_MEMORY[k["arch"]]] == []
 
 
+@pytest.mark.thorough
 def test_a_few_kernels_compile_and_spill_nothing(tmp_path):
     check(
         compiled(tmp_path / "kernels.json", "--small", "--arch", "90"),

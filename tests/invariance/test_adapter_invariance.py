@@ -134,6 +134,7 @@ def expected_of(folder: Path, dtype: str, backend: Backend, work: list[Request])
     }
 
 
+@pytest.mark.thorough(cases=["reference-bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=at_depth(12), suppress_health_check=[HealthCheck.too_slow])
@@ -160,6 +161,7 @@ def mixed(*names: str | None) -> list[Request]:
     ]
 
 
+@pytest.mark.thorough(but=["reference-deepseek-v3"])
 @pytest.mark.parametrize("family", FAMILIES[1:-1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_families(folders: dict[str, Path], backend: Backend, family: str) -> None:

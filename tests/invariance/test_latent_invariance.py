@@ -60,6 +60,7 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> i
     return preemptions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(
@@ -86,12 +87,14 @@ def test_same_bits_under_many_schedules(
     check(model, dtype, work, replace(schedule, backend=backend))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafts", ["right", "wrong", "changing", "real", "self"])
 def test_drafts_change_no_bit(model: Path, drafts: Drafts) -> None:
     work = [Request((*range(3, 20 + i),), SamplingParams(max_tokens=30, seed=i)) for i in range(3)]
     check(model, "bfloat16", work, Schedule(drafts=drafts, max_drafts=5))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 def test_tight_caches_do_preempt(model: Path, cache_type: CacheType) -> None:
     """Forks of one prompt too, which copy a block of latents that is half full."""
@@ -102,6 +105,7 @@ def test_tight_caches_do_preempt(model: Path, cache_type: CacheType) -> None:
     assert check(model, "float32", work, schedule) > 0
 
 
+@pytest.mark.thorough
 def test_prefixes_are_found(model: Path) -> None:
     """Those that come later compute none of the stem again, and get the same bits."""
     stem = tuple(range(3, 70))

@@ -98,6 +98,17 @@ def blocks(weight: np.ndarray, kind: Any) -> np.ndarray:
     return found.reshape(len(weight), -1)
 
 
+@pytest.mark.thorough(
+    cases=[
+        "cpu-int8-qwen3_5",
+        "cpu-file-compressed-int8",
+        "reference-int8-llama",
+        "reference-int8-32-lfm2",
+        "reference-int8-32-gemma3",
+        "reference-int4-deepseek-v3",
+        "reference-file-awq-64",
+    ]
+)
 @pytest.mark.parametrize(("backend", "quantization", "family"), CASES)
 def test_same_bits_under_any_schedule(
     tmp_path: Path, backend: Backend, quantization: str, family: str

@@ -85,6 +85,7 @@ def check(model: Path, dtype: str, work: list[Request], schedule: Schedule) -> i
     return preemptions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
@@ -117,6 +118,7 @@ def test_same_bits_under_many_schedules(
     check(models[family], dtype, work, replace(schedule, backend=backend))
 
 
+@pytest.mark.thorough(cases=["lfm2-right", "lfm2-wrong", "qwen3_5-right"])
 @pytest.mark.parametrize("drafts", ["right", "wrong", "changing"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_no_bit(models: dict[str, Path], family: str, drafts: str) -> None:
@@ -126,6 +128,7 @@ def test_drafts_change_no_bit(models: dict[str, Path], family: str, drafts: str)
     check(models[family], "bfloat16", work, schedule)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:

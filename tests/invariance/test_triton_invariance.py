@@ -130,6 +130,7 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     return preemptions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_same_bits_under_chosen_schedules(
     models: dict[str, Path], name: str, schedule: Schedule
@@ -137,6 +138,7 @@ def test_same_bits_under_chosen_schedules(
     check(models[name], list(WORK), schedule)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_same_bits_where_memory_is_short(models: dict[str, Path], name: str) -> None:
     assert check(models[name], list(TIGHT), Schedule(block_size=4, lookahead=1, num_blocks=1)) > 0
@@ -156,6 +158,7 @@ CONFIG = llama_config(layers=1, hidden=32, num_heads=2, num_kv_heads=1, inner=64
 VERSIONS = {version: llama_weights(CONFIG, seed=version) for version in range(2)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_policy", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_weights_change_while_decoding(tmp_path: Path, kv_policy: str) -> None:
     """What is sampled across an update is made again; afterwards the engine does what one on the

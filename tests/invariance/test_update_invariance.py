@@ -183,6 +183,7 @@ def check(
                 assert differences(sample, replayer.replay(sample)) == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(
@@ -219,6 +220,7 @@ def test_every_sample_is_made_again_in_many_lives(
     check(model, "bfloat16", work, events, replace(schedule, backend=backend))
 
 
+@pytest.mark.thorough(but=["radix-1"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 def test_keep_at_every_token(model: Path, cache_type: Any, lookahead: int) -> None:

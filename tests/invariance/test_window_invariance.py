@@ -81,6 +81,7 @@ def check(model: Path, work: list[Request], schedule: Schedule) -> int:
     return preemptions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
@@ -107,6 +108,7 @@ def test_same_bits_under_many_schedules(
     check(models[family], work, replace(schedule, backend=backend))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 def test_tight_caches_do_preempt(models: dict[str, Path], family: str, cache_type: str) -> None:

@@ -66,6 +66,7 @@ def test_a_class_that_is_read_without_a_case_is_a_problem(monkeypatch: pytest.Mo
     assert "no case" in found.problem
 
 
+@pytest.mark.thorough
 def test_a_switch_that_nobody_reads_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_keys_of_layers_that_share_are_passed_over(tmp_path: Path) -> None:
         assert engine.spec.kinds[6].keys_of == 4
 
 
+@pytest.mark.thorough(cases=["gemma4 with experts"])
 @pytest.mark.parametrize("family", ["gemma4 with inputs of layers", "gemma4 with experts"])
 def test_an_update_by_the_names_of_transformers(tmp_path: Path, family: str) -> None:
     """Tied head, buffers and experts in one tensor among them: as if it had been loaded so."""

@@ -108,6 +108,7 @@ def logprobs_of(engine: InferenceEngine) -> list[float]:
     return [*sample.prompt_logprobs[1:], *sample.logprobs]
 
 
+@pytest.mark.thorough(cases=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_packed_weight_is_updated_patched_and_put_aside(folder: Path, dtype: Any) -> None:
     """An engine whose weights have changed has the bits of one that read them so."""

@@ -100,6 +100,7 @@ print(json.dumps({"peak": max(seen) - before, "end": anonymous() - before, "size
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
 @pytest.mark.parametrize("name", ["fp8-blocks", "gptq-ordered", "bitsandbytes-nested"])
 def test_memory_of_loading_is_the_parameters_and_one_tensor(tmp_path: Path, name: str) -> None:

@@ -177,6 +177,7 @@ def test_tokens_before_are_noticed(lfm2: tuple[Path, Any]) -> None:
         assert disagreement(*lfm2, backend="reference", lengths=(40,)) > NOTICED
 
 
+@pytest.mark.thorough(cases=["lfm2"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
 def test_the_memory_is_what_the_table_says(tmp_path: Path, family: str) -> None:
     folder = tiny_model(tmp_path, family)

@@ -31,6 +31,7 @@ def dies_at(number: int) -> Any:
     return script
 
 
+@pytest.mark.thorough
 def test_a_table_a_report_and_a_picture(tmp_path: Path) -> None:
     out, picture = tmp_path / "load.json", tmp_path / "load.png"
     with in_a_thread(our_server) as url:
@@ -63,6 +64,7 @@ def test_an_open_loop_that_rises() -> None:
     assert "unreadable reply" in result.output
 
 
+@pytest.mark.thorough
 def test_a_server_that_fails_in_the_middle(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
     with in_a_thread(dies_at(5)) as url:

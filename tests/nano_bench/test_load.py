@@ -79,6 +79,7 @@ def test_a_closed_loop_keeps_so_many_under_way_and_its_connections() -> None:
     assert row["cpu_s"]["client"] > 0
 
 
+@pytest.mark.thorough
 def test_a_connection_that_the_server_had_closed_costs_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_stream_is_timed_piece_by_piece(make: Callable[..., list[Ask]]) -> Non
     assert done.row()["tokens_per_event"] == 1.0
 
 
+@pytest.mark.thorough
 def test_requests_set_out_at_a_rate_however_many_are_under_way() -> None:
     async def slow(server: Server, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.1)

@@ -61,6 +61,7 @@ def train(url: str, number: int, steps: int = 5) -> str:
     return asker.save("end")["path"]
 
 
+@pytest.mark.thorough
 def test_two_clients_at_once_get_what_each_gets_alone(service: Services) -> None:
     def digests(*numbers: int) -> list[str]:
         """Of clients that run at once."""
@@ -362,6 +363,7 @@ def refused(asked: Callable[[], object], seconds: float = 60.0) -> httpx.HTTPSta
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 def test_a_gap_in_the_order_ends_by_a_deadline(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
@@ -401,6 +403,7 @@ def test_a_gap_that_is_closed_in_time_ends_nothing(tmp_path: Path) -> None:
     assert virtual_time.run(story())
 
 
+@pytest.mark.thorough
 def test_what_waits_for_the_thread_ends_by_a_deadline(service: Services) -> None:
     base = Bigrams()
     with service(base) as url:
@@ -449,6 +452,7 @@ def test_a_model_that_was_not_made_in_time_leaves_its_place(service: Services) -
         assert "model_id" in asker.create(2)
 
 
+@pytest.mark.thorough
 def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: Services) -> None:
     base = Bigrams()
     with service(base, max_pending=2, result_timeout=3.0) as url:
@@ -468,6 +472,7 @@ def test_results_are_kept_for_a_while_and_pending_requests_are_bounded(service: 
         refused(lambda: asker.result("another"), 0.1)
 
 
+@pytest.mark.thorough
 def test_a_session_without_heartbeats_ends_and_gives_back_what_it_held(service: Services) -> None:
     base = Bigrams()
     with service(base, session_timeout=6.0, max_models=1) as url:
@@ -711,6 +716,7 @@ def test_a_sample_can_be_cancelled(service: Services) -> None:
         assert "cancelled" in asker.result(asked["request_id"])["error"]
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_on_record(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
@@ -825,6 +831,7 @@ def test_sessions_end_also_where_the_disk_fails(
         refused(lambda: asker.post("/session_heartbeat", session_id=asker.session), 0.1)
 
 
+@pytest.mark.thorough
 def test_what_checkpoints_take_is_bounded(service: Services) -> None:
     with service() as url:
         asker = Asker(url)
@@ -879,6 +886,7 @@ def test_a_checkpoint_takes_no_more_than_was_asked_for(service: Services, steps:
         assert written <= trainer.size(optimizer=optimizer) < written + 16_384
 
 
+@pytest.mark.thorough
 def test_adapters_are_downloaded_by_links_that_are_signed(service: Services) -> None:
     with service(api_keys=("tml-secret",)) as url:
         asker = Asker(url, key="tml-secret")
@@ -903,6 +911,7 @@ def test_adapters_are_downloaded_by_links_that_are_signed(service: Services) -> 
         assert httpx.get(link).status_code == 404
 
 
+@pytest.mark.thorough
 def test_keys_pages_and_sizes(service: Services) -> None:
     with service(api_keys=("tml-secret",), max_body_bytes=1000) as url:
         for key in ("", "tml-other"):

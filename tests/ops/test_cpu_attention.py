@@ -91,6 +91,7 @@ def with_cuts(paging: Paging, num_rows: int, data: st.DataObject) -> Paging:
     return Paging(paging.block_size, paging.seed, paging.units, paging.share, cuts=tuple(inner))
 
 
+@pytest.mark.thorough
 @FEW
 @given(shapes, chunk_lists(), pagings, st.integers(0, 99))
 @example(Shape(2, 3, 64, True), ([Chunk(0, 1299, 1300)], [0]), Paging(24, num_threads=2), 0)
@@ -124,6 +125,7 @@ def test_attention_is_that_of_double_precision(library, shape, drawn, paging, se
         assert (error <= allowed).all()  # and nothing is NaN
 
 
+@pytest.mark.thorough
 @FEW
 @given(shapes, chunk_lists(), pagings, st.data())
 def test_a_row_has_the_same_bits_however_it_is_computed(
@@ -144,6 +146,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
         assert (longer[chunk.start - first :] == bits).all()
 
 
+@pytest.mark.thorough(cases=[])
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("is_bf16", [True, False])
 @pytest.mark.parametrize("codes", [True, False])
@@ -176,6 +179,7 @@ def test_how_many_heads_are_shared_out_changes_no_bit(library) -> None:
             assert (a.reshape(len(a), 72, -1)[:, heads] == b.reshape(len(b), shape.group, -1)).all()
 
 
+@pytest.mark.thorough
 @FEW
 @given(
     chunk_lists(),
@@ -200,6 +204,7 @@ def test_stored_rows_come_back(library, drawn, block_size, units, is_bf16, shape
     assert (values == shape.kept(text.v)[chunk.start :]).all()
 
 
+@pytest.mark.thorough(cases=[])
 @pytest.mark.parametrize(
     ("best", "name"), [(best, name) for best, *others in map(available, LAWS) for name in others]
 )

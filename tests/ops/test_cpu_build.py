@@ -209,6 +209,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 # -- building --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 def test_a_library_is_built_once(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +227,7 @@ def test_a_library_is_built_once(
     assert build.build("portable", tmp_path / "root") not in (path, other)
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILD, str(sources), str(tmp_path / "root")]
@@ -258,6 +260,7 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough(but=["<lambda>0"])
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     "harm", [lambda data: data[: len(data) // 2], lambda data: bytes(len(data)), lambda _: b""]
@@ -614,6 +617,7 @@ def test_only_x86_is_tuned_for_the_machine_that_compiles() -> None:
     assert "-DNANO_NEON" in build.compiler_flags("neon", "arm64")
 
 
+@pytest.mark.thorough(cases=[])
 @NEEDS_COMPILER
 @pytest.mark.parametrize("law", build.LAWS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -132,6 +132,7 @@ def test_the_noise_is_the_references(kernels: ctypes.CDLL) -> None:
     assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * num, abs=1e-6)
 
 
+@pytest.mark.thorough(cases=["dtype0-49152", "dtype0-151936", "dtype1-49152", "dtype1-151936"])
 @pytest.mark.parametrize("vocab", [100, 8193, 49152, 151936])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_draws_of_hidden_rows_are_those_of_their_logits(
@@ -171,6 +172,7 @@ def test_the_padding_never_wins(kernels: ctypes.CDLL, vocab: int, params: dict[s
         assert drawn.logprobs.tolist() == pytest.approx([-math.log(vocab)] * 50, abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_many_draws_across_blocks_follow_the_distribution(kernels: ctypes.CDLL) -> None:
     num, vocab = 100_000, 1000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)) * 2
@@ -256,6 +258,7 @@ def test_what_stays_is_a_prefix_of_the_ranking_and_no_longer_than_it_must_be(
 # -- the same bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
 def test_a_sample_is_the_same_alone_in_any_batch_and_on_any_threads(

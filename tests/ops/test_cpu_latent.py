@@ -171,6 +171,7 @@ def test_the_reference_says_the_same(dtype: torch.dtype) -> None:
     torch.testing.assert_close(case.values(ops), expected, rtol=step, atol=8 * step)
 
 
+@pytest.mark.thorough
 @FEW
 @given(ROWS, st.sampled_from(SIZES), st.sampled_from(DTYPES))
 def test_a_row_has_the_same_bits_however_it_is_computed(

@@ -69,6 +69,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
     return found
 
 
+@pytest.mark.thorough
 def test_every_operation_has_the_same_bits_on_every_instruction_set(
     native: dict[str, dict[str, str]],
 ) -> None:

@@ -85,6 +85,7 @@ def one_by_one(ops: Ops, dtype: torch.dtype) -> Ops:
 # -- the same bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=["llama-bias-torch.bfloat16"])
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek-v3", "gemma4"])
@@ -118,6 +119,7 @@ def test_a_program_gives_the_bits_of_its_operations(
     assert len(program.operations) == before + of_a_layer * spec.num_layers - of_experts
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 def test_a_program_sees_new_weights(tmp_path: Path) -> None:
     """Weights are written where they lie; nothing recorded is a copy."""
@@ -172,6 +174,7 @@ def programs(draw: Any) -> tuple[list[Operation], list[Buffer], list[Buffer]]:
     return operations, inputs, outputs
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(300), deadline=None)
 @given(programs())
 def test_no_buffer_is_overwritten_before_its_last_reader(
@@ -194,6 +197,7 @@ def test_no_buffer_is_overwritten_before_its_last_reader(
     assert all(sizes[places[buffer.index]] == buffer.row_bytes for buffer in used)
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 def test_a_deep_model_needs_no_more_memory_than_a_shallow_one(tmp_path: Path) -> None:
     pieces: set[int] = set()
@@ -289,6 +293,7 @@ def test_a_batch_that_cannot_be_is_refused_before_anything_is_written(
     assert not program(batch_of(STEPS[0])).isnan().any(), "and the next one runs"
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 @settings(max_examples=at_depth(150), deadline=None)
 @given(st.data())

@@ -101,6 +101,7 @@ def test_they_compute_what_the_reference_computes(spec: StateSpec) -> None:
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough(cases=["spec1-reference"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("spec", [CONV, DELTA])
 def test_chunks_change_no_bit(spec: StateSpec, backend: str) -> None:

@@ -74,6 +74,7 @@ def drawn_batch(data: st.DataObject, block_size: int) -> ForwardBatch:
     return batch_of_rows(chunks, block_size)
 
 
+@pytest.mark.thorough
 @CALM
 @given(
     block_size=st.sampled_from([3, 4, 16]),
@@ -163,6 +164,7 @@ def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         FlashInferAttention()
 
 
+@pytest.mark.thorough
 def test_an_engine_with_windows_keeps_whole_blocks_triton(tmp_path: Path) -> None:
     """Gemma's layers with and without a window take turns; the other kernels run in Triton's
     interpreter.

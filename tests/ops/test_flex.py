@@ -230,12 +230,14 @@ def workloads(draw: st.DrawFn) -> tuple[Paged, list[Piece], int]:
     return paged, pieces, draw(st.sampled_from([0, 1, 7, 16, 50, 1000]))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=at_depth(40))
 @given(workloads())
 def test_agrees_with_the_explicit_mask(workload: tuple[Paged, list[Piece], int]) -> None:
     assert_agrees(*workload)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [0, 20])
 def test_shared_prefix_decode_rows_and_chunks_in_one_call(window: int) -> None:
     paged = Paged([70, 90, 33, 41, 64, 129], shared_blocks=2)
@@ -249,6 +251,7 @@ def test_shared_prefix_decode_rows_and_chunks_in_one_call(window: int) -> None:
     assert_agrees(paged, [*pieces, Piece(5, 100, 129)], window)
 
 
+@pytest.mark.thorough
 def test_chunks_one_after_another_agree() -> None:
     paged = Paged([100])
     got = torch.cat([paged.attend([Piece(0, i, min(i + 37, 100))]) for i in range(0, 100, 37)])
@@ -257,6 +260,7 @@ def test_chunks_one_after_another_agree() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_scores_far_below_zero_are_not_lost() -> None:
     """The CPU kernel that torch would choose for single rows returns 0 here."""
     paged = Paged([600, 600])
@@ -269,6 +273,7 @@ def test_scores_far_below_zero_are_not_lost() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_nothing_outside_the_batch_is_changed() -> None:
     """It clears the free tail of a block that it writes to, and nothing else."""
     paged = Paged([20, 40, 30])
@@ -283,6 +288,7 @@ def test_nothing_outside_the_batch_is_changed() -> None:
     assert not nan[~untouched].any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [0, 20])
 def test_a_decode_row_at_every_place_of_a_block(window: int) -> None:
     paged = Paged([49])
@@ -314,6 +320,7 @@ def test_block_sizes(block_size: int) -> None:
 
 # Dynamo gives up after `recompile_limit` graphs of one function: each bucket has to be one of its
 # own.
+@pytest.mark.thorough
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_a_handful_of_kernels_serves_steps_of_every_size() -> None:
     """Lengths, numbers of sequences, windows and chunk sizes change every step; kernels only with
@@ -356,6 +363,7 @@ def build(
     return flex_ops(reference_ops(), NUM_BLOCKS)
 
 
+@pytest.mark.thorough
 def test_the_backend_says_that_it_is_not_invariant() -> None:
     ops = build()
     assert ops.name == "reference+flex"
@@ -399,6 +407,7 @@ def test_a_machine_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         build()
 
 
+@pytest.mark.thorough
 def test_a_missing_compiler_is_named() -> None:
     program = (
         "from tests.ops.test_flex import build\n"

@@ -182,6 +182,21 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "softmax-reference",
+        "softmax-cpu",
+        "gelu-reference",
+        "gelu-cpu",
+        "shared with a gate-reference",
+        "best groups-reference",
+        "best pairs of groups-reference",
+        "biases, bounded gate-reference",
+        "biases, bounded gate-cpu",
+        "a floor-reference",
+        "a floor-cpu",
+    ]
+)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_the_sum_over_a_rows_experts(name: str, routing: str) -> None:
@@ -216,6 +231,7 @@ def test_bfloat16_on_the_cpu_is_near_the_reference() -> None:
     torch.testing.assert_close(found, near, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.thorough(but=["reference"])
 @pytest.mark.parametrize("name", BACKENDS)
 @CALM
 @given(data=st.data(), count=st.integers(1, 20))
@@ -234,6 +250,7 @@ def test_a_rows_bits_know_nothing_of_the_others(name: str, data: st.DataObject, 
         assert torch.equal(ONE_THREAD.moe(x[some], experts), whole[some])
 
 
+@pytest.mark.thorough(cases=["triton"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_of_equal_experts_the_lower_ids_are_chosen(name: str) -> None:
     backend = BACKENDS[name]
@@ -245,6 +262,7 @@ def test_of_equal_experts_the_lower_ids_are_chosen(name: str) -> None:
     assert {tuple(each) for each in ids.tolist()} <= {(0, 2), (1, 3)}
 
 
+@pytest.mark.thorough(cases=["triton"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_row_of_nan_is_its_own_misfortune(name: str) -> None:
     backend = BACKENDS[name]
@@ -286,6 +304,9 @@ def on_ranks(size: int, run: Callable[[ThreadGroup], Tensor]) -> list[Tensor]:
     return [found[rank] for rank in range(size)]
 
 
+@pytest.mark.thorough(
+    cases=["2-True-cpu", "2-False-cpu", "3-True-cpu", "3-False-cpu", "4-True-cpu", "4-False-cpu"]
+)
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("size", "shared"), list(itertools.product((2, 3, 4), (True, False))))
 def test_where_an_expert_is_changes_no_bit(name: str, size: int, shared: bool) -> None:

@@ -72,6 +72,7 @@ def written(
     write(slots, keys, values, positions)
 
 
+@pytest.mark.thorough(cases=["reference"])
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @CALM
 @given(data=st.data())

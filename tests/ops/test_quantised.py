@@ -84,6 +84,7 @@ def test_codes_are_in_range_and_stand_for_numbers_nearby(
     assert not codes.numbers()[2].any()
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(60))
 @given(form=formats, columns=st.sampled_from([4, 33, 64, 72, 96]), seed=st.integers(0, 99))
 def test_a_product_is_near_that_of_the_numbers(form: Format, columns: int, seed: int) -> None:
@@ -173,6 +174,7 @@ def test_what_is_not_finite_makes_a_scale_that_is_nan(form: Format, bad: float) 
     assert found[1:].isfinite().all()
 
 
+@pytest.mark.thorough(cases=["int8", "int4-32", "int8-16-wide", "int8-16-min"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_a_rows_products_know_nothing_of_other_rows(form: Format) -> None:
     codes, x = as_codes(random(40, 72), form, SEGMENTS[72]), random(50, 72, seed=1)

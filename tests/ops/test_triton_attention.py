@@ -46,6 +46,16 @@ def small(*, batch_invariant: bool, shared_items: int = 6, row_parts: int = 40) 
     )
 
 
+@pytest.mark.thorough(
+    but=[
+        "heads8-20-memory8-False",
+        "heads8-20-memory8-True",
+        "heads9-0-memory9-False",
+        "heads9-0-memory9-True",
+        "heads10-0-memory10-False",
+        "heads10-0-memory10-True",
+    ]
+)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
     ("heads", "window", "memory"),
@@ -151,6 +161,7 @@ def _alone(heads: Heads, window: int) -> tuple[list[Rows3], list[Tensor]]:
     return seqs, [attend(attention, seqs, [piece], heads, window) for piece in pieces]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("heads", "window"),
     [

@@ -69,6 +69,7 @@ def batch_of(chunks: list[tuple[int, int]]) -> ForwardBatch:
     return batch_of_rows(rows, BLOCK_SIZE)
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(40), deadline=None)
 @given(cases())
 def test_every_row_has_every_key_once(case: Case) -> None:

@@ -170,6 +170,7 @@ def trunk(model: Decoder, rows: int, size: int, *, few: bool) -> tuple[Tensor, T
     return hidden[:rows], torch.stack([storage.keys, storage.values])
 
 
+@pytest.mark.thorough(cases=["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trunk_of_every_family(family: str) -> None:
     dtype = torch.float16 if family in ("qwen3", "granite") else torch.float32

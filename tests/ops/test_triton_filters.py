@@ -54,6 +54,7 @@ def draw_kept(logits: Tensor, **params: float) -> tuple[Draw, list[int]]:
 # -- against the reference -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=at_depth(5))
 @given(
     seed=st.integers(0, 2**20),
@@ -177,6 +178,7 @@ def test_each_filter_works_on_what_the_one_before_left(capacity: int) -> None:
     assert draw_kept(logits, top_k=6, top_p=0.97, min_p=0.13)[1] == [0, 1, 2]
 
 
+@pytest.mark.thorough(cases=["whole rows"])
 def test_ties_cross_the_blocks_of_the_vocabulary(capacity: int) -> None:
     vocab = 2 * BLOCK + 60
     logits = torch.full((1, vocab), 1.0)
@@ -207,6 +209,7 @@ def test_masks_of_samples_without_filters() -> None:
 # -- the same bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=at_depth(3))
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from([37, 300, BLOCK + 1]), data=st.data())
 def test_a_sample_is_the_same_alone_and_in_any_batch(
@@ -238,6 +241,7 @@ def test_samples_without_filters_do_not_see_those_of_others() -> None:
     assert same_bits(together, apart, [0, 1, 2])
 
 
+@pytest.mark.thorough
 def test_gathered_or_not_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = rows(2, 500)
     batch = masked(random_requests(random.Random(4), 8, 2, 500, top_logprobs=2))

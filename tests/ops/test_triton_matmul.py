@@ -67,6 +67,7 @@ def of_200_rows(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return matmul.invariant_product(x, weight, None, torch.float32)
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(16), deadline=None, derandomize=True)
 @given(
     shape=st.sampled_from(SHAPES),

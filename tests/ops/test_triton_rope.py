@@ -154,6 +154,7 @@ CASES = st.builds(
 )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=at_depth(30))
 @given(
     case=CASES,

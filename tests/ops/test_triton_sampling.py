@@ -107,6 +107,7 @@ def test_of_equal_tokens_the_smallest_noise_wins() -> None:
 # -- against the reference -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
 def test_the_same_draws_as_the_reference(seed: int, vocab: int) -> None:
@@ -118,6 +119,7 @@ def test_the_same_draws_as_the_reference(seed: int, vocab: int) -> None:
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
+@pytest.mark.thorough
 def test_samples_share_rows_and_blocks_are_weighed() -> None:
     """Plain draws over two blocks, of which the second is as improbable as it is in the logits."""
     logits = rows(3, BLOCK + 700, scale=1.0)
@@ -143,6 +145,7 @@ def test_penalties_tell_the_prompt_from_the_completion() -> None:
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
+@pytest.mark.thorough(cases=["2049"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_greedy_is_the_lowest_of_equals(vocab: int) -> None:
     logits = torch.zeros(2, vocab)
@@ -163,6 +166,7 @@ def test_best_tokens_of_equals_are_the_lowest_ids_and_both_zeros_are_equal() -> 
         assert_agree(drawn, reference.sample(logits, batch))
 
 
+@pytest.mark.thorough
 def test_more_samples_than_are_ranked_at_once() -> None:
     requests = [
         DrawRequest(SamplingParams(top_logprobs=2, temperature=i % 2), i % 5, (1, i, 0))
@@ -172,6 +176,7 @@ def test_more_samples_than_are_ranked_at_once() -> None:
     assert_agree(sampling.draw(logits, raw(requests)), reference.sample(logits, raw(requests)))
 
 
+@pytest.mark.thorough(cases=["options0-0.02"])
 @pytest.mark.parametrize("temperature", [0.02, 0.7, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}])
 def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
@@ -196,6 +201,7 @@ def test_the_kept_mass_of_a_mask_may_be_next_to_nothing(
 # -- the same bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES), data=st.data())
 def test_a_sample_is_the_same_alone_and_in_any_batch(
@@ -213,6 +219,7 @@ def test_a_sample_is_the_same_alone_and_in_any_batch(
         assert same_bits(together, sampling.draw(own, raw([requests[i]._replace(row=0)])), [i])
 
 
+@pytest.mark.thorough
 @CALM
 @given(seed=st.integers(0, 2**20), vocab=st.sampled_from(VOCABULARIES))
 def test_every_logprob_of_a_row_agrees_to_the_bit(seed: int, vocab: int) -> None:

@@ -183,6 +183,7 @@ def check(
     return together
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "size"),
     [
@@ -209,6 +210,7 @@ def test_ranks_agree_with_one_to_the_bit(model: Path, backend: Backend, size: in
     assert (together.num_cached_tokens > 0) == (size == 2)
 
 
+@pytest.mark.thorough(cases=["reference"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -> None:
     request = Request(STEM[:2500], SamplingParams(max_tokens=2, seed=4))
@@ -219,6 +221,7 @@ def test_a_long_prompt_is_computed_by_all_ranks(model: Path, backend: Backend) -
     assert together.kv_bytes == [blocks * 512 * TOKEN * DTYPES["float32"]] * 4
 
 
+@pytest.mark.thorough
 def test_preempted_sequences_come_back_to_their_bits(model: Path) -> None:
     requests = [
         Request((i + 3, *STEM[: 1020 + i]), SamplingParams(max_tokens=6, seed=i), num_samples=1)
@@ -228,6 +231,7 @@ def test_preempted_sequences_come_back_to_their_bits(model: Path) -> None:
     assert check(model, requests, tight, Mesh(context=2)).num_preemptions > 0
 
 
+@pytest.mark.thorough
 def test_what_goes_between_ranks_is_bounded(model: Path) -> None:
     """Rows go piece by piece where their states would become too many, and no bit changes."""
     with patch.object(shared_context, "MOST_NUMBERS", 100 * 2 * (16 + 2)):
@@ -239,6 +243,7 @@ def test_what_goes_between_ranks_is_bounded(model: Path) -> None:
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_layers_with_windows_share_their_keys_too(windowed: Path, backend: Backend) -> None:
     schedule = Schedule(block_size=1024, max_chunk_tokens=433, backend=backend)
@@ -249,6 +254,7 @@ def test_layers_with_windows_share_their_keys_too(windowed: Path, backend: Backe
     check(windowed, requests, schedule, Mesh(context=2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_sink_counts_once(tmp_path: Path, backend: Backend) -> None:
     case = CASES["gpt-oss"]
@@ -261,6 +267,7 @@ def test_a_sink_counts_once(tmp_path: Path, backend: Backend) -> None:
     check(tmp_path, requests, schedule, Mesh(context=2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2, context=2), Mesh(pipeline=2, context=2)])
 def test_it_can_be_combined(model: Path, mesh: Mesh) -> None:
     check(
@@ -271,6 +278,7 @@ def test_it_can_be_combined(model: Path, mesh: Mesh) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_processes_share_a_sequence(model: Path) -> None:
     """Through the option: the engine starts its other rank."""
     prompts = [list(STEM[:1600]), [5, 6, 7]]

@@ -90,6 +90,7 @@ def draw(
     return lambda head, weight: head.sample(hidden, weight, scale, batch)
 
 
+@pytest.mark.thorough(cases=["reference"])
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=at_depth(8), deadline=None)
 @given(

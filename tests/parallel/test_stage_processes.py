@@ -88,6 +88,7 @@ def stages() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.thorough
 def test_two_stages_live_as_one_rank_until_one_is_killed(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "gemma3", num_hidden_layers=4)
     new = {name: tensor * 1.1 for name, tensor in read_tensors(model)}

@@ -98,6 +98,7 @@ def check(model: Path, dtype: str, schedule: Schedule, mesh: Mesh) -> int:
     return preemptions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
 @pytest.mark.parametrize(
     ("stages", "backend", "dtype"), [(2, "reference", "float32"), (4, "cpu", "bfloat16")]
@@ -119,6 +120,7 @@ def test_stages_change_no_bit(
     assert check(models("llama"), dtype, drafted, Mesh(pipeline=stages)) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float32"), ("cpu", "bfloat16")])
 def test_two_tensor_ranks_in_two_stages_change_no_bit(
     models: Any, backend: Backend, dtype: str
@@ -136,6 +138,7 @@ def test_two_tensor_ranks_in_two_stages_change_no_bit(
     assert check(models("llama"), dtype, drafted, Mesh(tensor=2, pipeline=2)) > 0
 
 
+@pytest.mark.thorough(cases=["gemma3", "qwen3-moe"])
 @pytest.mark.parametrize("family", ["gemma3", "granite", "olmo2", "qwen3-moe"])
 def test_families_change_no_bit(models: Any, family: str) -> None:
     """Windows, scaled additions, norms after the blocks, experts."""
@@ -218,6 +221,7 @@ def test_who_began_ends_on_the_old_weights(models: Any, policy: KvPolicy) -> Non
         assert same_bits(sample, alone[key])
 
 
+@pytest.mark.thorough
 def test_an_update_in_the_middle_is_exact(models: Any) -> None:
     """Each sample is the old weights' up to some token, and from there on what the new weights make
     of it alone.

@@ -184,6 +184,7 @@ def check(
             require_same(found, alone)
 
 
+@pytest.mark.thorough(cases=["wide"])
 @pytest.mark.parametrize(
     ("family", "changes", "sizes"),
     [
@@ -209,6 +210,7 @@ def test_sinks_and_biases_of_experts_are_shared_out(tmp_path: Path, ops: Any) ->
     check(tmp_path, ops(), torch.float32, (2, 4))
 
 
+@pytest.mark.thorough(cases=["experts-reference"])
 @pytest.mark.parametrize("ops", [reference_ops, partial(cpu_ops, 1)], ids=["reference", "cpu"])
 @pytest.mark.parametrize(
     ("quantization", "family", "changes"),
@@ -255,6 +257,7 @@ def test_a_head_is_rounded_by_itself(tmp_path: Path, ops: Any) -> None:
     check(folder, ops(), torch.bfloat16, (2, 4), kept="int8")
 
 
+@pytest.mark.thorough
 def test_ranks_agree_in_bfloat16(tmp_path: Path) -> None:
     check(tiny_model(tmp_path, "llama", **WIDE), reference_ops(), torch.bfloat16, (2, 8))
 

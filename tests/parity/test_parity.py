@@ -33,6 +33,7 @@ def test_rows_cover_every_pair() -> None:
         assert set(zip(one, other, strict=True)) == set(itertools.product(set(one), set(other)))
 
 
+@pytest.mark.thorough
 def test_smollm2_agrees_with_transformers() -> None:
     with InferenceEngine(EngineConfig(model_path=MODEL, dtype="float32", **COMMON)) as engine:
         token_ids = prompts(engine)[:4]
@@ -44,6 +45,7 @@ def test_smollm2_agrees_with_transformers() -> None:
     assert found.largest_difference <= TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_has_the_same_bits_in_other_configurations(dtype: str) -> None:
     with InferenceEngine(EngineConfig(model_path=MODEL, dtype="bfloat16", **COMMON)) as engine:
@@ -53,6 +55,7 @@ def test_smollm2_has_the_same_bits_in_other_configurations(dtype: str) -> None:
         assert result["equal"] == result["samples"], result
 
 
+@pytest.mark.thorough(but=["False-cpu-linear", "True-reference-default"])
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize(("tie", "backend"), [(False, "cpu"), (True, "cpu"), (True, "reference")])
 def test_tiny_models_agree_with_transformers(
@@ -74,6 +77,23 @@ def test_tiny_models_agree_with_transformers(
     assert found.largest_difference <= TOLERANCE
 
 
+@pytest.mark.thorough(
+    but=[
+        "llama-radix-cpu",
+        "llama-bias-paged-cpu",
+        "llama-bias-radix-cpu",
+        "mistral-paged-cpu",
+        "mistral-radix-cpu",
+        "qwen2-paged-cpu",
+        "qwen3-paged-cpu",
+        "qwen3-radix-cpu",
+        "olmo2-paged-cpu",
+        "olmo2-radix-cpu",
+        "granite-paged-cpu",
+        "granite-radix-cpu",
+        "glm4-paged-cpu",
+    ]
+)
 @pytest.mark.parametrize(
     ("cache_type", "backend"),
     [("paged", "cpu"), ("radix", "cpu"), ("paged", "reference"), ("radix", "reference")],
@@ -104,6 +124,7 @@ def test_every_family_agrees_with_transformers(
     assert found.largest_difference <= TOLERANCE
 
 
+@pytest.mark.thorough(but=["llama-float32-cpu", "qwen3-float32-cpu", "olmo2-float32-cpu"])
 @pytest.mark.parametrize(
     ("dtype", "backend"),
     [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference"), ("float16", "reference")],
@@ -119,6 +140,7 @@ def test_every_family_has_the_same_bits_in_other_configurations(
         assert result["equal"] == result["samples"], result
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rope", "dtype", "backend"),
     [

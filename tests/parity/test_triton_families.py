@@ -31,6 +31,7 @@ def complete(folder: Path, **options: Any) -> list[TrainingSample]:
         return engine.generate(PROMPTS, PARAMS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
     [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],

@@ -90,6 +90,7 @@ def lived(folder: Path, launcher: ThreadLauncher | None, **options: Any) -> list
         return [outcome(sample) for sample in samples]
 
 
+@pytest.mark.thorough(but=["{'pipeline_parallel': 2}"])
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -122,6 +123,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_tokenizer(tiny_model(tmp_path_factory.mktemp("mixtral"), "mixtral", **FAMILY))
 
 
+@pytest.mark.thorough(cases=["1"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_engines_in_lockstep_follow_grammars_with_the_bits_of_one(
     experts: Path, lookahead: int

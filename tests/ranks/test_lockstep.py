@@ -192,6 +192,7 @@ def in_order(samples: list[TrainingSample]) -> list[TrainingSample]:
 CHUNKS = {"backend": "cpu", "dtype": "bfloat16", "max_chunk_tokens": 7, "lookahead": 1}
 
 
+@pytest.mark.thorough(but=["2-of_threads-options0"])
 @pytest.mark.parametrize(
     ("count", "make", "options"),
     [(2, of_threads, {}), (3, of_threads, CHUNKS), (2, of_processes, {})],
@@ -258,6 +259,7 @@ def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
         engines.rest()
 
 
+@pytest.mark.thorough
 def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +299,7 @@ def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
         assert other.update_weights(weights).version == 2
 
 
+@pytest.mark.thorough
 def test_in_the_middle_of_requests_all_change_at_once(folder: Path) -> None:
     long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with lockstep(folder) as engines:
@@ -355,6 +358,7 @@ def sleep_with_weights(engine: InferenceEngine) -> str:
     return ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [of_threads, of_processes])
 def test_weights_sleep_together_amid_requests(
     folder: Path, make: Callable[[int], list[Lockstep]]
@@ -394,6 +398,7 @@ def test_weights_sleep_together_amid_requests(
         engines.rest()
 
 
+@pytest.mark.thorough
 def test_weights_stay_where_others_need_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One alone is asked to sleep, and one alone is woken: it waits for the other, and not for
     ever.

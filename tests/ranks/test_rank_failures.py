@@ -71,6 +71,7 @@ def pair(folder: Path, shards: list[Shard]) -> Iterator[InferenceEngine]:
         yield engine
 
 
+@pytest.mark.thorough(cases=["shut down"])
 @pytest.mark.parametrize("how", ["shut down", "failed"])
 def test_who_waits_for_a_rank_is_told_that_the_engine_has_ended(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str

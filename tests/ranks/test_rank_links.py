@@ -150,6 +150,7 @@ def test_ranks_join_among_strangers(rendezvous: Rendezvous) -> None:
         each.close()
 
 
+@pytest.mark.thorough(cases=["tcp"])
 def test_ranks_join_behind_a_hundred_who_say_nothing(rendezvous: Rendezvous) -> None:
     found: dict[int, Link] = {}
     collecting = threading.Thread(target=lambda: found.update(rendezvous.collect([], PATIENCE)))
@@ -185,6 +186,7 @@ def test_a_greeting_has_one_deadline_however_slowly_it_comes() -> None:
         each.close()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_came_waits_for_the_others_longer_than_a_greeting_may_take(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +272,7 @@ def send_for_ever(link: Link) -> None:
         link.send(bytes(2**20))
 
 
+@pytest.mark.thorough
 def test_a_link_that_nobody_reads_ends_at_its_deadline() -> None:
     here, there = (Link(end) for end in socket.socketpair())
     here.settle(0.3)

@@ -64,6 +64,7 @@ def lived(folder: Path, policy: KvPolicy, launcher: ThreadLauncher | None, **opt
         return lives, engine.weights_checksum(), engine.stats().num_preemptions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "cache_type", "lookahead", "policy", "blocks"),
     [
@@ -108,6 +109,7 @@ def pair(folder: Path) -> Iterator[InferenceEngine]:
         yield engine
 
 
+@pytest.mark.thorough
 def test_an_update_that_one_rank_cannot_take_changes_none(
     pair: InferenceEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ def test_what_needs_the_whole_model_says_so(pair: InferenceEngine) -> None:
         Replayer(pair)
 
 
+@pytest.mark.thorough(cases=["problem1"])
 @pytest.mark.parametrize(
     "problem", [ModelLoadError("/models/m is missing"), ValueError("unforeseen")]
 )
@@ -172,6 +175,7 @@ def test_a_rank_that_cannot_be_built_is_told_of(
     assert str(problem) in str(found.value)
 
 
+@pytest.mark.thorough
 def test_numerics_of_all_ranks_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = shard.plan_engine
 

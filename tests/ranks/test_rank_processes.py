@@ -104,6 +104,7 @@ def new_weights(folder: str, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.thorough
 def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
     """Samples, an update of weights in flight with old ones finishing, patches, checksums, sleep:
     as one rank does.
@@ -144,6 +145,7 @@ def test_two_ranks_live_as_one(engines: Any, folder: str) -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "when",
     [

@@ -99,6 +99,7 @@ def require_same(mine: Any, theirs: Any, but: set[str] = frozenset()) -> None:  
                 assert a == b, name
 
 
+@pytest.mark.thorough(cases=["17"])
 @pytest.mark.parametrize("seed", range(20))
 def test_random_workloads_are_replayed_as_they_were_run(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,7 @@ def test_random_workloads_are_replayed_as_they_were_run(
     run(with_drafts(random_workload(1000 + seed), kind, most=1 + seed % 4))
 
 
+@pytest.mark.thorough
 def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,6 +122,7 @@ def test_how_samples_are_drawn_travels_with_every_kind_of_parameter(
         test_batch.test_batches_say_what_the_sequences_say(seed, seed % 2, 3 * (seed % 3 > 0))
 
 
+@pytest.mark.thorough
 def test_a_sequence_travels_once_and_then_only_its_new_tokens_and_blocks() -> None:
     loop, runner = loop_of(64, prompt=1000)
     runner.sizes.clear()

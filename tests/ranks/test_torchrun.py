@@ -47,6 +47,7 @@ with open(out, "w") as file:
 """
 
 
+@pytest.mark.thorough
 def test_two_engines_after_each_other_on_the_processes_of_torchrun(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
     folders = [

@@ -56,6 +56,7 @@ def alone(model: Path) -> Iterator[Callable[..., list[TrainingSample]]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.thorough(cases=["process-False", "process-True"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_samples_are_those_of_the_engine_alone(
     client: EngineClient, run: Run, alone: Callable[..., list[TrainingSample]], stream: bool
@@ -81,6 +82,7 @@ def test_samples_are_those_of_the_engine_alone(
     run(test())
 
 
+@pytest.mark.thorough(cases=["process"])
 def test_a_refusal_is_the_engines(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         for prompt, error in (
@@ -177,6 +179,7 @@ def test_calls_return_what_the_engine_says(client: EngineClient, run: Run) -> No
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_call_that_waits_holds_nobody_up(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         running = client.submit([1, 2], params_of(0, 450), stream=True)
@@ -239,6 +242,7 @@ def test_many_requests_are_aborted_at_once(client: EngineClient, run: Run) -> No
     run(test())
 
 
+@pytest.mark.thorough
 def test_calls_have_a_limit(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         running = client.submit([1, 2], params_of(0, 480), stream=True)
@@ -258,6 +262,7 @@ def test_calls_have_a_limit(client: EngineClient, run: Run) -> None:
     run(test())
 
 
+@pytest.mark.thorough(cases=["process"])
 def test_heartbeats_bring_statistics(client: EngineClient, run: Run) -> None:
     async def test() -> None:
         before = (await client.call("stats")).completion_tokens
@@ -270,6 +275,7 @@ def test_heartbeats_bring_statistics(client: EngineClient, run: Run) -> None:
     run(test())
 
 
+@pytest.mark.thorough(cases=["ProcessClient"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_keeps_an_engine_from_being_built_is_told(
     kind: Any, model: Path, tmp_path: Path
@@ -337,6 +343,7 @@ def test_a_request_that_ends_before_it_is_noted_down_is_forgotten(
     in_process(model, test)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_answered", [False, True])
 def test_a_request_that_waits_to_go_on_with_old_weights_can_be_ended(
     model: Path, is_answered: bool

@@ -41,6 +41,7 @@ class _Bomb:
         return open, (str(self._path), "w")
 
 
+@pytest.mark.thorough
 def test_strange_bytes_change_nothing(
     quiet: tuple[ProcessClient, asyncio.Runner], tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_strange_bytes_change_nothing(
     runner.run(asyncio.wait_for(test(), 60))
 
 
+@pytest.mark.thorough
 def test_lines_of_the_engine_are_like_the_servers_and_few(
     model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +104,7 @@ def test_lines_of_the_engine_are_like_the_servers_and_few(
     assert sum("not understood" in line["message"] for line in lines) == 1
 
 
+@pytest.mark.thorough
 def test_nothing_listens_but_two_sockets_in_a_private_folder(
     quiet: tuple[ProcessClient, asyncio.Runner],
 ) -> None:
@@ -119,6 +122,7 @@ def test_nothing_listens_but_two_sockets_in_a_private_folder(
     runner.run(asyncio.wait_for(test(), 60))
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_said_is_refused(quiet: tuple[ProcessClient, asyncio.Runner]) -> None:
     client, runner = quiet
 
@@ -132,6 +136,7 @@ def test_what_cannot_be_said_is_refused(quiet: tuple[ProcessClient, asyncio.Runn
     runner.run(asyncio.wait_for(test(), 60))
 
 
+@pytest.mark.thorough
 def test_idle_processes_take_no_time(quiet: tuple[ProcessClient, asyncio.Runner]) -> None:
     client, runner = quiet
 

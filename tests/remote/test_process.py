@@ -103,6 +103,7 @@ def busy_with_a_long_step(client: ProcessClient) -> Callable[[], bool]:
 # -- the engine dies -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path) -> None:
     async def test() -> None:
         async with restarted(config_of(model)) as client:
@@ -144,6 +145,7 @@ def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path)
     play(test())
 
 
+@pytest.mark.thorough
 def test_without_restart_a_dead_engine_stays_dead(model: Path) -> None:
     async def test() -> None:
         async with running(config_of(model)) as client:
@@ -185,6 +187,7 @@ def test_an_engine_that_is_not_ready_yet_may_end_as_well(model: Path, how: str) 
     play(test())
 
 
+@pytest.mark.thorough
 def test_restarts_wait_longer_each_time_and_end_with_the_client(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +242,7 @@ def test_lifecycle_says_how_far_the_engine_has_come(model: Path) -> None:
         Lifecycle(client).require_ready()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_all_processes_at_once_are_not_for_the_engine(
     model: Path, number: signal.Signals
@@ -290,6 +294,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.thorough(but=["being built"])
 @pytest.mark.parametrize(
     "length", [0, 4, LONG - 100], ids=["being built", "short steps", "amid a step of seconds"]
 )
@@ -338,6 +343,7 @@ def fork():
 FORKED = FORK + PARENT.replace("print(", "fork() or print(")
 
 
+@pytest.mark.thorough
 def test_the_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path) -> None:
     """The fork holds the other end of stdin open; that the parent is gone is seen within a
     heartbeat.
@@ -359,6 +365,7 @@ def test_the_engine_ends_although_a_fork_of_its_parent_lives_on(slow_model: Path
 # -- a step of seconds -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_amid_a_step_of_seconds_everything_else_is_answered(slow_model: Path) -> None:
     async def test() -> None:
         async with running(slow_config_of(slow_model)) as client:
@@ -376,6 +383,7 @@ def test_amid_a_step_of_seconds_everything_else_is_answered(slow_model: Path) ->
     play(test())
 
 
+@pytest.mark.thorough
 def test_closing_amid_a_step_ends_it(slow_model: Path) -> None:
     async def test() -> None:
         async with running(slow_config_of(slow_model)) as client:
@@ -389,6 +397,7 @@ def test_closing_amid_a_step_ends_it(slow_model: Path) -> None:
     play(test())
 
 
+@pytest.mark.thorough
 def test_an_engine_that_hangs_is_seen_and_can_be_closed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +431,7 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(
     play(test())
 
 
+@pytest.mark.thorough
 def test_an_idle_engine_that_hangs_is_seen_too(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

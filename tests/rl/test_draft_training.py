@@ -74,6 +74,7 @@ def share_right(engine: InferenceEngine, kind: str) -> float:
     return (more(after, "accepted") - more(before, "accepted")) / drafted
 
 
+@pytest.mark.thorough(cases=["eagle"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_heads_learn_what_the_policy_draws(
     engine: InferenceEngine, model: Path, samples: list[TrainingSample], tmp_path: Path, kind: Kind
@@ -109,6 +110,7 @@ def test_heads_learn_what_the_policy_draws(
         assert share_right(again, kind) > at_first + 0.1
 
 
+@pytest.mark.thorough(cases=["eagle"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_heads_of_few_tokens(
     engine: InferenceEngine, model: Path, samples: list[TrainingSample], tmp_path: Path, kind: Kind

@@ -119,6 +119,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", SCHEDULES)
 def test_the_backward_goes_through_the_engines_experts_in_every_row_and_layer(
     folder: Path, routed: list[Tensor], used: list[Any], options: dict[str, Any]
@@ -143,6 +144,7 @@ def test_the_backward_goes_through_the_engines_experts_in_every_row_and_layer(
     assert all(experts == expected[tokens] for tokens, experts in used)
 
 
+@pytest.mark.thorough
 def test_gradients_are_those_of_transformers_made_to_choose_the_engines_experts(
     folder: Path, routed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ def test_a_record_that_holds_no_choice_is_an_error(
             logprobs[1:].sum().backward()
 
 
+@pytest.mark.thorough
 def test_experts_of_samples_are_checked_against_the_models_own(folder: Path) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1, routed_experts=True)
     options: dict[str, Any] = {"dtype": "bfloat16", "enable_return_routed_experts": True}

@@ -51,6 +51,7 @@ def worst_difference(own: dict[str, Tensor], theirs: dict[str, Tensor]) -> float
     return max(float((own[name] - grad).norm() / grad.norm()) for name, grad in theirs.items())
 
 
+@pytest.mark.thorough(cases=["phi3"])
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3-moe"])
 def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """Sequences longer than the windows, in several micro-batches, at a temperature."""
@@ -63,6 +64,9 @@ def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, fam
     assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 0.8)) <= TOLERANCE
 
 
+@pytest.mark.thorough(
+    cases=["gemma3 with pictures", "gemma4 with inputs of layers", "deepseek-v3", "mixtral"]
+)
 @pytest.mark.parametrize("family", CASES)
 def test_a_policy_of_strong_weights(tmp_path: Path, family: str) -> None:
     """Its logprobs are the engine's to the bit, and its gradients those of transformers."""
@@ -98,6 +102,7 @@ def test_gradients_under_stretched_ropes(tmp_path: Path, rope: Any) -> None:
     assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 1.0)) <= TOLERANCE
 
 
+@pytest.mark.thorough
 def test_gradients_of_smollm2_are_those_of_transformers() -> None:
     sequences = [
         [1, *(100 + (977 * i * j) % 40000 for i in range(n))] for j, n in ((1, 12), (2, 25))
@@ -111,6 +116,7 @@ def test_gradients_of_smollm2_are_those_of_transformers() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_have_the_same_bits_whatever_the_threads_and_the_schedule(
     tmp_path: Path, dtype: str
@@ -235,6 +241,7 @@ def test_micro_batches_hold_every_gradient_once_on_its_own_path(
     }
 
 
+@pytest.mark.thorough(cases=["mistral"])
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
 def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch

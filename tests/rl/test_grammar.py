@@ -52,6 +52,7 @@ def draw(engine: InferenceEngine, temperature: float, grammar: Grammar) -> list[
     return engine.generate(PROMPTS, params, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("schedule", [{}, CHUNKED])
 def test_scores_are_the_logprobs_of_the_draw_to_the_bit(
@@ -150,6 +151,7 @@ def test_bad_grammars_are_refused(folder: Path) -> None:
                 score(engine, [[5, 6], [7, 8]], from_position=1, grammar=grammar)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_policy_models_logprobs_are_the_engines_after_every_step(
     folder: Path, backend: str
@@ -213,6 +215,7 @@ def test_gradients_are_those_of_autograd_on_masked_logits(folder: Path) -> None:
         assert float((param.grad - theirs[name]).norm() / theirs[name].norm()) < 1e-4, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_samples_under_grammars_are_made_again(folder: Path, backend: str) -> None:
     with build(folder, backend=backend, max_chunk_tokens=7) as engine:

@@ -56,6 +56,30 @@ def drawn_and_scored(model: PolicyModel) -> tuple[list[list[int]], list[list[int
     ]
 
 
+@pytest.mark.thorough(
+    but=[
+        "llama-cpu-bfloat16",
+        "llama-reference-float32",
+        "llama-reference-bfloat16",
+        "llama-bias-reference-float32",
+        "llama-bias-reference-bfloat16",
+        "qwen2-reference-float32",
+        "qwen2-reference-bfloat16",
+        "qwen3-cpu-bfloat16",
+        "qwen3-reference-float32",
+        "qwen3-reference-bfloat16",
+        "nanochat-reference-bfloat16",
+        "phi3-reference-float32",
+        "phi3-reference-bfloat16",
+        "olmo2-reference-float32",
+        "olmo2-reference-bfloat16",
+        "granite-reference-float32",
+        "granite-reference-bfloat16",
+        "glm4-cpu-float32",
+        "glm4-reference-float32",
+        "mixtral-reference-float32",
+    ]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,6 +122,7 @@ def swap_rows(matrix: Tensor) -> None:
     matrix.copy_(matrix.flip(0))
 
 
+@pytest.mark.thorough(cases=["step2"])
 @pytest.mark.parametrize(
     "step",
     [
@@ -222,6 +247,7 @@ def test_two_models_of_one_engine_do_not_meet(folder: Path) -> None:
         assert set(engine.runner.models) == {"policy", "trainer", "trainer-2"}
 
 
+@pytest.mark.thorough
 def test_logprobs_while_another_thread_generates(folder: Path) -> None:
     with build(folder, max_tokens_per_batch=8, lookahead=1) as engine:
         model = PolicyModel(engine)
@@ -361,6 +387,7 @@ def test_a_checkpoint_saved_from_a_converted_file_has_its_own_dtype(
     assert resolve_dtype("auto", load_spec(tmp_path / "saved")) == torch.float32
 
 
+@pytest.mark.thorough(cases=["granite-moe", "granite-moe-shared", "deepseek-v3"])
 @pytest.mark.parametrize(
     "family",
     ["phi3", "glm4", "qwen2-moe", "granite-moe", "granite-moe-shared", "gpt-oss", "deepseek-v3"],

@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(but=["reference-bfloat16-int4-llama", "reference-float32-int8-32-llama"])
 @pytest.mark.parametrize(("backend", "dtype", "quantization", "family"), CASES)
 def test_after_a_step_and_a_publish_the_engine_reports_the_models_logprobs(
     tmp_path: Path, backend: str, dtype: str, quantization: str, family: str

@@ -118,6 +118,7 @@ def engine(request: pytest.FixtureRequest, build: Build) -> InferenceEngine:
     return build(backend=request.param, max_chunk_tokens=7, num_threads=2)
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=at_depth(25),
     deadline=None,
@@ -164,6 +165,7 @@ def test_families_and_bfloat16(tmp_path: Path, build: Build, family: str) -> Non
     assert len({sample.completion_tokens for sample in samples}) == 2
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=at_depth(20),
     deadline=None,

@@ -189,6 +189,7 @@ def normal_report() -> MismatchReport:
     return mismatch_report([sample_of(logprobs.tolist())], [logprobs + noise])
 
 
+@pytest.mark.thorough
 def test_the_histogram_is_a_png(tmp_path: Path) -> None:
     for report in (
         normal_report(),

@@ -58,6 +58,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.view(torch.int32).tolist()
 
 
+@pytest.mark.thorough(cases=["schedule1-cpu-float32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -271,6 +272,7 @@ def test_a_dead_engine_says_so(folder: Path) -> None:
         score(engine, [[1, 2]])
 
 
+@pytest.mark.thorough
 def test_windows_and_units_score_too(tmp_path: Path) -> None:
     """Sliding layers: a shared prefix that left the window."""
     with build(tiny_model(tmp_path, "gemma3"), block_size=4, max_chunk_tokens=9) as engine:

@@ -159,6 +159,7 @@ def test_the_draw_is_looked_at(build: Callable[..., InferenceEngine]) -> None:
     assert (found.layer, found.operation) == (None, "sample")
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -179,6 +180,7 @@ def test_where_all_keep_the_law_the_weights_are_named(
         assert found.weights_sha256 in str(found)
 
 
+@pytest.mark.thorough(cases=["1-schedules0"])
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("rows", "schedules"), [(1, (COMPILED, COMPILED_SINGLE)), (32, (WHOLE, COMPILED))]

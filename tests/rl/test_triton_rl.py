@@ -35,6 +35,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine
         yield built
 
 
+@pytest.mark.thorough
 def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEngine) -> None:
     params = SamplingParams(max_tokens=3, temperature=0.8, raw_logprobs=True, ignore_eos=True)
     samples = engine.generate([PROMPT], params, 2)
@@ -48,6 +49,7 @@ def test_what_was_sampled_is_replayed_and_scored_to_the_bit(engine: InferenceEng
         assert tuple(found[len(sample.prompt_tokens) :].tolist()) == sample.raw_logprobs
 
 
+@pytest.mark.thorough
 def test_the_policy_model_computes_what_the_engine_sampled_and_its_update_serves(
     engine: InferenceEngine,
 ) -> None:

@@ -67,6 +67,7 @@ def test_groups_are_the_entries_by_prompt(prompts: list[list[int]]) -> None:
     assert [group.places[0] for group in groups] == sorted(group.places[0] for group in groups)
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(15), deadline=None)
 @given(
     words=st.lists(st.sampled_from(["a", "be", "sea", "deed"]), min_size=1, max_size=9),
@@ -130,6 +131,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_ones_taken(
     assert largest_difference(trainer, rollout(["a", "a"], trainer)) < 1e-4
 
 
+@pytest.mark.thorough
 def test_draws_are_decided_by_seed_step_process_and_turn(folder: Path) -> None:
     def rollouts(**changes: Any) -> list[Any]:
         trainer = FakeTrainer(

@@ -3,9 +3,12 @@
 import json
 import urllib.request
 
+import pytest
+
 from tests.cli.running import run
 
 
+@pytest.mark.thorough
 def test_complete_shows_what_the_server_answers(server: str) -> None:
     body = {"prompt": "The sky is blue because", "max_tokens": 12, "temperature": 0}
     with urllib.request.urlopen(f"{server}/v1/completions", json.dumps(body).encode()) as answer:
@@ -27,6 +30,7 @@ def test_complete_shows_what_the_server_answers(server: str) -> None:
     assert "12 tokens" in result.stderr
 
 
+@pytest.mark.thorough
 def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
     lines = "My name is Ada.\nWhat is my name?\n" + "word " * 980 + "\n"
     result = run("chat", "--url", server, "-t", "0", "-m", "24", stdin=lines)
@@ -36,6 +40,7 @@ def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
     assert len(result.stdout.strip()) > 20
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_not_served_is_named(server: str) -> None:
     result = run("complete", "--url", server, "-p", "x", "--model", "gpt-9")
     assert result.exit_code == 1

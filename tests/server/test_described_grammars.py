@@ -241,6 +241,7 @@ def play(description: Mapping[str, Any], url: str, path: str, examples: int) -> 
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", ROUTES)
 def test_no_grammar_is_answered_with_a_server_error(
     description: Mapping[str, Any], url: str, path: str

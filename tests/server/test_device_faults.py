@@ -53,6 +53,7 @@ TOLD = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "where"), [("access", "wait"), ("memory", "forward"), ("bug", "forward")]
 )

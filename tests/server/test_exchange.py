@@ -72,6 +72,7 @@ def connected(url: str, body: dict, **options) -> socket.socket:
     return connection
 
 
+@pytest.mark.thorough(but=["queued-False"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["queued", "running"])
 def test_a_client_that_goes_away_ends_its_request_at_once(stream: bool, when: str) -> None:
@@ -87,6 +88,7 @@ def test_a_client_that_goes_away_ends_its_request_at_once(stream: bool, when: st
         assert httpx.get(url + "/health").status_code == 200
 
 
+@pytest.mark.thorough
 def test_a_client_that_goes_away_while_its_body_comes() -> None:
     with serving(SLOW) as (url, client):
         host, port = url.removeprefix("http://").split(":")
@@ -100,6 +102,7 @@ def test_a_client_that_goes_away_while_its_body_comes() -> None:
         assert httpx.get(url + "/health").status_code == 200
 
 
+@pytest.mark.thorough
 def test_a_request_that_takes_too_long() -> None:
     with serving(SLOW, request_timeout=1.5) as (url, client):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "max_tokens": 1000})
@@ -117,6 +120,7 @@ def test_a_request_that_takes_too_long() -> None:
         assert before.status_code == 504  # nothing was sent, so that a plain status could be
 
 
+@pytest.mark.thorough
 def test_a_body_that_takes_too_long() -> None:
     with serving(SLOW, request_timeout=0.3) as (url, _):
         host, port = url.removeprefix("http://").split(":")
@@ -127,6 +131,7 @@ def test_a_body_that_takes_too_long() -> None:
             assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.thorough
 def test_a_client_that_does_not_read_is_ended_with_its_connection() -> None:
     script = Script("word " * 50, ends=False, portion=8)
     with serving(script, max_backlog=2000) as (url, client):
@@ -148,6 +153,7 @@ def test_a_client_that_does_not_read_is_ended_with_its_connection() -> None:
             reader.close()
 
 
+@pytest.mark.thorough
 def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
     with serving(SLOW, max_queued_samples=2) as (url, client):
         busy = [connected(url, {"prompt": "Hi", "max_tokens": 1000, "n": 2}) for _ in range(17)]
@@ -166,6 +172,7 @@ def test_a_full_queue_is_429_with_a_time_to_come_again() -> None:
         assert eventually(lambda: client.num_samples == 0)
 
 
+@pytest.mark.thorough
 def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None:
     with serving(Script("a b c d e f", die_after=3)) as (url, _):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "Hi", "stream": True})
@@ -183,6 +190,7 @@ def test_a_dying_engine_ends_streams_with_an_event_and_others_with_503() -> None
         assert "engine_up" in httpx.get(url + "/metrics").text
 
 
+@pytest.mark.thorough
 def test_a_poisoned_sample_ends_its_own_request_only() -> None:
     def script(request, _: int) -> Script:
         return (
@@ -266,6 +274,7 @@ def test_what_is_wrong_at_first_is_a_status_and_later_an_event() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_many_clients_at_once() -> None:
     """Threads of clients, streams and not, that go away at random: the server stays and nothing is
     left.
@@ -293,6 +302,7 @@ def hung_up(connection: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.thorough
 def test_a_client_that_never_finishes_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT", 1.0)
     with serving(Script()) as (url, _):
@@ -335,6 +345,7 @@ def test_a_client_that_stops_reading_is_hung_up_on(
     assert virtual_time.run(play()) == (0 if reads_again else 1)
 
 
+@pytest.mark.thorough
 def test_a_long_body_that_is_refused_is_not_listened_to() -> None:
     with serving(Script(), api_keys=("k",)) as (url, _):
         reply = httpx.post(url + "/v1/completions", json={"prompt": "x" * 200_000})
@@ -344,6 +355,7 @@ def test_a_long_body_that_is_refused_is_not_listened_to() -> None:
         assert 'admission_rejections_total{model_name="scripted",reason="key"} 2' in metrics
 
 
+@pytest.mark.thorough
 def test_tls(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     made = [
@@ -378,6 +390,7 @@ def test_tls(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.thorough
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -396,6 +409,7 @@ def test_a_host_that_cannot_be_a_name() -> None:
         pass
 
 
+@pytest.mark.thorough
 def test_a_version_that_cannot_come_is_refused_at_once() -> None:
     with serving(Script()) as (url, client):
         for path in ("/v1/completions", "/v1/chat/completions"):
@@ -414,6 +428,7 @@ def test_a_version_that_cannot_come_is_refused_at_once() -> None:
         assert len(client.requests) == 2
 
 
+@pytest.mark.thorough
 def test_requests_that_wait_for_weights_keep_no_others_out() -> None:
     """Those that can be served are let in although the queue is full of others; these have a limit
     of their own.

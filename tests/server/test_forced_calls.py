@@ -132,6 +132,16 @@ def test_calls_stay_text_where_the_server_says_so(model: Path) -> None:
     assert "--tool-format" in reply.json()["error"]["message"]
 
 
+@pytest.mark.thorough(
+    cases=[
+        "llama-whole-0",
+        "llama-whole-2",
+        "llama-streamed-0",
+        "llama-streamed-1",
+        "llama-streamed-2",
+        "mistral-whole-2",
+    ]
+)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ask", [whole, streamed], ids=["whole", "streamed"])
 def test_openai_calls_are_forced(url: str, ask: Any, seed: int) -> None:

@@ -39,6 +39,7 @@ def url(client: ScriptedClient) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.thorough
 def test_paths_are_served_with_a_proxys_prefix_and_without(url: str) -> None:
     for prefix in ("", "/llm/one"):
         assert httpx.get(url + prefix + "/health").json()["status"] == "ok"
@@ -52,6 +53,7 @@ def test_paths_are_served_with_a_proxys_prefix_and_without(url: str) -> None:
     assert httpx.get(url + "/llm/one").json() == httpx.get(url + "/").json()
 
 
+@pytest.mark.thorough
 def test_several_names(url: str) -> None:
     rows = httpx.get(url + "/v1/models").json()["data"]
     assert [row["id"] for row in rows] == ["first", "second"]
@@ -82,6 +84,7 @@ def test_probes(url: str) -> None:
     assert httpx.get(url + "/load").json() == {"server_load": 0}
 
 
+@pytest.mark.thorough
 def test_the_first_page_and_404s_say_where_things_are(url: str) -> None:
     about = httpx.get(url + "/").json()
     assert (about["name"], about["status"]) == ("nano-inference", "ok")
@@ -94,6 +97,7 @@ def test_the_first_page_and_404s_say_where_things_are(url: str) -> None:
     assert "/v1/completions" in check_error(httpx.get(url + "/v1/completions"), 405)
 
 
+@pytest.mark.thorough
 def test_a_socket_file(tmp_path: Path) -> None:
     file = tmp_path / "nano.sock"
     for mode in (0o600, 0o660):
@@ -152,6 +156,7 @@ HEADERS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("headers", HEADERS)
 def test_what_a_proxy_passes_on_is_not_trusted(
     trainers: tuple[str, str, str], headers: dict[str, str]

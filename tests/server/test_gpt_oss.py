@@ -39,6 +39,7 @@ def url(folder: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.thorough
 def test_a_chat_says_what_its_tokens_say(folder: Path, url: str) -> None:
     tokenizer = load_tokenizer(folder)
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -60,6 +61,7 @@ def test_a_chat_says_what_its_tokens_say(folder: Path, url: str) -> None:
         assert streamed == choice.message.content
 
 
+@pytest.mark.thorough
 def test_a_message_of_anthropic_is_the_same_answer(folder: Path, url: str) -> None:
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         message = client.messages.create(

@@ -80,6 +80,7 @@ def ask(chat: OpenAI, messages: list[Any] | None = None, **more: Any) -> Any:
     return chat.chat.completions.create(model="scripted", messages=messages or [ASKED], **more)
 
 
+@pytest.mark.thorough
 def test_the_prompt(chat: OpenAI, engine: ScriptedClient) -> None:
     engine.script = Script(FINAL)
     system: Any = {"role": "system", "content": "Be short."}
@@ -97,6 +98,7 @@ def test_the_prompt(chat: OpenAI, engine: ScriptedClient) -> None:
     )
 
 
+@pytest.mark.thorough(cases=["1"])
 @pytest.mark.parametrize("portion", [1, 1000])
 def test_reasoning_and_content(chat: OpenAI, engine: ScriptedClient, portion: int) -> None:
     engine.script = Script(FINAL, portion=portion)

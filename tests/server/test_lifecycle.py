@@ -97,6 +97,7 @@ def stream_of(server: Process, max_tokens: int, found: list) -> threading.Thread
     return thread
 
 
+@pytest.mark.thorough
 def test_it_listens_before_the_engine_is_there(tmp_path: Path) -> None:
     file = tmp_path / "start"
     with process(start=str(file)) as server:
@@ -121,6 +122,7 @@ def test_it_listens_before_the_engine_is_there(tmp_path: Path) -> None:
         assert server.ended() == 0
 
 
+@pytest.mark.thorough
 def test_an_engine_that_cannot_be_built_ends_the_server(tmp_path: Path) -> None:
     file = tmp_path / "start"
     with process(start=str(file)) as server:
@@ -129,6 +131,7 @@ def test_an_engine_that_cannot_be_built_ends_the_server(tmp_path: Path) -> None:
         assert "there is no such model" in "".join(server.lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_drains(number: signal.Signals) -> None:
     found: list = []
@@ -149,6 +152,7 @@ def test_it_drains(number: signal.Signals) -> None:
         assert server.ended() == 0
 
 
+@pytest.mark.thorough
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0.5}) as server:
@@ -169,6 +173,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
         assert "Traceback" not in "".join(server.lines)
 
 
+@pytest.mark.thorough
 def test_a_drain_may_take_no_time() -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 0}) as server:
@@ -180,6 +185,7 @@ def test_a_drain_may_take_no_time() -> None:
         assert server.ended() == 0
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_it_at_once() -> None:
     found: list = []
     with process(script=ENDLESS, config={"drain_timeout": 60}) as server:
@@ -192,6 +198,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         thread.join()
 
 
+@pytest.mark.thorough
 def test_it_ends_with_its_engine() -> None:
     with process(script={"die_after": 2}, linger=3.0) as server:
         ready(server)
@@ -207,6 +214,7 @@ def test_it_ends_with_its_engine() -> None:
         assert "error: the script says so." in "".join(server.lines)
 
 
+@pytest.mark.thorough
 def test_it_stays_where_engines_are_replaced() -> None:
     with process(script={"die_after": 2}, linger=0.1, config={"restart_engine": True}) as server:
         ready(server)
@@ -218,6 +226,7 @@ def test_it_stays_where_engines_are_replaced() -> None:
         assert server.child.poll() is None
 
 
+@pytest.mark.thorough
 def test_logs_of_a_server() -> None:
     keys = {"api_keys": ["secret-key"], "host": "0.0.0.0"}
     with process(config={"log_format": "json", **keys}) as server:

@@ -75,6 +75,7 @@ def test_the_scan_finds(source: str) -> None:
     assert offences(source)
 
 
+@pytest.mark.thorough
 def test_the_api_process_knows_no_torch() -> None:
     source = (
         "import sys, nano_inference.server.main\nprint([m for m in ('torch', "

@@ -273,6 +273,7 @@ def test_all_routes_are_on_the_page_and_no_other() -> None:
 EXAMPLES = [(family, each) for family in FAMILIES for each in family.examples]
 
 
+@pytest.mark.thorough(cases=["-/update_weights_from_disk"])
 @pytest.mark.parametrize(
     ("family", "example"), EXAMPLES, ids=lambda each: getattr(each, "path", "")
 )

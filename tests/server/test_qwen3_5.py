@@ -77,6 +77,7 @@ def require_logprobs_of(oracle: Any, answer: Any) -> None:
     assert (own - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.thorough
 def test_a_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) -> None:
     folder, oracle = model
     asked: Any = {"model": str(folder), "messages": ASKED, "max_tokens": MOST, "seed": 5}
@@ -94,6 +95,7 @@ def test_a_chat_says_what_its_tokens_say(model: tuple[Path, Any], chat: OpenAI) 
     assert streamed == choice.message.content
 
 
+@pytest.mark.thorough
 def test_a_second_turn_finds_the_states_of_the_first(model: tuple[Path, Any], chat: OpenAI) -> None:
     folder, oracle = model
     told = {"return_token_ids": True} | PLAIN

@@ -207,6 +207,7 @@ def test_a_batch_shares_what_its_masks_may_have(bounded: tuple[str, Bounded]) ->
     assert client.requests[-1].max_entries is None
 
 
+@pytest.mark.thorough
 def test_the_prompts_logprobs_that_killed_the_server_are_refused_by_default() -> None:
     client = ScriptedClient(max_model_len=10_000)
     with running_server(client, ServerConfig(port=0)) as url:
@@ -301,6 +302,7 @@ def test_a_client_that_is_gone_gets_no_more_made() -> None:
     assert len(made) < 2000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_a_large_answer_over_http_is_whole(version: str) -> None:
     client = ScriptedClient(Script("a b", ends=False, portion=1000), max_model_len=10_000)
@@ -330,6 +332,7 @@ def test_a_large_answer_over_http_is_whole(version: str) -> None:
         assert small["choices"][0]["logprobs"]["tokens"] == choices[0]["logprobs"]["tokens"][:2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["in process", "over http"])
 def test_the_worst_that_fits_stays_within_a_memory_limit(where: str) -> None:
     done = subprocess.run(

@@ -61,6 +61,7 @@ def play(described: Any, examples: int) -> None:
     } <= seen
 
 
+@pytest.mark.thorough
 def test_no_request_is_answered_with_a_server_error(described: Any) -> None:
     play(described, 15)
 

@@ -13,6 +13,7 @@ from nano_inference.types import Delta, SamplingParams
 from tests.server.scripted import Script, ScriptedClient
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("portion", [1, 3])
 def test_it_says_what_the_script_says(portion: int) -> None:
     client = ScriptedClient(Script("One two three.", portion=portion))
@@ -47,6 +48,7 @@ def test_the_backlog_is_bounded_by_the_sample() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.thorough
 def test_stop_strings_and_failures() -> None:
     client = ScriptedClient(Script("One two three."))
     with running_server(client) as url:

@@ -155,6 +155,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert compared == [(32, 32)] * 4
 
 
+@pytest.mark.thorough
 def test_it_listens_on_this_machine_alone() -> None:
     assert ServerConfig().host == "127.0.0.1"
     with running_server(ScriptedClient(), ServerConfig(port=0)) as url:
@@ -209,6 +210,7 @@ OVER: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough(cases=["/v1/completions-n0"])
 @pytest.mark.parametrize(
     ("path", "more"), OVER, ids=lambda each: each if isinstance(each, str) else next(iter(each))
 )
@@ -358,6 +360,7 @@ def test_user_text_makes_no_control_tokens(scripted: tuple[str, ScriptedClient])
 # -- what it does not do ---------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_nothing_is_fetched(scripted: tuple[str, ScriptedClient]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as trap:
         trap.settimeout(0.3)
@@ -392,6 +395,7 @@ class Buggy(ScriptedClient):
         super()._send(message)
 
 
+@pytest.mark.thorough
 def test_a_bug_in_one_request_stays_there() -> None:
     with running_server(
         Buggy(Script("one two three four", delay=0.02)), ServerConfig(port=0)
@@ -443,6 +447,7 @@ def test_no_route_is_outside_of_the_layers() -> None:
 # -- the prefix cache as a witness -----------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=["/v1/completions"])
 @pytest.mark.parametrize("path", list(ROUTES_OF))
 def test_salts_do_not_share_prefixes(server: str, path: str) -> None:
     text = f"A long prompt for {path}: " + "the quick brown fox jumps over the lazy dog. " * 8
@@ -467,6 +472,7 @@ def test_salts_do_not_share_prefixes(server: str, path: str) -> None:
         assert cached(salt) >= 64
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", list(ROUTES_OF))
 def test_cached_tokens_can_be_hidden(path: str) -> None:
     for hide in (False, True):

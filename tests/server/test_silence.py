@@ -73,6 +73,7 @@ def test_a_request_hides_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.thorough
 def test_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Silent()
     monkeypatch.setattr(sglang_routes, "ANSWER_PATIENCE", 0.2)

@@ -89,6 +89,7 @@ def idle_stats(url: str) -> dict[str, Any]:
     raise AssertionError(f"the server does not come to rest: {stats}")
 
 
+@pytest.mark.thorough
 def test_a_storm_of_cancelled_requests(tiny: str) -> None:
     async def play(storm: bool) -> list[list[int]]:
         limits = httpx.Limits(max_connections=40)
@@ -211,6 +212,7 @@ def fuzzed(number: int) -> tuple[str, bytes]:
     return path, body
 
 
+@pytest.mark.thorough
 def test_a_thousand_bodies_that_make_no_sense() -> None:
     with (
         running_server(ScriptedClient(), ServerConfig(port=0)) as url,

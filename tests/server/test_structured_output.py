@@ -373,6 +373,7 @@ def scripted(engine: ScriptedClient) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.thorough
 def test_a_bad_grammar_never_reaches_the_engine(scripted: str, engine: ScriptedClient) -> None:
     before = len(engine.requests)
     for body in ({"messages": [USER], **_of_openai(UNKNOWN)}, {"messages": [USER], "regex": "("}):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ def ends(workload: Workload) -> dict[int, int]:
     return found
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(60), deadline=None)
 @given(
     first=ASKS,

@@ -21,6 +21,7 @@ from tests.simulation.workload import Ask, Workload, random_workload, run, with_
 GROUPS = [2, 4]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache_type", CACHES)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_random_workloads_end_with_the_right_tokens(groups: int, cache_type: CacheType) -> None:
@@ -73,6 +74,7 @@ def run_all_of_three(
         run(Workload(asks, config, lookahead=groups - 1, **kv))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("groups", GROUPS)
 def test_many_schedules_of_three_sequences(groups: int) -> None:
     for place, (limits, kv, cache_type) in enumerate(itertools.product(LIMITS, LAYOUTS, CACHES)):

@@ -40,6 +40,7 @@ def validator(schema: dict[str, Any]) -> Any:
     return kind(schema, format_checker=kind.FORMAT_CHECKER)
 
 
+@pytest.mark.thorough(cases=["xgrammar"])
 @settings(max_examples=at_depth(60), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -61,6 +62,7 @@ def test_a_document_is_accepted_where_it_is_valid(
             assert accepts(grammar, text, tokenizer, backend) == is_valid, (schema, text)
 
 
+@pytest.mark.thorough(cases=["xgrammar"])
 @settings(max_examples=at_depth(60), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -101,6 +103,7 @@ def drawn(matcher: Matcher, other: Matcher, rng: random.Random, tokenizer: Token
     return None
 
 
+@pytest.mark.thorough(cases=["outlines-schema1-valid1-invalid1"])
 @pytest.mark.parametrize(
     ("schema", "valid", "invalid"),
     [

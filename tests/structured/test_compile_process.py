@@ -65,6 +65,7 @@ def test_what_ends_the_child_fails_its_grammar_alone(
     assert ids(children) != first, "another child"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "limit"), [("spin", 0.3), ("sleep", 0.1)])
 def test_one_that_takes_too_long_is_killed(
     kind: str, limit: float, children: CompileProcesses
@@ -120,6 +121,7 @@ def test_a_child_that_ended_while_it_was_idle_is_replaced(children: CompileProce
     assert compiled(children, "") == FINE
 
 
+@pytest.mark.thorough
 def test_compilations_at_once_have_a_child_each(children: CompileProcesses) -> None:
     children.time_limit = 0.5  # it sleeps for 15 times as long
     problems: list[Exception] = []
@@ -143,6 +145,7 @@ def test_a_child_that_does_not_start_says_why(children: CompileProcesses) -> Non
         compiled(missing, "")
 
 
+@pytest.mark.thorough
 def test_a_compilation_that_was_stopped_is_tried_again_and_a_refusal_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -228,6 +231,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.backend_named("xgrammar")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is missing")
 def test_xgrammar_that_blows_up_is_stopped(tmp_path: Path) -> None:
     """Nested optional properties double its grammar with each level."""

@@ -432,6 +432,7 @@ def test_a_state_is_ready_only_when_it_is_behind_all_tokens(
     assert state.is_ready
 
 
+@pytest.mark.thorough(but=["llguidance"])
 @settings(max_examples=at_depth(200), deadline=None, derandomize=True)
 @given(value=st.dictionaries(TEXT, VALUES, max_size=3), cut=st.integers(0, 10**6))
 @pytest.mark.parametrize("backend", BACKENDS)

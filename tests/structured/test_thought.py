@@ -64,6 +64,7 @@ MARKERS = st.text("ab", min_size=1, max_size=4)
 LANGUAGES = st.sampled_from(["[ab]{2}[01]", "[01]+", "a?b?[01]", "(ab|ba|ü)*0", ""])
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(200), deadline=None, derandomize=True)
 @given(opened_by=st.just("") | MARKERS, after=MARKERS, language=LANGUAGES, seed=st.integers(0, 99))
 def test_what_masks_let_be_drawn_is_a_thought_and_a_text_of_the_grammar(

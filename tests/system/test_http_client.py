@@ -30,6 +30,7 @@ def ask(
     return pieces
 
 
+@pytest.mark.thorough
 @given(st.lists(st.text(), max_size=6), st.booleans())
 def test_what_is_said_arrives_in_its_pieces(texts: list[str], chat: bool) -> None:
     pieces = ask(

@@ -83,6 +83,7 @@ def all_of(path: Path, kind: type[WeightFiles | WeightFolder]) -> list[Any]:
     return list(kind(path).receive(SHAPES, deadline).buckets)
 
 
+@pytest.mark.thorough(cases=["WeightFolder-complete.json-loop"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["weights-00001.safetensors", MARKER])
 @pytest.mark.parametrize("transport", [WeightFiles, WeightFolder])

@@ -219,6 +219,7 @@ def test_template_kwargs() -> None:
         render("qwen", template_kwargs={"f": lambda: 1})
 
 
+@pytest.mark.thorough
 def test_data_that_cannot_be_rendered() -> None:
     deep: list[Any] = []
     for _ in range(100_000):

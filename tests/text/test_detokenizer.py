@@ -62,6 +62,7 @@ def split_ids(draw: st.DrawFn, tokenizer: Tokenizer) -> list[list[int]]:
     return portions(draw, draw(st.lists(ids_of(tokenizer), max_size=14)))
 
 
+@pytest.mark.thorough(cases=["True-bytes, then metaspace", "True-bytes, then ctc"])
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=at_depth(60), deadline=None)

@@ -223,11 +223,13 @@ def test_added_tokens_that_are_none_are_named(tmp_path: Path, config: dict[str, 
         load_tokenizer(write_folder(tmp_path, config))
 
 
+@pytest.mark.thorough
 def test_transformers_is_not_imported() -> None:
     code = "import sys, nano_inference.text.chat; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.thorough(cases=["False"])
 @pytest.mark.parametrize("add", [False, True])
 def test_long_texts_are_the_same_ids(tmp_path: Path, add: bool) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
@@ -238,6 +240,7 @@ def test_long_texts_are_the_same_ids(tmp_path: Path, add: bool) -> None:
         )
 
 
+@pytest.mark.thorough
 def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path))
     turns, ended = 0, threading.Event()

@@ -149,6 +149,7 @@ def tools_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.thorough(cases=["hermes"])
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(deadline=None, max_examples=at_depth(25))
 @given(data=st.data())

@@ -42,6 +42,17 @@ def lines_of(url: str) -> Callable[[Case], list[str]]:
     return lines
 
 
+@pytest.mark.thorough(
+    cases=[
+        "chat/plain",
+        "chat/n",
+        "chat/n-greedy",
+        "chat/prompt-logprobs-all",
+        "completions/stop",
+        "completions/prompt-logprobs-all",
+        "completions/logprobs-all",
+    ]
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_answers_as_vllm_does(lines_of: Callable[[Case], list[str]], case: Case) -> None:
     unexplained = [
@@ -52,6 +63,7 @@ def test_answers_as_vllm_does(lines_of: Callable[[Case], list[str]], case: Case)
     assert not unexplained, "\n" + "\n".join(unexplained)
 
 
+@pytest.mark.thorough
 def test_every_difference_is_there_and_documented(lines_of: Callable[[Case], list[str]]) -> None:
     page = (ROOT / "docs" / "server.md").read_text()
     for each in DIFFERENCES:

@@ -105,6 +105,7 @@ def refused(
     return seconds
 
 
+@pytest.mark.thorough
 def test_one_group_carries_many_updates_and_outlives_what_is_refused(
     start: Start, manager: WeightSyncManager
 ) -> None:
@@ -155,6 +156,7 @@ def test_one_group_carries_many_updates_and_outlives_what_is_refused(
     receiver.close()
 
 
+@pytest.mark.thorough
 def test_who_sees_an_update_refused_may_begin_the_next_at_once(
     start: Start, manager: WeightSyncManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +203,7 @@ def test_what_is_left_of_an_update_does_not_end_the_group_of_the_next() -> None:
     assert not next_group.closed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("action", "told", "at_once"),
     [
@@ -238,6 +241,7 @@ def test_a_trainer_that_fails_in_the_middle(
     assert max(pauses) < 5.0, "no teardown holds up other threads"
 
 
+@pytest.mark.thorough
 def test_the_same_trainer_is_joined_again_after_the_engine_gave_up(
     start: Start, manager: WeightSyncManager
 ) -> None:
@@ -261,6 +265,7 @@ def test_the_same_trainer_is_joined_again_after_the_engine_gave_up(
     receiver.close()
 
 
+@pytest.mark.thorough
 def test_nobody_there_is_an_error_in_time(manager: WeightSyncManager) -> None:
     store = serve_store(("127.0.0.1", free_port()), 5)
     address = f"tcp://127.0.0.1:{store.port}"
@@ -299,6 +304,7 @@ def test_options_are_checked(options: dict[str, Any], told: str) -> None:
         BroadcastReceiver("tcp://127.0.0.1:80", **options)
 
 
+@pytest.mark.thorough
 def test_a_trainer_may_bring_its_ordinary_group(manager: WeightSyncManager) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     child = subprocess.Popen(
@@ -338,6 +344,7 @@ def step_until(
     return samples
 
 
+@pytest.mark.thorough
 def test_requests_go_on_while_trainers_fail_and_then_see_the_update(
     build: Build, start: Start
 ) -> None:

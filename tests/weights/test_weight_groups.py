@@ -71,6 +71,7 @@ def store() -> Iterator["subprocess.Popen[str]"]:
         child.kill()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_a_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[str]") -> None:
     assert store.stdout is not None
@@ -93,6 +94,7 @@ def test_a_group_that_did_not_form_leaves_nothing_open(store: "subprocess.Popen[
         gc.enable()
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_is_stopped_before_its_group_forms(store: "subprocess.Popen[str]") -> None:
     assert store.stdin is not None
     assert store.stdout is not None

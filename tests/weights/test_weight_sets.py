@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
@@ -32,6 +33,7 @@ def request(engine: InferenceEngine, weight_set: str, request_id: int) -> Add:
     return Add(seq)
 
 
+@pytest.mark.thorough
 def test_each_weight_set_computes_its_own_chunks(tmp_path: Path) -> None:
     folders = {
         "policy": tiny_llama(tmp_path / "a", seed=1),

@@ -108,6 +108,7 @@ class Stuck:
         self.closed.set()
 
 
+@pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("buckets", [0, 1, 7])
 def test_the_deadline_holds_where_a_transport_does_not(
     manager: WeightSyncManager, buckets: int

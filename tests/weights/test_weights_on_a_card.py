@@ -74,6 +74,7 @@ def until(condition: Any) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.thorough
 def test_memory_that_nccl_may_write_to_is_held_until_it_is_done() -> None:
     nccl = Nccl()
     group = ProcessGroup(nccl, CARD)
@@ -88,6 +89,7 @@ def test_memory_that_nccl_may_write_to_is_held_until_it_is_done() -> None:
     until(lambda: gc.collect() is not None and seen() is None)
 
 
+@pytest.mark.thorough
 def test_a_group_that_ends_amid_a_collective_holds_its_memory_until_it_has_ended() -> None:
     nccl = Nccl()
     group = ProcessGroup(nccl, CARD)

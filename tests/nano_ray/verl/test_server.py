@@ -143,6 +143,7 @@ def test_prompt_logprobs_as_the_distillation_wants_them(play: Callable[..., None
     play(scene)
 
 
+@pytest.mark.thorough
 def test_an_abort_keeps_what_was_sampled_and_going_on_makes_the_whole(
     play: Callable[..., None], folder: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_one_request_is_aborted_by_its_name(play: Callable[..., None]) -> None:
     play(scene)
 
 
+@pytest.mark.thorough
 def test_new_weights_serve_requests_that_are_under_way(
     play: Callable[..., None], folder: Path
 ) -> None:
@@ -257,6 +259,7 @@ def test_what_fails_leaves_the_old_weights_and_the_next_update_works(
     play(scene)
 
 
+@pytest.mark.thorough
 def test_a_hybrid_server_gives_its_memory_back_and_takes_it_part_by_part(
     play: Callable[..., None], folder: Path
 ) -> None:

@@ -52,6 +52,7 @@ def unfinished(url: str, sent: int, size: int) -> socket.socket:
     return peer
 
 
+@pytest.mark.thorough
 def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         serving(monkeypatch, max_body_bytes=MIB, max_pending_bytes=2 * MIB) as (url, made),
@@ -78,6 +79,7 @@ def test_unfinished_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch)
         assert 'reason="overloaded"} 1' in httpx.get(url + "/metrics").text
 
 
+@pytest.mark.thorough
 def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         serving(monkeypatch, body_timeout=0.3) as (url, made),
@@ -90,6 +92,7 @@ def test_a_body_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made[0].pending == 0
 
 
+@pytest.mark.thorough
 def test_a_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     content = json.dumps({"prompt": "Hi"}).encode()
     with (
@@ -102,6 +105,7 @@ def test_a_slow_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peer.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.thorough
 def test_there_are_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "SPARE", 1)
     head = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"

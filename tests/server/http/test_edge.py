@@ -77,6 +77,7 @@ def check_error(reply: httpx.Response, status: int) -> str:
     return body["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_models_speak_the_protocol_of_who_asks(keyed: str) -> None:
     version = {"anthropic-version": "2023-06-01"}
     check_error(httpx.get(f"{keyed}/v1/models", headers=version), 401)
@@ -88,6 +89,7 @@ def test_models_speak_the_protocol_of_who_asks(keyed: str) -> None:
     )
 
 
+@pytest.mark.thorough(cases=["POST-/v1/completions"])
 @pytest.mark.parametrize(("method", "path"), all_routes())
 def test_every_route_but_health_needs_a_key(keyed: str, method: str, path: str) -> None:
     for headers in (
@@ -114,6 +116,7 @@ def test_either_header_and_any_key_will_do(keyed: str, headers: dict[str, str]) 
     assert "admin" in check_error(httpx.post(keyed + "/flush_cache", headers=headers), 403)
 
 
+@pytest.mark.thorough
 def test_admin_routes_are_off_without_an_admin_key(keyed: str, open_: str) -> None:
     assert httpx.post(keyed + "/flush_cache", headers={"x-api-key": ADMIN}).json() == {
         "flushed": True
@@ -125,6 +128,7 @@ def test_admin_routes_are_off_without_an_admin_key(keyed: str, open_: str) -> No
     check_error(httpx.post(keyed + "/flush_cache%0A", headers={"x-api-key": KEY}), 404)
 
 
+@pytest.mark.thorough
 @given(
     sane=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=128)
 )
@@ -230,6 +234,7 @@ def test_depth_takes_linear_time(bomb: bytes) -> None:
     check_json(bomb + b"[" * 3, 64, MOST)
 
 
+@pytest.mark.thorough
 def test_many_containers_are_refused() -> None:
     with pytest.raises(ApiError, match="lists and objects"):
         check_json(b"[" + b"[]," * (MAX_CONTAINERS + 1), 64, MOST)

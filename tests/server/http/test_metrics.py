@@ -59,6 +59,7 @@ def read(server: str) -> dict[str, dict[str, float]]:
     }
 
 
+@pytest.mark.thorough
 def test_metrics_say_what_happened(server: str) -> None:
     before = read(server)
     assert set(before) >= STEMS
@@ -181,6 +182,7 @@ def test_small_routes(server: str, path: str) -> None:
     assert httpx.get(server + path).status_code == 200
 
 
+@pytest.mark.thorough
 def test_a_scrape_is_of_this_moment(server: str) -> None:
     """What an answer has counted is in the next scrape, not in one a heartbeat later."""
     for _ in range(5):

@@ -37,6 +37,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
+@pytest.mark.thorough
 def test_a_generation_is_a_span_of_its_clients_trace(
     collector: tuple[str, list[bytes]],
 ) -> None:

@@ -115,6 +115,7 @@ def test_where_all_are_trusted_any_name_does() -> None:
     )
 
 
+@pytest.mark.thorough
 @given(st.text(st.characters(codec="latin-1"), max_size=40))
 def test_no_name_is_taken_for_an_address(text: str) -> None:
     name = host_name(text)
@@ -179,6 +180,7 @@ def test_a_group_of_the_start_is_checked(options: Mapping[str, Any]) -> None:
         ServerConfig(**{**GROUP, **options})
 
 
+@pytest.mark.thorough
 def test_what_is_off_says_how_to_turn_it_on() -> None:
     with (
         running_server(ScriptedClient(), ServerConfig(port=0)) as url,
@@ -194,6 +196,7 @@ def test_what_is_off_says_how_to_turn_it_on() -> None:
         assert "--rl" not in client.get("/no/such/route").text
 
 
+@pytest.mark.thorough
 def test_every_changing_route_refuses_pages_over_http() -> None:
     config = ServerConfig(port=0, rl=True, cors_origins=("*",))
     with running_server(ScriptedClient(), config) as url, httpx.Client(base_url=url) as client:
@@ -202,6 +205,7 @@ def test_every_changing_route_refuses_pages_over_http() -> None:
             assert (reply.status_code == 403) == (path in paths.CHANGING), path
 
 
+@pytest.mark.thorough
 def test_bodies_of_weights_may_be_larger() -> None:
     config = ServerConfig(port=0, rl=True, max_body_bytes=1000, rl_max_body_bytes=5000)
     with running_server(ScriptedClient(), config) as url:

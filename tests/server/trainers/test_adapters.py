@@ -101,6 +101,7 @@ def expected(engine: InferenceEngine, name: str | None, tokens: int = 12) -> Any
     return list(sample.completion_tokens), list(sample.logprobs)
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_a_name_of_a_model_chooses_the_adapter_to_the_bit(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
@@ -254,6 +255,7 @@ def test_tensors_come_over_the_wire(
     unload(url, "wired")
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_tensors_that_cannot_serve_change_nothing(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:

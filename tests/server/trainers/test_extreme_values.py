@@ -132,6 +132,21 @@ def tidy(client: httpx.Client) -> None:
         client.post(path).raise_for_status()
 
 
+@pytest.mark.thorough(
+    cases=[
+        "/abort_request",
+        "/begin_weight_update",
+        "/init_broadcaster",
+        "/init_weight_transfer_engine",
+        "/init_weights_update_group",
+        "/receive_weight_update",
+        "/start_weight_update",
+        "/update_weights",
+        "/update_weights_from_disk",
+        "/update_weights_from_distributed",
+        "/weights_checker",
+    ]
+)
 @pytest.mark.parametrize("path", BODIES)
 def test_extremes_are_refused_in_a_sentence(url: str, path: str) -> None:
     opens = path in ("/begin_weight_update", "/start_weight_update")

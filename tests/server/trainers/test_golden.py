@@ -10,6 +10,7 @@ from tests.server.trainers.conftest import RL, engine_config
 from tests.server.trainers.golden import FOLDER, differs, masked, replay
 
 
+@pytest.mark.thorough(cases=["sglang"])
 @pytest.mark.parametrize("dialect", sorted(path.stem for path in FOLDER.glob("*.json")))
 def test_replies_are_what_they_were(
     dialect: str, tiny_folder: Path, request: pytest.FixtureRequest

@@ -70,6 +70,7 @@ def test_it_serves_while_it_waits_for_its_trainer(served: tuple[str, int]) -> No
     )
 
 
+@pytest.mark.thorough
 def test_updates_come_while_requests_decode(served: tuple[str, int]) -> None:
     url, port = served
     with joined(url, port) as it:
@@ -124,6 +125,7 @@ def test_a_chat_as_its_actor_asks(served: tuple[str, int]) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_what_fails_changes_nothing_and_the_next_trainer_is_let_in(served: tuple[str, int]) -> None:
     url, port = served
     before = serving(url)
@@ -142,6 +144,7 @@ def test_what_fails_changes_nothing_and_the_next_trainer_is_let_in(served: tuple
     assert serving(url) == ("6", checksums(6))
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_never_comes(tiny_folder: Path) -> None:
     """The request fails by its deadline, and the server ends at once all the same."""
     with running_server(engine_config(tiny_folder), config(free_port(), rl_timeout=1.0)) as url:
@@ -171,6 +174,7 @@ NO_TENSORS: list[object] = [
 ]
 
 
+@pytest.mark.thorough
 def test_what_is_no_list_of_tensors() -> None:
     client = ScriptedClient()
     client.returns["leave_group"] = False
@@ -181,6 +185,7 @@ def test_what_is_no_list_of_tensors() -> None:
             assert reply.json()["error"]["param"].startswith("parameters_info")
 
 
+@pytest.mark.thorough
 def test_without_a_group_there_is_nothing_to_receive() -> None:
     with running_server(ScriptedClient(), config(1, disable_weight_updates=True)) as url:
         reply = httpx.post(url + UPDATE, json={"version": 1, "parameters_info": []})
@@ -188,6 +193,7 @@ def test_without_a_group_there_is_nothing_to_receive() -> None:
         assert "--weight-update-group-init-method" in reply.json()["message"]
 
 
+@pytest.mark.thorough
 def test_golden_exchanges(
     served: tuple[str, int], tiny_folder: Path, request: pytest.FixtureRequest
 ) -> None:

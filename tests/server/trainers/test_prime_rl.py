@@ -45,6 +45,7 @@ def joined(url: str) -> Iterator[Trainer]:
         yield it
 
 
+@pytest.mark.thorough(cases=[""])
 @pytest.mark.parametrize("below", ["", "weight"])
 def test_a_step_is_read_when_it_is_whole(
     rl_server: str, tiny_folder: Path, tmp_path: Path, below: str
@@ -74,6 +75,7 @@ def test_a_step_is_read_when_it_is_whole(
     assert serving(rl_server) == (str(step), checksums(step))
 
 
+@pytest.mark.thorough
 def test_a_broadcaster_sends_while_requests_wait(rl_server: str) -> None:
     with joined(rl_server) as it:
         post(rl_server, "/pause?mode=keep&clear_cache=false").raise_for_status()
@@ -84,6 +86,7 @@ def test_a_broadcaster_sends_while_requests_wait(rl_server: str) -> None:
         assert serving(rl_server)[1] == checksums(42)
 
 
+@pytest.mark.thorough
 def test_pickles_are_refused_by_the_deadline(rl_server: str) -> None:
     before = serving(rl_server)
     with joined(rl_server) as it:
@@ -96,6 +99,7 @@ def test_pickles_are_refused_by_the_deadline(rl_server: str) -> None:
     assert serving(rl_server) == ("51", checksums(51))
 
 
+@pytest.mark.thorough
 def test_a_broadcaster_that_has_died_is_forgotten(rl_server: str) -> None:
     with joined(rl_server) as it:
         assert it.update("send", 60)[0] == 200
@@ -104,6 +108,7 @@ def test_a_broadcaster_that_has_died_is_forgotten(rl_server: str) -> None:
     assert "/init_broadcaster" in reply.json()["message"]
 
 
+@pytest.mark.thorough(cases=["/etc/passwd", "/dev/zero", "\\ud800"])
 @pytest.mark.parametrize(
     "folder",
     [
@@ -133,6 +138,7 @@ def test_a_path_says_no_more_than_its_caller_did(rl_server: str, folder: str) ->
     assert serving(rl_server) == before
 
 
+@pytest.mark.thorough
 def test_liveness_tells_when_the_engine_is_dead_or_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ScriptedClient()
     config = ServerConfig(port=0, rl=True, api_keys=("k",), admin_key="a", restart_engine=True)

@@ -242,6 +242,7 @@ def test_prime_rls_requests(
     assert serving(rl_server)[1] != was[1]
 
 
+@pytest.mark.thorough
 def test_a_share_that_hangs_holds_nobody_up(
     rl_server: str,
     client: httpx.Client,

@@ -34,6 +34,7 @@ def control(client: EngineClient) -> Control:
     return Control(client, ServerConfig(rl=True, rl_timeout=30.0))
 
 
+@pytest.mark.thorough(cases=["process-False", "process-True"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_aborted_are_answered_with_what_they_have(
     client: EngineClient, control: Control, run: Run, stream: bool
@@ -71,6 +72,7 @@ def test_the_aborted_are_answered_with_what_they_have(
     run(test())
 
 
+@pytest.mark.thorough(cases=["process-paused"])
 @pytest.mark.parametrize("state", ["paused", "asleep"])
 def test_those_who_wait_can_be_aborted(
     client: EngineClient, control: Control, run: Run, state: str
@@ -92,6 +94,7 @@ def test_those_who_wait_can_be_aborted(
     run(test())
 
 
+@pytest.mark.thorough(but=["in process-wait", "process-wait"])
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_a_pause(client: EngineClient, control: Control, run: Run, mode: Any) -> None:
     async def test() -> None:
@@ -126,6 +129,7 @@ def test_a_pause(client: EngineClient, control: Control, run: Run, mode: Any) ->
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_pause_that_waits_too_long_is_none(
     client: EngineClient, control: Control, run: Run
 ) -> None:

@@ -76,6 +76,7 @@ def refused(reply: httpx.Response, *statuses: int) -> str:
     return body["message"]
 
 
+@pytest.mark.thorough
 def test_pickles_are_never_read(url: str, client: httpx.Client, tmp_path: Path) -> None:
     before = serving(url)
     for number, content in enumerate(evil()):
@@ -164,6 +165,7 @@ def distributed(tensors: list[tuple[Any, Any, Any]]) -> list[tuple[str, dict[str
     ]
 
 
+@pytest.mark.thorough
 def test_shapes_and_names_that_no_model_has(url: str, client: httpx.Client) -> None:
     before, memory = serving(url), psutil.Process().memory_info().rss
     for rogue in rogues():
@@ -175,6 +177,7 @@ def test_shapes_and_names_that_no_model_has(url: str, client: httpx.Client) -> N
     assert psutil.Process().memory_info().rss < memory + 2**28
 
 
+@pytest.mark.thorough
 def test_a_million_names(url: str, client: httpx.Client) -> None:
     """Refused, or told that there is no group, without holding up others."""
     before = serving(url)
@@ -220,6 +223,7 @@ BODIES: list[bytes] = [
 ]
 
 
+@pytest.mark.thorough
 def test_bodies_that_make_no_sense(url: str, client: httpx.Client) -> None:
     """Every route answers each of them, none with a 500, and the engine still serves afterwards."""
     headers = {"content-type": "application/json"}
@@ -237,6 +241,7 @@ def test_bodies_that_make_no_sense(url: str, client: httpx.Client) -> None:
     assert reply.status_code == 200
 
 
+@pytest.mark.thorough
 def test_a_flood_of_calls_leaves_nothing_behind(url: str, client: httpx.Client) -> None:
     """Groups that never form, of one name and of many: few threads wait for a peer that is silent,
     none afterwards.

@@ -80,6 +80,7 @@ def sglang(url: str, status: int = 200, sampling: dict[str, Any] | None = None, 
     return ask(url, "/generate", body, status)
 
 
+@pytest.mark.thorough(but=["in-process"])
 def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
     (choice,) = vllm(server)["choices"]
     found = npy(choice["routed_experts"])

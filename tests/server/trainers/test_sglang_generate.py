@@ -98,6 +98,7 @@ SAMPLINGS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=at_depth(20),
     deadline=None,
@@ -257,6 +258,7 @@ def test_without_max_new_tokens_it_takes_what_the_context_leaves(rl_server: str)
     assert told["meta_info"]["completion_tokens"] == 12
 
 
+@pytest.mark.thorough
 def test_an_aborted_sample_keeps_what_it_has_and_goes_on_from_there(rl_server: str) -> None:
     sampling = {"max_new_tokens": 400, "sampling_seed": 5, "ignore_eos": True}
     whole = generate(rl_server, [5, 6, 7], sampling)["output_ids"]

@@ -29,6 +29,7 @@ def loads(url: str) -> dict[str, int]:
     return httpx.get(f"{url}/v1/loads?include=core").json()["loads"][0]
 
 
+@pytest.mark.thorough
 def test_who_serves(url: str, tiny_folder: Path) -> None:
     for path in ("/model_info", "/get_model_info"):
         told = httpx.get(url + path).json()
@@ -45,6 +46,7 @@ def test_who_serves(url: str, tiny_folder: Path) -> None:
     assert httpx.get(f"{url}/v1/loads?dp_rank=1").json()["loads"] == []
 
 
+@pytest.mark.thorough
 def test_health_is_a_token(url: str) -> None:
     before = httpx.get(f"{url}/stats").json()["engine"]["num_steps"]
     assert httpx.get(f"{url}/health_generate").json() == {"status": "ok"}
@@ -53,6 +55,7 @@ def test_health_is_a_token(url: str) -> None:
     assert httpx.get(f"{url}/health_generate").json() == {"status": "paused"}
 
 
+@pytest.mark.thorough(but=["abort"])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> None:
     with rollout(url) as asked:
@@ -75,6 +78,7 @@ def test_a_pause_stops_what_runs_and_says_so_to_flushes(url: str, mode: str) -> 
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] > 0
 
 
+@pytest.mark.thorough
 def test_newcomers_of_a_pause_hold_no_flush_back(url: str) -> None:
     """As slime's async rollouts: what was aborted is asked for again at once."""
     post(url, "/pause_generation")
@@ -84,6 +88,7 @@ def test_newcomers_of_a_pause_hold_no_flush_back(url: str) -> None:
     post(url, "/continue_generation")
 
 
+@pytest.mark.thorough
 def test_abort_all(url: str) -> None:
     with rollout(url) as asked:
         assert post(url, "/abort_request", {"abort_all": True})["num_aborted"] == 1
@@ -92,6 +97,7 @@ def test_abort_all(url: str) -> None:
     assert "prefix" in post(url, "/abort_request", {"rid": "a", "prefix": True}, 501)["message"]
 
 
+@pytest.mark.thorough
 def test_memory_is_given_back_part_by_part(url: str) -> None:
     ids = post(
         url,
@@ -149,6 +155,7 @@ def send_file(url: str, weights: dict[str, Any], form: str, folder: Path, **more
     return reply.json()
 
 
+@pytest.mark.thorough
 def test_files_are_gathered_in_a_pause_until_it_ends(
     url: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -198,6 +205,7 @@ def test_without_a_pause_an_update_is_whole_also_while_the_cache_sleeps(
     assert version(url) == "7"
 
 
+@pytest.mark.thorough
 def test_an_update_with_a_beginning_and_an_end(url: str, tiny_folder: Path, tmp_path: Path) -> None:
     weights = new_weights(tiny_folder, 5)
     assert "begin_weight_update first" in post(url, "/end_weight_update", {}, 409)["message"]
@@ -211,6 +219,7 @@ def test_an_update_with_a_beginning_and_an_end(url: str, tiny_folder: Path, tmp_
     assert (version(url), checksums(url)) == ("mine", checksums_of(weights))
 
 
+@pytest.mark.thorough
 def test_checks_of_weights(url: str, tiny_folder: Path, tmp_path: Path) -> None:
     assert "snapshot first" in post(url, "/weights_checker", {"action": "compare"}, 409)["message"]
     post(url, "/weights_checker", {"action": "snapshot"})

@@ -81,6 +81,7 @@ def update(trainer: Trainer, name: str, seed: int = 1) -> None:
 MODES = ("abort", "retract", "in_place")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_a_slime_like_trainer(tiny_folder: Path, mode: str) -> None:
     """The example, in a process of its own, with rollouts in flight."""
@@ -114,6 +115,7 @@ def run_example(url: str, folder: Path, mode: str, *options: str) -> None:
     assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
 
 
+@pytest.mark.thorough
 def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
     """And decoding goes on meanwhile: the sample has tokens of all of them."""
     first, second = trainer.buckets(2)
@@ -131,6 +133,7 @@ def test_outside_of_a_pause_each_request_is_an_update(trainer: Trainer) -> None:
     assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, 11))
 
 
+@pytest.mark.thorough
 def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
     before = version(trainer.url)
     post(trainer.url, "/pause_generation", {})
@@ -150,6 +153,7 @@ def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
     assert checksums(trainer.url) == checksums_of(new_weights(trainer.folder, 12))
 
 
+@pytest.mark.thorough
 def test_a_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
     weights = new_weights(trainer.folder, 13)
     asked = trainer.beside(
@@ -164,6 +168,7 @@ def test_a_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
     assert checksums(trainer.url) == checksums_of(weights)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "status", "told"),
     [
@@ -195,6 +200,7 @@ def test_what_does_not_fit_ends_the_update_and_the_next_one_works(
     update(trainer, f"after {told}")
 
 
+@pytest.mark.thorough
 def test_a_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) -> None:
     url = trainer.url
     assert "its trainer lives" in trainer.join(409)["message"]
@@ -205,6 +211,7 @@ def test_a_second_trainer_is_kept_out_while_the_first_lives(trainer: Trainer) ->
     update(trainer, "still-mine")
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_died_comes_again(trainer: Trainer) -> None:
     """It died between two buckets; what it had sent must not be put together with what comes
     now.
@@ -221,6 +228,7 @@ def test_a_trainer_that_died_comes_again(trainer: Trainer) -> None:
         update(again, "again")
 
 
+@pytest.mark.thorough
 def test_a_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
     url, before, served = trainer.url, version(trainer.url), checksums(trainer.url)
     weights = new_weights(trainer.folder, 17)
@@ -240,6 +248,7 @@ def test_a_trainer_killed_amid_a_bucket(trainer: Trainer) -> None:
         update(again, "killed-and-back")
 
 
+@pytest.mark.thorough
 def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
     weights, before = new_weights(trainer.folder, 18), version(trainer.url)
     told = post(trainer.url, "/update_weights_from_distributed", told_of(weights, timeout=1), 504)
@@ -255,6 +264,7 @@ def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
     assert version(trainer.url) == before
 
 
+@pytest.mark.thorough
 def test_a_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
     post(trainer.url, "/destroy_weights_update_group", {"group_name": GROUP})
     trainer.tell("leave", name=GROUP)
@@ -264,6 +274,7 @@ def test_a_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
     update(trainer, "made-again")
 
 
+@pytest.mark.thorough
 def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
     """Of the routes that need a trainer."""
     with (

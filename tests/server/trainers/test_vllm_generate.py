@@ -132,6 +132,7 @@ def check_choice(choice: dict[str, Any], sampling: dict[str, Any], text: bool) -
         )
 
 
+@pytest.mark.thorough
 def test_all_that_the_context_leaves_is_the_default(rl_server: str) -> None:
     choice = ask(
         rl_server, GENERATE, {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}}
@@ -215,6 +216,7 @@ def test_a_request_may_wait_for_a_version(rl_server: str, path: str) -> None:
     ask(rl_server, path, given | {"min_weight_version": [1]}, 400)
 
 
+@pytest.mark.thorough
 @given(
     seed=st.integers(0, 999),
     special=st.booleans(),

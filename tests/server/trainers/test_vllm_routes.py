@@ -40,6 +40,7 @@ def cached(url: str) -> int:
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clear_cache", ["true", "false"])
 def test_a_pause_stops_requests_where_they_are(url: str, clear_cache: str) -> None:
     alone = sampled(url, body([7, 8, 9], LONG))
@@ -69,6 +70,7 @@ def test_new_requests_wait_for_the_end_of_a_pause(url: str) -> None:
     assert told == [alone]
 
 
+@pytest.mark.thorough
 def test_a_pause_that_aborts_answers_with_what_there_is(url: str) -> None:
     alone = sampled(url, body([7, 8, 9], LONG))
     with running(url, body([7, 8, 9], LONG)) as it:
@@ -132,6 +134,7 @@ def test_all_requests_are_aborted_where_none_is_named(url: str) -> None:
         assert [it.end()["finish_reason"] for it in (one, other)] == ["abort", "abort"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_keeps_requests_and_their_bits(url: str, level: int) -> None:
     alone = sampled(url, body([7, 8, 9], LONG))
@@ -183,6 +186,7 @@ def test_checks_of_the_weights(url: str) -> None:
     ask(url, "/weight_checker", {"action": "reset"}, 501)
 
 
+@pytest.mark.thorough
 def test_versions_have_names(url: str) -> None:
     first = look(url, "/weight_info")["weight_version"]
     with running(url, body([7, 8, 9], LONG)) as it:  # naming never ends requests
@@ -252,6 +256,7 @@ def test_a_shutdown_without_a_group_has_nothing_to_do(url: str) -> None:
     assert ask(url, "/shutdown_weight_transfer_engine") == {"message": "Weight transfer shut down"}
 
 
+@pytest.mark.thorough
 def test_bodies_may_be_missing_or_empty(url: str) -> None:
     for content in (None, b"", b"{}"):
         for path in (

@@ -138,6 +138,7 @@ def start(url: str, tiny_folder: Path) -> Iterator[Callable[[], Trainer]]:
         trainer.close()
 
 
+@pytest.mark.thorough(cases=["no", "by the group"])
 @pytest.mark.parametrize("packed", ["no", "by the group", "small runs", "by the update"])
 def test_the_trainers_bytes_arrive(
     url: str, tiny_folder: Path, trainer: Trainer, packed: str
@@ -164,6 +165,7 @@ def test_the_trainers_bytes_arrive(
     assert ask(url, "/shutdown_weight_transfer_engine") == {"message": "Weight transfer shut down"}
 
 
+@pytest.mark.thorough
 def test_requests_in_flight_tell_which_version_made_which_token(url: str, trainer: Trainer) -> None:
     trainer.join()
     before = look(url, "/weight_info")["weight_version"]
@@ -179,6 +181,7 @@ def test_requests_in_flight_tell_which_version_made_which_token(url: str, traine
     assert last["weight_version"] == "step-9"
 
 
+@pytest.mark.thorough
 def test_what_is_computed_again_is_what_the_pause_said(url: str, trainer: Trainer) -> None:
     trainer.join()
     computed: list[int] = []
@@ -257,6 +260,7 @@ def test_what_does_not_fit_the_model_ends_the_update(
     assert serving(url)[1] == checksums(tiny_folder, 8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before it sends", "amid its tensors"])
 def test_a_trainer_that_dies_is_followed_by_another(
     url: str, tiny_folder: Path, start: Callable[[], Trainer], when: str
@@ -285,6 +289,7 @@ def test_a_trainer_that_dies_is_followed_by_another(
     assert serving(url)[1] == checksums(tiny_folder, 6)
 
 
+@pytest.mark.thorough
 def test_a_group_that_never_forms_has_a_deadline(tiny_folder: Path) -> None:
     with running_server(engine_config(tiny_folder), replace(RL, rl_timeout=1.0)) as url:
         info = {
@@ -312,6 +317,7 @@ def test_weights_that_sleep_take_no_update(url: str, tiny_folder: Path, trainer:
     assert serving(url)[1] == checksums(tiny_folder, 7)
 
 
+@pytest.mark.thorough
 def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> None:
     port, names = free_port(), ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
     with running_server(engine_config(tiny_folder), RL) as url:

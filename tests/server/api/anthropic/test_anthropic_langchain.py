@@ -21,6 +21,7 @@ def chat(scripted: Scripted) -> ChatAnthropic:
     return ChatAnthropic(**given, max_retries=0, stop=["END"])
 
 
+@pytest.mark.thorough
 def test_invoke_does_not_count_twice(chat: ChatAnthropic, scripted: Scripted):
     scripted.script = Script("Hello there. END", cached_tokens=4)
     answer = chat.invoke([("system", "Be short."), ("human", "Hi")])

@@ -76,6 +76,7 @@ ROLES = st.sampled_from(["user", "assistant"])
 WORDS = st.text(alphabet="ab\n", max_size=3).map(lambda each: each + "x")
 
 
+@pytest.mark.thorough
 @given(
     st.lists(st.tuples(ROLES, st.lists(WORDS, min_size=1, max_size=4)), min_size=1, max_size=6),
     st.data(),

@@ -52,6 +52,7 @@ def types(message: Any) -> list[str]:
     return [block.type for block in message.content]
 
 
+@pytest.mark.thorough(cases=["lenient"])
 def test_create(sdk: Anthropic, scripted: Scripted):
     message: Any = sdk.messages.create(model="m", max_tokens=20, messages=HELLO, system="Be short.")
     assert (message.type, message.role, message.model) == ("message", "assistant", "m")
@@ -408,6 +409,7 @@ def test_body_too_large(sdk: Anthropic):
     assert body_of(caught)["type"] == "request_too_large"
 
 
+@pytest.mark.thorough
 def test_queue_full():
     client = ScriptedClient(Script(delay=0.05, ends=False))
     config = ServerConfig(port=0, in_process=True, max_queued_samples=1)
@@ -429,6 +431,7 @@ def test_queue_full():
     assert refused[0].type == "rate_limit_error"
 
 
+@pytest.mark.thorough
 def test_keys():
     config = ServerConfig(port=0, in_process=True, api_keys=("secret",))
     with running_server(ScriptedClient(), config) as url:
@@ -448,6 +451,7 @@ def test_keys():
                     sdk.messages.count_tokens(model="scripted", messages=HELLO)
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_call_tools_answers_with_text():
     with (
         running_server(ScriptedClient()) as url,

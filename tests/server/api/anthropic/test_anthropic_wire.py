@@ -50,6 +50,7 @@ def streamed(scripted: Scripted, request: pytest.FixtureRequest) -> bytes:
     return answer.content
 
 
+@pytest.mark.thorough(cases=["Hello there."])
 def test_every_event_has_its_line(streamed: bytes):
     assert streamed.count(b"event: ") == streamed.count(b"data: ") == streamed.count(b"\n\n")
     events_of(streamed)
@@ -282,6 +283,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     return BODY | {name: draw(FIELDS[name]) for name in names}
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies() | JSON, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
 def test_no_body_is_our_fault(scripted_server: Scripted, body: Any, path: str):
@@ -294,6 +296,7 @@ def test_no_body_is_our_fault(scripted_server: Scripted, body: Any, path: str):
         assert "Traceback" not in answer.text
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_json(scripted_server: Scripted, body: bytes):

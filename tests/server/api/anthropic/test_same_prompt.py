@@ -120,6 +120,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
+@pytest.mark.thorough(cases=["text"])
 @given(
     system=words | st.none(),
     said=turns,
@@ -160,6 +161,7 @@ def test_the_same_conversation_is_the_same_prompt(
     assert count_tokens(json.dumps(anthropic).encode(), served) == {"input_tokens": len(prompt)}
 
 
+@pytest.mark.thorough(cases=["text"])
 def test_arguments_are_json_whatever_the_template_takes(served: Served) -> None:
     said = [(["What?"], [{"x": "a"}], None)]
     it = Conversation(None, said, ["And?"], None, None)
@@ -168,6 +170,7 @@ def test_arguments_are_json_whatever_the_template_takes(served: Served) -> None:
     assert '{"x": "a"}' in served.tokenizer.decode(ids)
 
 
+@pytest.mark.thorough(cases=["objects-count_tokens"])
 @pytest.mark.parametrize("read", [tokenize, count_tokens])
 def test_too_many_tools_and_messages(
     read: Callable[[bytes, Served], object], served: Served
@@ -187,6 +190,7 @@ def test_too_many_tools_and_messages(
         assert getattr(raised.value, "message", "") == said
 
 
+@pytest.mark.thorough
 def test_the_first_chat_finds_all_made() -> None:
     """What is slow to make for a large vocabulary is made when the server starts."""
     client = ScriptedClient()

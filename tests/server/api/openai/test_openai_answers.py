@@ -64,6 +64,7 @@ def valid(schema: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
+@pytest.mark.thorough
 def test_replies_are_what_their_schemas_say(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("Hi 🙂", cached_tokens=1)
     completions, chats = f"{url}/v1/completions", f"{url}/v1/chat/completions"
@@ -83,6 +84,7 @@ def test_replies_are_what_their_schemas_say(url: str, engine: ScriptedClient) ->
     valid(MODELS, httpx.get(f"{url}/v1/models").json())
 
 
+@pytest.mark.thorough
 def test_order_of_a_chat_s_stream(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("One two")
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -349,6 +351,7 @@ def test_only_the_template_and_completions_write_special_tokens(
     assert post(f"{url}/tokenize", {"prompt": said})["tokens"].count(end) == 1
 
 
+@pytest.mark.thorough
 def test_what_is_not_asked_for_is_null(url: str, engine: ScriptedClient) -> None:
     """vLLM's clients read it: SDKs make attributes of what is there, and of nothing else."""
     engine.script = Script("One two")
@@ -475,6 +478,7 @@ def test_all_logprobs_where_the_server_tells_them(engine: ScriptedClient) -> Non
     assert ask.params.top_logprobs == ask.params.prompt_top_logprobs == engine.info.vocab_size
 
 
+@pytest.mark.thorough
 def test_documents_and_roles_that_a_template_renders(tmp_path: Path) -> None:
     template = (
         "{% for d in documents or [] %}[{{ d.title }}: {{ d.text }}]{% endfor %}"

@@ -40,6 +40,7 @@ def client(
         yield made, rows
 
 
+@pytest.mark.thorough(cases=["two replicas"])
 def test_embeddings_are_the_engines(client: tuple[OpenAI, list[np.ndarray]]) -> None:
     openai_client, rows = client
     for form in ("base64", "float"):

@@ -51,6 +51,7 @@ def lined_up(choice: dict[str, Any]) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_a_loglikelihood_as_lm_eval_reads_it(server: str, as_ids: bool) -> None:
     text = CONTEXT + CONTINUATION
@@ -100,6 +101,7 @@ def test_an_echo_lines_up_with_its_text(server: str) -> None:
     assert (streamed["text"], lined_up(streamed)) == (choice["text"], rows)
 
 
+@pytest.mark.thorough
 def test_scored_prompts_of_both_routes(server: str) -> None:
     body = {"prompt": CONTEXT, "max_tokens": 0, "prompt_logprobs": 2}
     reply = post(f"{server}/v1/completions", body)
@@ -153,6 +155,7 @@ def joined(chunks: list[dict[str, Any]], num_choices: int) -> list[dict[str, Any
     return choices
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(15), deadline=None)
 @given(data=st.data())
 def test_a_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject) -> None:
@@ -194,6 +197,7 @@ def test_a_stream_says_what_a_whole_answer_says(server: str, data: st.DataObject
         assert chunks[-1]["usage"][name] == whole["usage"][name]
 
 
+@pytest.mark.thorough
 def test_cached_tokens_are_counted(server: str) -> None:
     body = {
         "prompt": "Count to ten: one, two, three, four, five, six, seven. " * 4,

@@ -264,6 +264,7 @@ def test_what_is_no_strict_json(served: Served, body: bytes) -> None:
     assert refusal(body, served, chat=False).status == 400
 
 
+@pytest.mark.thorough
 def test_a_refused_request_never_reaches_the_engine(url: str, engine: ScriptedClient) -> None:
     engine.requests.clear()
     error = post(f"{url}/v1/completions", TEXT | {"temperature": 3, "stream": True}, 400)["error"]
@@ -350,6 +351,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(400), deadline=None)
 @given(st.booleans(), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_whatever_a_body_holds(served: Served, chat: bool, change: dict[str, Any]) -> None:

@@ -103,6 +103,7 @@ def url(engine: ScriptedClient) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("says", ["Hi there 🙂", THINKS_AND_CALLS])
 def test_chats(url: str, engine: ScriptedClient, says: str) -> None:
     engine.script = Script(says, cached_tokens=1)
@@ -115,6 +116,7 @@ def test_chats(url: str, engine: ScriptedClient, says: str) -> None:
             valid("CreateChatCompletionStreamResponse", chunk)
 
 
+@pytest.mark.thorough
 def test_completions(url: str, engine: ScriptedClient) -> None:
     engine.script = Script("Hi there 🙂", cached_tokens=1)
     path = f"{url}/v1/completions"
@@ -126,6 +128,7 @@ def test_completions(url: str, engine: ScriptedClient) -> None:
             valid("CreateCompletionResponse", chunk)
 
 
+@pytest.mark.thorough
 def test_models_and_errors(url: str, engine: ScriptedClient) -> None:
     valid("ListModelsResponse", httpx.get(f"{url}/v1/models").json())
     valid("Model", httpx.get(f"{url}/v1/models/m").json())

@@ -199,6 +199,7 @@ PARTS = [
 TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=25).map("".join)
 
 
+@pytest.mark.thorough
 @given(TEXTS, st.lists(st.integers(0, 10_000), max_size=30), st.booleans())
 @settings(max_examples=at_depth(400), deadline=None)
 def test_any_text_gives_the_same_however_it_is_cut(text: str, ends: list[int], tools: bool) -> None:

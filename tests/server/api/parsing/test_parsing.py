@@ -196,6 +196,7 @@ def write(tools: str, calls: Sequence[tuple[str, str]], newline: str) -> str:
     )
 
 
+@pytest.mark.thorough
 @given(
     tools=st.sampled_from(FORMATS),
     thought=st.none() | st.sampled_from(["", "I see.", "a < b </thin", "use <tool_call>"]),
@@ -531,6 +532,15 @@ UNITS = [
 ]
 
 
+@pytest.mark.thorough(
+    cases=[
+        "<-hermes",
+        "<-llama",
+        "[-mistral",
+        '{"name":"f","parameters":{}};-llama',
+        '<tool_call>{"name": "f", "arguments": {"a": "-hermes',
+    ]
+)
 @pytest.mark.parametrize("tools", FORMATS)
 @pytest.mark.parametrize("unit", UNITS)
 def test_time_grows_with_the_text(tools: str, unit: str) -> None:

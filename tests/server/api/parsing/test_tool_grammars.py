@@ -157,6 +157,7 @@ def require_valid(calls: Sequence[tuple[str, str]], tools: Sequence[OfferedTool]
 PROMPTS = ["<|im_start|>assistant\n", "<think>\n", "<think>\n\n</think>\n\n"]
 
 
+@pytest.mark.thorough
 @settings(max_examples=at_depth(400), deadline=None, derandomize=True)
 @given(
     tools=TOOLS,

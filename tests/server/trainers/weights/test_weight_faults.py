@@ -33,6 +33,7 @@ from tests.server.trainers.weight_runs import (
 )
 
 
+@pytest.mark.thorough
 def test_a_wrong_order_of_calls(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_wrong_order_of_calls(
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_second_trainer(
     client: ProcessClient,
     control: Control,
@@ -106,6 +108,7 @@ def test_a_second_trainer(
     run(test())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("named", [False, True])
 def test_a_group_that_never_forms(
     client: ProcessClient, control: Control, run: Run, trainer: TrainerProcess, named: bool
@@ -157,6 +160,7 @@ def test_a_group_that_never_forms(
     run(test())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["killed", "stopped", "silent"])
 def test_a_trainer_that_fails_in_the_middle_of_a_bucket(
     client: ProcessClient,
@@ -187,6 +191,7 @@ def test_a_trainer_that_fails_in_the_middle_of_a_bucket(
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_call_that_is_given_up(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
@@ -228,6 +233,7 @@ def test_a_call_that_is_given_up(
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_session_that_nobody_goes_on_with(
     client: ProcessClient, trainer: TrainerProcess, run: Run
 ) -> None:
@@ -246,6 +252,7 @@ def test_a_session_that_nobody_goes_on_with(
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_new_engine_knows_nothing_of_the_old_ones_update(
     folder: Path, trainer: TrainerProcess, run: Run
 ) -> None:

@@ -36,6 +36,7 @@ WRONG: dict[str, tuple[list[TensorSpec], str]] = {
 }
 
 
+@pytest.mark.thorough(but=["dtype", "twice"])
 @pytest.mark.parametrize("case", WRONG)
 def test_tensors_that_are_not_the_models(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run, case: str

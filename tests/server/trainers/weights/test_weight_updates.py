@@ -77,6 +77,7 @@ def partitions(draw: st.DrawFn, num_tensors: int = 21) -> list[tuple[list[int], 
     ]
 
 
+@pytest.mark.thorough
 @given(buckets=partitions(), seed=st.integers(1, 1000))
 @settings(
     max_examples=at_depth(25),
@@ -117,6 +118,7 @@ def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
     run(test())
 
 
+@pytest.mark.thorough
 def test_types_of_one_bucket_may_differ(
     control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
@@ -177,6 +179,7 @@ def test_a_run_ends_with_the_tensor_that_makes_it_too_long(
     assert all(sum(run) > max_bytes for run in sizes[:-1])
 
 
+@pytest.mark.thorough
 def test_a_weight_sender_over_the_group(
     client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
@@ -192,6 +195,7 @@ def test_a_weight_sender_over_the_group(
     run(test())
 
 
+@pytest.mark.thorough
 def test_an_update_is_applied_during_a_pause(
     client: InProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
@@ -265,6 +269,7 @@ def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_group_ends_at_once_whoever_still_holds_the_error(
     control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
