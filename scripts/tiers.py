@@ -1,7 +1,7 @@
 """`python scripts/tiers.py JUNIT.xml`: list the most expensive tests, for the mark `thorough`.
 
-`pytest --tier quick -o junit_duration_report=call --junitxml=JUNIT.xml tests` measures. Calls
-count, not fixtures: the next test pays for a fixture. Mark a test, or its expensive cases, until the quick
+`pytest --tier quick -o junit_duration_report=call --junitxml=JUNIT.xml tests` measures. It counts
+calls only: a fixture is paid by the next test. Mark a test, or its expensive cases, until the quick
 tier takes `--seconds` of one core. Do not mark tests that turn the seeded faults of core/ red.
 """
 
