@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from nano_inference.errors import ConfigError
-from nano_inference.fields.option import (
+from nano_inference.fields.options import (
     check_least,
     choices,
     is_number,

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.fields.checks import PENALTIES, biases, real, stop_strings, token_id_set, whole
-from nano_inference.fields.option import option, strict_options
+from nano_inference.fields.options import option, strict_options
 from nano_inference.structured.grammar import Grammar
 
 SAMPLING = "Sampling"  # group of options in `--help`

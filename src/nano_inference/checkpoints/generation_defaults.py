@@ -13,7 +13,7 @@ from typing import Any
 from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.checkpoints.names import plain_name
 from nano_inference.errors import ConfigError
-from nano_inference.fields.option import is_whole
+from nano_inference.fields.options import is_whole
 from nano_inference.models.spec.config_checks import is_finite
 from nano_inference.system.regular_files import read_json
 

@@ -26,7 +26,7 @@ from nano_inference.checkpoints.names import plain_name, why_missing
 from nano_inference.cli.terminal import errors, set_up_logging
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
-from nano_inference.fields.option import choices, is_optional
+from nano_inference.fields.options import choices, is_optional
 from nano_inference.types import SAMPLING, SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
@@ -95,7 +95,7 @@ class FieldOptions:
     """Marks a parameter of a command, of type `Values`: it becomes one option a field.
 
     Attributes:
-        config: a dataclass with fields made by `nano_inference.fields.option.option`.
+        config: a dataclass with fields made by `nano_inference.fields.options.option`.
         names: of the fields, in the order of `--help`; empty: all that are options.
         defaults: where the command's default is not the field's.
         shown: what `--help` shows as the default of a field in place of its value.

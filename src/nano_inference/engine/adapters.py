@@ -30,7 +30,7 @@ from nano_inference.checkpoints.lora import (
 )
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
-from nano_inference.fields.option import is_whole
+from nano_inference.fields.options import is_whole
 from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters import as_held, named_slots, param_table, read

@@ -23,7 +23,7 @@ from nano_inference.engine.requests import (
     params_for,
 )
 from nano_inference.errors import AdapterNotFound, InvalidRequest, VersionGone
-from nano_inference.fields.option import is_whole
+from nano_inference.fields.options import is_whole
 from nano_inference.structured.backend import Vocabulary
 from nano_inference.structured.compiler import GrammarCompiler
 from nano_inference.structured.matching import GrammarState

@@ -13,7 +13,7 @@ from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.config import EngineConfig
 from nano_inference.core.budget import demand_of, most_mask_ids, require_affordable
 from nano_inference.errors import InvalidRequest, ModelLoadError, RequestTooLarge
-from nano_inference.fields.option import is_whole
+from nano_inference.fields.options import is_whole
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.messages import require_unicode

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.fields.option import is_number, is_whole
+from nano_inference.fields.options import is_number, is_whole
 
 PENALTIES = 0.01, 100.0  # repetition penalties: logits are multiplied with them and divided by them
 _WHOLE = 2**63

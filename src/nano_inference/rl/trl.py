@@ -17,7 +17,7 @@ from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.engine import generation
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest, RequestAborted
-from nano_inference.fields.option import is_whole
+from nano_inference.fields.options import is_whole
 from nano_inference.rl.parameter_states import states
 from nano_inference.rl.policy import require_chosen_codes
 from nano_inference.rl.trainer_weights import require_whole, whole_weights

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from nano_inference.checkpoints.generation_defaults import check_generation_config
 from nano_inference.errors import ConfigError
-from nano_inference.fields.option import (
+from nano_inference.fields.options import (
     check_least,
     check_seconds,
     is_number,

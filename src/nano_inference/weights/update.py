@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
-from nano_inference.fields.option import is_whole
+from nano_inference.fields.options import is_whole
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters import (
     HEAD,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.fields.option import is_number, is_whole
+from nano_inference.fields.options import is_number, is_whole
 
 Config = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.fields.option import is_number, is_whole
+from nano_inference.fields.options import is_number, is_whole
 from nano_inference.remote.errors import bad_request, shown
 from nano_inference.remote.operations import Checks
 from nano_inference.server.api.shared.requests import decode

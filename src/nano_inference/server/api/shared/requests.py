@@ -16,7 +16,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from nano_inference.fields.option import is_whole
+from nano_inference.fields.options import is_whole
 from nano_inference.remote.errors import SHOWN, ApiError, bad_request, shown
 from nano_inference.server.api.parsing import (
     AT_ONCE,
