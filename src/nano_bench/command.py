@@ -18,8 +18,7 @@ from nano_bench import load
 from nano_bench.cpu_time import server_parts
 from nano_bench.shape import HIGHEST_ID, LOWEST_ID, Ask, Lengths, Shape, start_times
 from nano_bench.wire import Broken, connect
-from nano_inference.cli import options
-from nano_inference.cli.terminal import errors, output, write_file
+from nano_inference.cli import errors, options, output, write_file
 from nano_inference.errors import ConfigError
 
 REQUESTS = 256  # where neither a number nor a duration is given

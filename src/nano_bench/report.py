@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from nano_bench.report_page import Page, Pieces
-from nano_inference.cli import options
-from nano_inference.cli.terminal import errors, write_file
+from nano_inference.cli import errors, options, write_file
 from nano_inference.errors import ConfigError, InvalidRequest
 
 SHOWN_REASONS = 5
@@ -63,8 +62,7 @@ def report(
 
 
 def _pieces(folder: Path) -> Pieces:
-    from nano_inference.text.detokenizer import Detokenizer
-    from nano_inference.text.tokenizer import load_tokenizer
+    from nano_inference.text import Detokenizer, load_tokenizer
 
     loaded = load_tokenizer(folder)
 

@@ -10,9 +10,7 @@ import typer
 
 from nano_bench.load import Connections, Target, run
 from nano_bench.wire import TIMEOUT, Broken, connect
-from nano_inference.cli import options
-from nano_inference.cli.options import FieldOptions
-from nano_inference.cli.terminal import errors
+from nano_inference.cli import FieldOptions, errors, options
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
 from nano_inference.server.config import ServerConfig

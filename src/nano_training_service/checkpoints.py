@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nano_inference.errors import ConfigError, ModelLoadError
-from nano_inference.system.regular_files import read_json, sync
+from nano_inference.system import read_json, sync
 from nano_training_service.errors import Refused
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]

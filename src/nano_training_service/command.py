@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nano_inference.cli import options
-from nano_inference.cli.options import FieldOptions, read_keys, require_packages
+from nano_inference.cli import FieldOptions, options, read_keys, require_packages
 from nano_inference.config import EngineConfig
 from nano_training_service.config import KEYS, TrainServiceConfig
 

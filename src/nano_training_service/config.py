@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nano_inference.errors import ConfigError
-from nano_inference.fields.options import check_least, check_seconds, option, strict_options
+from nano_inference.fields import check_least, check_seconds, option, strict_options
 from nano_inference.server.config import MIB
 
 SERVICE, KEYS, LIMITS = "The service", "Keys", "Limits"

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from nano_inference.checkpoints.lora import LoraSettings, targets_of
+from nano_inference import AsyncInferenceEngine, InferenceEngine, LoraSettings
+from nano_inference.checkpoints import targets_of
 from nano_inference.config import EngineConfig, with_plain_weights
-from nano_inference.engine.async_engine import AsyncInferenceEngine
-from nano_inference.engine.engine import InferenceEngine
-from nano_inference.rl.lora import LoraPolicy
+from nano_inference.rl import LoraPolicy
 from nano_inference.types import SamplingParams, TrainingSample
 from nano_training_service.base import ALPHA, Adapter, Policy
 from nano_training_service.config import TrainServiceConfig

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.system.regular_files import read_json
+from nano_inference.system import read_json
 from nano_training_service.base import Policy
 from nano_training_service.errors import Refused
 from nano_training_service.losses import Inputs, Loss, loss_of

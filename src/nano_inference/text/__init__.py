@@ -4,3 +4,17 @@ Imports only from: checkpoints.
 Begin with: tokenizer.py, then detokenizer.py.
 Tests: tests/text.
 """
+
+from typing import TYPE_CHECKING
+
+from nano_inference.system.lazy import lazy
+
+if TYPE_CHECKING:
+    from nano_inference.text.detokenizer import Detokenizer as Detokenizer
+    from nano_inference.text.tokenizer import load_tokenizer as load_tokenizer
+
+_MODULES = {
+    "Detokenizer": "detokenizer",
+    "load_tokenizer": "tokenizer",
+}
+__getattr__ = lazy(__name__, _MODULES)

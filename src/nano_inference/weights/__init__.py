@@ -4,3 +4,15 @@ Imports only from: checkpoints, models.
 Begin with: update.py (one update), then sync.py (their order and versions).
 Tests: tests/weights.
 """
+
+from typing import TYPE_CHECKING
+
+from nano_inference.system.lazy import lazy
+
+if TYPE_CHECKING:
+    from nano_inference.weights.sources import BUCKET_BYTES as BUCKET_BYTES
+
+_MODULES = {
+    "BUCKET_BYTES": "sources",
+}
+__getattr__ = lazy(__name__, _MODULES)
