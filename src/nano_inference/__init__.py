@@ -34,6 +34,7 @@ from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.manager import CacheAllocation, KVCacheManager
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.structured.grammar import Grammar
+from nano_inference.system.moved import report_moves as _report_moves
 from nano_inference.system.processor import vendor as _vendor
 from nano_inference.system.version import __version__ as __version__
 from nano_inference.types import (
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from nano_inference.weights.sync import WeightSyncManager
     from nano_inference.weights.update import WeightPatch, WeightUpdate
 
+
+_report_moves()
 
 # MKL, which computes torch's products on x86: the same bits with any number of threads. It reads
 # this before its first product. Without it, it cuts long sums between threads on Intel's servers;
