@@ -9,6 +9,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
+from nano_inference.core.lifecycle import Drain, Settle, Stop
 from nano_inference.core.loop import Abort, Add, ChangeWeights, EngineLoop
 from nano_inference.core.sequence import (
     POLICY,
@@ -329,9 +330,11 @@ def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, ste
         )
     for start, (end, enters) in workload.pauses.items():
         if step == start < end:
-            loop.paused, loop.admitting = True, enters
+            loop.become(Stop())
+            if not enters:
+                loop.become(Drain())
         if step == end:
-            loop.resume()
+            loop.become(Settle())
 
 
 def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:

@@ -28,6 +28,7 @@ from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.deltas import next_delta
 from nano_inference.core.failures import is_device_failure
 from nano_inference.core.gate import Gate
+from nano_inference.core.lifecycle import Event, Lifecycle, after
 from nano_inference.core.reference_logprobs import ReferenceLogprobs
 from nano_inference.core.schedule import schedule
 from nano_inference.core.sequence import (
@@ -257,9 +258,7 @@ class EngineLoop:
             self.groups,
             ReferenceLogprobs(self.sequences, config.block_size),
         ]
-        self.paused = False  # nothing is launched
-        self.writable = True  # False: updates wait, because the weights are put aside
-        self.admitting = True  # False: newcomers are held until the engine is resumed
+        self.life = Lifecycle()
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_completion_tokens = 0
@@ -280,7 +279,7 @@ class EngineLoop:
         """
         if self.inbox or self.in_flight or (self.updates and self._may_change(self.updates[0])):
             return True
-        return self.gate.is_due() or (not self.paused and self.is_busy())
+        return self.gate.is_due() or (self.life.launching and self.is_busy())
 
     def is_compiling(self) -> bool:
         """Whether a sequence waits for its grammar."""
@@ -297,7 +296,7 @@ class EngineLoop:
         lap = self.clock.lap
         self._handle()
         lap("handle")
-        if self.paused:
+        if not self.life.launching:
             self._accompany()
             self._retire(keep=0)
             return self.take()
@@ -449,10 +448,11 @@ class EngineLoop:
         change_adapter(self.sequences, self.cache, adapter, kv_policy)
         return self.take()
 
-    def resume(self) -> None:
-        """Go on after a pause."""
-        self.paused, self.admitting = False, True
-        release_held(self.sequences)
+    def become(self, event: Event) -> None:
+        """Change the lifecycle. Requests that were held enter once it admits them again."""
+        before, self.life = self.life, after(self.life, event)
+        if self.life.admitting and not before.admitting:
+            release_held(self.sequences)
 
     def vacate(self) -> None:
         """Take all blocks away from sequences, which will compute their context again, and forget
@@ -536,7 +536,7 @@ class EngineLoop:
             self.start_grammar(seq)
             if not seq.grammar.is_ready:
                 self._compiling.add(seq.seq_id)
-        if not self.admitting or is_held(seq, self.sequences):
+        if not self.life.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
         if refused is not None:
@@ -553,7 +553,7 @@ class EngineLoop:
             return
         if seq.grammar is not None and seq.grammar.problem is not None:
             self._end([seq], grammar_failure(seq.grammar.problem))
-        elif self.admitting:
+        elif self.life.admitting:
             release_held(self.sequences)
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
@@ -575,7 +575,7 @@ class EngineLoop:
 
     def _is_ready(self, update: ChangeWeights) -> bool:
         """Whether nothing here keeps an update waiting."""
-        if not self.writable:
+        if not self.life.has_weights:
             return False
         if update.is_void():  # it will not be written
             return True
@@ -605,7 +605,7 @@ class EngineLoop:
                 self._end_outdated()
             else:
                 self._let_go_behind(update)
-            if self.admitting:
+            if self.life.admitting:
                 release_held(self.sequences)
 
     def _let_go_behind(self, failed: ChangeWeights) -> None:

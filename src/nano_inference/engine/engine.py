@@ -619,7 +619,7 @@ class InferenceEngine:
 
     def is_paused(self) -> bool:
         """Whether nothing is computed until `resume` or `wake`."""
-        return self.loop.paused
+        return not self.loop.life.launching
 
     def sleep(self, weights: bool = False, *, memory: Iterable[Memory] | None = None) -> None:
         """Pause, and give the KV cache's memory back; with `weights` the weights' too, which wait

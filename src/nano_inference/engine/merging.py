@@ -107,7 +107,7 @@ class Merging:
 
     def _require_awake(self, name: str) -> None:
         """Raise `AdapterError` while there are no weights to read, or to write."""
-        if self._shared.has_no_weights():
+        if not self._shared.life.has_weights:
             raise AdapterError(
                 f"adapter {name!r} cannot be merged, or unmerged, while the weights are asleep; "
                 "wake() the engine first."

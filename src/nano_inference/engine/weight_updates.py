@@ -36,7 +36,7 @@ class Updates:
         gate = shared.loop.gate
         others = None if gate.alone else (shared.lock, gate.allows)
         self.manager = WeightSyncManager(
-            model, self._announce, room, runner.shares, others, shared.has_no_weights
+            model, self._announce, room, runner.shares, others, lambda: not shared.life.has_weights
         )
         self._runner = runner
         self._shared = shared
@@ -97,7 +97,7 @@ class Updates:
         """See `InferenceEngine.weights_checksum`."""
         self._shared.require_alive()
         with self._shared.lock:
-            if self._shared.has_no_weights():
+            if not self._shared.life.has_weights:
                 raise WeightUpdateConflict("the weights are asleep; call wake() first.")
             return self.manager.checksum()
 
@@ -128,8 +128,8 @@ class Updates:
         loop = self._shared.loop
         if not self._shared.is_paused_by_me() or not loop.would_wait(policy):
             return
-        what = "requests that are paused" if loop.writable else "weights that are asleep"
-        first = loop.updates[0] if loop.updates and loop.writable else None
+        what = "requests that are paused" if loop.life.has_weights else "weights that are asleep"
+        first = loop.updates[0] if loop.updates and loop.life.has_weights else None
         if first is not None and first.version != own:
             what = (
                 f"weight version {first.version} with kv_policy={first.kv_policy!r}, and that "
