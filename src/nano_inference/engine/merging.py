@@ -95,7 +95,7 @@ class Merging:
                 self._shared.handle()  # nothing keeps it waiting: no update, no sleep
                 return update.result(0)
             finally:
-                for left in list(manager.pending):  # it alone can be
+                for left in manager.pending.all():  # no other update can be there
                     manager.withdraw(left, WeightUpdateError("it was interrupted."))
                 if manager.version != before:
                     self._live.merged, self._originals = after, originals

@@ -261,17 +261,24 @@ class SharedLoop:
     Args:
         loop: what is stepped.
         explain: says of what a step raised why the engine has failed.
+        when_dead: called once, with the reason, when the engine ends or has failed.
+        lock: to be held by the thread that runs the loop; None: a new one.
 
     Attributes:
         lock: held by the thread that runs the loop.
         work_arrived: set whenever a message arrives; a thread that waits for work clears it.
-        when_dead: called once, with the reason, when the engine ends or has failed.
     """
 
-    def __init__(self, loop: EngineLoop, explain: Callable[[Exception], Why]) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        explain: Callable[[Exception], Why],
+        when_dead: Callable[[str], None],
+        lock: FairLock | None = None,
+    ) -> None:
         self.loop = loop
-        self._explain = explain
-        self.lock = FairLock()
+        self._explain, self._when_dead = explain, when_dead
+        self.lock = lock or FairLock()
         self.work_arrived = threading.Event()
         self._grammar_arrived = threading.Event()
         self.delivery = Delivery()
@@ -279,11 +286,10 @@ class SharedLoop:
         self._runs = threading.Event()  # set while the loop launches steps, or is dead
         self._runs.set()
         self._given_back: dict[Memory, Sleep] = {}  # what each part that sleeps wakes from
-        self.when_dead: Callable[[str], None] = lambda _: None
 
     def join(self, lockstep: Lockstep, device: torch.device) -> None:
-        """Go in lockstep with other engines from now on; what they say to each other lies on
-        `device`.
+        """Take part in the rounds of the lockstep that is the loop's gate; what engines say to
+        each other lies on `device`.
         """
         loop = self.loop
 
@@ -291,10 +297,11 @@ class SharedLoop:
             life = loop.life
             busy = life.launching and loop.is_busy()
             version = loop.sequences.versions[POLICY]
-            return Member(busy, version, loop.ready_update(), life.wants_sleep)
+            update = loop.ready_update()
+            ready = None if update is None else update.version
+            return Member(busy, version, ready, life.wants_sleep)
 
         lockstep.attach(say, self.work_arrived.set, device)
-        loop.gate = lockstep
 
     @property
     def life(self) -> Lifecycle:
@@ -713,7 +720,7 @@ class SharedLoop:
         self.loop.gate.close()
         for part in self._given_back.values():
             part.forget()
-        self.when_dead(why.text)
+        self._when_dead(why.text)
 
     def _fail(self, why: Why, problem: Exception) -> NoReturn:
         self._die(why)
