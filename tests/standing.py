@@ -28,7 +28,7 @@ def stand_still(
     step, last, go_on = loop.step, loop.num_steps + num_steps, threading.Event()
 
     def stand() -> Any:
-        if loop.num_steps < last or loop.paused or go_on.is_set():
+        if loop.num_steps < last or not loop.life.launching or go_on.is_set():
             return step()
         time.sleep(0.001)
         return loop.handle()

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.core.batch import ALL, BatchBuilder, Chunks, ForwardBatch, Rows, batch_of_rows
-from nano_inference.core.loop import Abort, Add, ChangeWeights, EngineLoop
+from nano_inference.core.loop import Abort, Add, EngineLoop, LoopHooks
 from nano_inference.core.sequence import (
-    POLICY,
     REFERENCE,
     CheckedRequest,
     Sequence,
@@ -36,7 +35,7 @@ from nano_inference.sampling.sampling_batch import (
     sampling_batch,
 )
 from nano_inference.types import SamplingParams
-from tests.simulation.fake_model import EOS, VOCAB, FakeRunner
+from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, FakeWeights, queue_update
 
 BLOCK_SIZE = 2
 
@@ -188,17 +187,15 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
         max_drafts=max_drafts,
     )
     blocks = r.choice([18, 30, 200])
+    runner = FakeRunner(blocks * BLOCK_SIZE, BLOCK_SIZE)
+    drafts = AnyDrafts(random.Random(seed)) if max_drafts else None
     loop = EngineLoop(
-        PagedKVCache(blocks, BLOCK_SIZE),
-        FakeRunner(blocks * BLOCK_SIZE, BLOCK_SIZE),
-        config,
-        lookahead,
-        "",
+        *(PagedKVCache(blocks, BLOCK_SIZE), runner, config, lookahead, ""),
+        LoopHooks(weights=FakeWeights(runner), drafter=drafts),
     )
     loop.batches = builder = CheckedBuilder()
-    loop.drafter = drafts = AnyDrafts(random.Random(seed)) if max_drafts else None
-    assert isinstance(loop.runner, FakeRunner)
-    loop.runner.one_version_only = False
+    runner.one_version_only = False
+    num_updates = 0
     if r.random() < 0.5:
         # it scores every sample: a second weight set in the same steps
         loop.sequences.versions[REFERENCE] = 0
@@ -224,13 +221,8 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
         if r.random() < 0.1:
             loop.inbox.append(Abort(frozenset([request])))
         if r.random() < 0.1:
-            loop.inbox.append(
-                ChangeWeights(
-                    POLICY,
-                    lambda: 1 + loop.sequences.versions[POLICY],
-                    r.choice(["recompute", "keep"]),
-                )
-            )
+            num_updates += 1
+            queue_update(loop, num_updates, r.choice(["recompute", "keep"]))
         for _ in range(r.choice([0, 1, 5])):
             loop.step()
     while loop.has_pending():

@@ -169,7 +169,7 @@ def test_the_async_engine_pauses(build: Build, monkeypatch: pytest.MonkeyPatch, 
             await until(lambda: engine.loop.num_steps == first + 3)
             pausing = asyncio.create_task(a.pause(mode))
             if mode == "wait":
-                await until(lambda: not engine.loop.admitting)
+                await until(lambda: not engine.loop.life.admitting)
                 go_on.set()
             await pausing
             go_on.set()

@@ -74,7 +74,7 @@ def test_pause_that_is_interrupted_leaves_the_engine_running(
         stop(engine)
     assert not engine.is_paused()
     assert engine.sleeping() == ()
-    assert engine.loop.admitting
+    assert engine.loop.life.admitting
     assert generates_elsewhere(engine)
     drain(engine)
     assert same(engine.generate(PROMPT, drawn())[0], expected)
@@ -164,10 +164,10 @@ def test_sleep_that_is_interrupted_while_others_are_busy_leaves_the_engine_runni
     build: Build,
 ) -> None:
     engine = build()
-    engine.loop.gate = gate = InterruptedGate()
+    engine.loop.gate = InterruptedGate()
     with pytest.raises(KeyboardInterrupt):
         engine.sleep(weights=True)
-    assert not gate.sleep_wanted
+    assert not engine.loop.life.wants_sleep
     assert not engine.is_paused()
     assert generates_elsewhere(engine)
 

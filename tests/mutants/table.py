@@ -1364,10 +1364,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         "blocking_update_looks_at_itself_alone",
         "src/nano_inference/core/loop.py",
         old="""\
-        return not all(
-            map(self._is_ready, [*self.updates, ChangeWeights(POLICY, lambda: None, kv_policy)])
-        )""",
-        new="        return not all(map(self._is_ready, [ChangeWeights(POLICY, lambda: None, kv_policy)]))",
+        return not all(map(self._is_ready, [*queued, kv_policy]))""",
+        new="        return not self._is_ready(kv_policy)",
         seen_by="tests/engine/test_blocking_updates.py -k every_short",
     ),
     Fault(

@@ -15,11 +15,13 @@ import numpy as np
 
 from nano_inference.core.apply import SampledTokens
 from nano_inference.core.batch import ForwardBatch
+from nano_inference.core.loop import EngineLoop, UpdateQueued
 from nano_inference.core.sequence import POLICY, PREVIOUS, REFERENCE
+from nano_inference.core.updates import UpdateQueue
 from nano_inference.kv_cache.sliding_window import NO_UNIT, UNIFORM, UnitPool
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sampling_batch import SamplingBatch
-from nano_inference.types import TopLogprobs
+from nano_inference.types import KvPolicy, TopLogprobs
 
 VOCAB = 11
 EOS = 0
@@ -172,9 +174,8 @@ class FakeRunner:
         self.versions[POLICY] += 1
         return self.versions[POLICY]
 
-    def set_aside(self) -> bool:
+    def set_aside(self) -> None:
         self.versions.setdefault(PREVIOUS, self.versions[POLICY])
-        return True
 
     def drop(self, weight_set: str) -> None:
         del self.versions[weight_set]
@@ -293,3 +294,35 @@ class FakeRunner:
         self.longest_chunk = max(
             self.longest_chunk, *(b - a for a, b in itertools.pairwise(bounds))
         )
+
+
+@dataclass(eq=False)
+class FakeUpdate:
+    """New weights of the fake model."""
+
+    version: int
+    kv_policy: KvPolicy | None
+
+
+class FakeWeights:
+    """Implements the loop's `Weights`."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self.pending: UpdateQueue[FakeUpdate] = UpdateQueue()
+
+    def apply(self, update: FakeUpdate, *, keep_old: bool) -> int:
+        self.pending.remove(update)
+        if keep_old:
+            self.runner.set_aside()
+        version = self.runner.change_policy()
+        assert version == update.version, "updates are applied in order"
+        return version
+
+
+def queue_update(loop: EngineLoop, version: int, kv_policy: KvPolicy | None) -> FakeUpdate:
+    """Queue an update as a weight manager does."""
+    update = FakeUpdate(version, kv_policy)
+    loop.weights.pending.append(update)
+    loop.inbox.append(UpdateQueued(update))
+    return update

@@ -9,7 +9,8 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import CacheType, SchedulerConfig
-from nano_inference.core.loop import Abort, Add, ChangeWeights, EngineLoop
+from nano_inference.core.lifecycle import Drain, Settle, Stop
+from nano_inference.core.loop import Abort, Add, EngineLoop, LoopHooks
 from nano_inference.core.sequence import (
     POLICY,
     PREVIOUS,
@@ -30,7 +31,16 @@ from nano_inference.types import (
     TopLogprobs,
     TrainingSample,
 )
-from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, oracle, oracle_best, oracle_scores
+from tests.simulation.fake_model import (
+    EOS,
+    VOCAB,
+    FakeRunner,
+    FakeWeights,
+    oracle,
+    oracle_best,
+    oracle_scores,
+    queue_update,
+)
 
 POLICIES: tuple[KvPolicy, ...] = typing.get_args(KvPolicy)
 
@@ -255,9 +265,9 @@ def run(
         cache.num_units * config.block_size, config.block_size, cache.units, config.groups == 1
     )
     runner.one_version_only = "keep" not in workload.updates.values()
-    loop = EngineLoop(cache, runner, config, workload.lookahead, "fake")
-    if workload.drafts is not None:
-        loop.drafter = FakeDrafts(workload)
+    drafts = FakeDrafts(workload) if workload.drafts is not None else None
+    hooks = LoopHooks(weights=FakeWeights(runner), drafter=drafts)
+    loop = EngineLoop(cache, runner, config, workload.lookahead, "fake", hooks)
     if workload.judged:
         loop.sequences.versions[REFERENCE] = 0
     outcome = Outcome(updates=len(workload.updates))
@@ -274,7 +284,7 @@ def run(
     for step in range(max_steps):
         if step > last_event and not loop.has_pending():
             break
-        _post_messages(loop, runner, workload, step)
+        _post_messages(loop, workload, step)
         came = loop.step()
         samples += came
         ends |= {(sample.request_id, sample.sample_index): step for sample in came}
@@ -286,8 +296,8 @@ def run(
         raise AssertionError("livelock: requests are left after many steps")
     _check_end(workload, loop, runner, samples)
     _check_groups(workload, samples, ends)
-    if isinstance(loop.drafter, FakeDrafts):
-        outcome.drafted, outcome.accepted = loop.drafter.num_drafted, loop.drafter.num_accepted
+    if drafts is not None:
+        outcome.drafted, outcome.accepted = drafts.num_drafted, drafts.num_accepted
         assert loop.num_completion_tokens >= sum(len(s.completion_tokens) for s in samples)
     outcome.steps, outcome.preemptions = loop.num_steps, loop.num_preemptions
     outcome.tokens_computed, outcome.tokens_cached = runner.tokens_computed, loop.num_cached_tokens
@@ -314,7 +324,7 @@ def _check_flights(loop: EngineLoop) -> None:
         )
 
 
-def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, step: int) -> None:
+def _post_messages(loop: EngineLoop, workload: Workload, step: int) -> None:
     for request_id, ask in enumerate(workload.asks):
         if ask.arrives == step:
             loop.inbox.append(Add(_sequence(loop, request_id, ask)))
@@ -322,16 +332,14 @@ def _post_messages(loop: EngineLoop, runner: FakeRunner, workload: Workload, ste
             loop.inbox.append(Abort(frozenset([request_id])))
     if step in workload.updates:
         version = 1 + sum(earlier < step for earlier in workload.updates)
-        loop.inbox.append(
-            ChangeWeights(
-                POLICY, runner.change_policy, workload.updates[step], version, runner.set_aside
-            )
-        )
+        queue_update(loop, version, workload.updates[step])
     for start, (end, enters) in workload.pauses.items():
         if step == start < end:
-            loop.paused, loop.admitting = True, enters
+            loop.become(Stop())
+            if not enters:
+                loop.become(Drain())
         if step == end:
-            loop.resume()
+            loop.become(Settle())
 
 
 def _sequence(loop: EngineLoop, request_id: int, ask: Ask) -> Sequence:

@@ -347,6 +347,38 @@ def test_a_blocking_update_serves_when_it_returns_also_after_another_threads(
     assert_holds(engine, OLD | {NORM: NEW[NORM], UP: NEW[UP]})
 
 
+def test_withdrawn_update_leaves_the_queue_and_releases_requests(build: Build) -> None:
+    engine = build()
+    manager = engine.weight_sync
+    engine.add_request(PROMPT, drawn())
+    engine.step()
+    update = engine.update_weights(NEW, kv_policy="wait")
+    builds_on_it = engine.update_weights({NORM: NEWER[NORM]})
+    held = engine.add_request(PROMPT, drawn())
+    engine.step()
+    assert engine.stats().num_held == 1
+    assert manager.pending.all() == [update, builds_on_it]
+    assert manager.withdraw(update, WeightUpdateError("it takes too long."))
+    assert (len(manager.pending), manager.newest) == (0, 0)
+    engine.step()
+    assert engine.stats().num_held == 0
+    assert held in {sample.request_id for sample in drain(engine)}
+    with pytest.raises(WeightUpdateError, match="builds on it"):
+        builds_on_it.result(0)
+    assert_holds(engine, OLD)
+
+
+def test_withdrawn_update_is_not_applied(build: Build) -> None:
+    engine = build()
+    manager = WeightSyncManager(engine.model)
+    update, later = manager.stage(NEW), manager.stage(NEWER)
+    assert manager.withdraw(update, WeightUpdateError("it takes too long."))
+    assert manager.apply(update) is None
+    assert manager.pending.all() == [later]
+    assert manager.apply(later) == manager.version == 2
+    assert_holds(engine, NEWER)
+
+
 # -- the names of the first description ------------------------------------------------------------
 
 

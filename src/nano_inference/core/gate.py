@@ -3,9 +3,16 @@
 from collections.abc import Collection
 from typing import Protocol
 
+from nano_inference.core.lifecycle import Lifecycle
+
 
 class Stepping(Protocol):
     """An engine that steps, and takes part in rounds."""
+
+    @property
+    def life(self) -> Lifecycle:
+        """The engine's state."""
+        ...
 
     def require_alive(self) -> None:
         """Raise `EngineDead` if it is."""
@@ -25,21 +32,12 @@ class Gate:
 
     Attributes:
         alone: no other engine decides anything.
-        sleep_wanted: this engine's weights are put aside, or are to be as soon as all may be.
+        asleep: all engines have said that their weights are to sleep, and not all have said since
+            that they have them again.
     """
 
     alone = True
-    sleep_wanted = False
-
-    @property
-    def is_held(self) -> bool:
-        """Whether another engine's weights sleep, or this engine's are to."""
-        return False
-
-    @property
-    def may_sleep(self) -> bool:
-        """Whether no engine needs this engine's weights."""
-        return True
+    asleep = False
 
     def is_due(self) -> bool:
         """Whether this engine has to take part in a round, even without a request."""
@@ -60,7 +58,7 @@ class Gate:
         return list(weight_sets)
 
     def await_sleep(self, engine: Stepping) -> None:
-        """Wait until this engine's weights may sleep; `may_sleep` says whether they may."""
+        """Wait until `asleep`, so that no engine needs this engine's weights; not for ever."""
 
     def await_wake(self, engine: Stepping) -> None:
         """Wait until all engines have their weights. Raises `NanoInferenceError`."""

@@ -28,6 +28,7 @@ from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.deltas import next_delta
 from nano_inference.core.failures import is_device_failure
 from nano_inference.core.gate import Gate
+from nano_inference.core.lifecycle import Event, Lifecycle, after
 from nano_inference.core.reference_logprobs import ReferenceLogprobs
 from nano_inference.core.schedule import schedule
 from nano_inference.core.sequence import (
@@ -39,6 +40,7 @@ from nano_inference.core.sequence import (
     ServedAdapter,
 )
 from nano_inference.core.stopping import Finish, failure, grammar_failure, take_text
+from nano_inference.core.updates import FixedWeights, Update, Weights, policy_of
 from nano_inference.core.versions import (
     begun,
     change_adapter,
@@ -82,22 +84,17 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeWeights:
-    """Call `write` when nothing is in flight; it returns the new version of `weight_set`, or None
-    if it failed.
-
-    With `wait` and `finish_old` it may have to wait, and later updates behind it. `version` is the
-    one that `write` will return, so that requests that come later can be held for it.
+class UpdateQueued:
+    """An update of the policy's weights was queued: requests that are posted later come after
+    it.
     """
 
-    weight_set: str
-    write: Callable[[], int | None]
-    kv_policy: KvPolicy = "recompute"
-    version: int | None = None
-    # keep the old weights as `previous`; False: the update failed
-    set_aside: Callable[[], bool] | None = None
-    # whether it has failed, so that `write` will do nothing
-    is_void: Callable[[], bool] = lambda: False
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatesGivenUp:
+    """Updates left the queue without being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ class GrammarReady:
     sequence: Sequence
 
 
-Message = Add | Abort | ChangeWeights | GrammarReady
+Message = Add | Abort | UpdateQueued | UpdatesGivenUp | GrammarReady
 
 
 class Pending(Protocol):
@@ -192,6 +189,35 @@ class Flight:
 
 
 OnFinish = Callable[[Sequence, list[TrainingSample]], list[TrainingSample]]
+Watch = Callable[[Chunks, Listed[ForwardBatch], Any], None]
+
+
+def _no_grammars(seq: Sequence) -> None:
+    raise RuntimeError("this loop compiles no grammars.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoopHooks:
+    """The parts of an engine that its loop calls.
+
+    Attributes:
+        gate: what other engines decide.
+        weights: the policy's weights, and the updates that wait.
+        start_grammar: gets a new sequence its matcher, or posts `GrammarReady` when that is there.
+        drafter: guesses what steps will draw; None: nothing does.
+        kept_files: blocks that were evicted although they are kept; None: they are lost.
+        watches: called with every step that was launched, before its draw.
+        on_finish: called in this order with each sequence that finishes, not with one that is
+            aborted, before the loop's own hooks.
+    """
+
+    gate: Gate = field(default_factory=Gate)
+    weights: Weights = field(default_factory=FixedWeights)
+    start_grammar: Callable[[Sequence], None] = _no_grammars
+    drafter: Drafting | None = None
+    kept_files: Returning | None = None
+    watches: tuple[Watch, ...] = ()
+    on_finish: tuple[OnFinish, ...] = ()
 
 
 class SampleGroups:
@@ -222,6 +248,15 @@ class SampleGroups:
 class EngineLoop:
     """Sequences, their cache and the steps in flight. Not thread-safe, except that anyone may
     append to `inbox`.
+
+    Args:
+        cache: the KV cache.
+        runner: the device.
+        config: limits of a step.
+        lookahead: steps that may be in flight while another is launched.
+        numerics: fingerprint that samples carry.
+        hooks: the parts of an engine that it calls; None: there are none.
+        sequences: an empty list of sequences that others know too; None: a new one.
     """
 
     def __init__(
@@ -231,35 +266,32 @@ class EngineLoop:
         config: SchedulerConfig,
         lookahead: int,
         numerics: str,
+        hooks: LoopHooks | None = None,
+        sequences: Sequences | None = None,
     ) -> None:
+        hooks = hooks or LoopHooks()
         self.cache = cache
         self.runner = runner
         self.config = config
         self.lookahead = lookahead
         self.numerics = numerics
-        self.sequences = Sequences()
+        self.sequences = Sequences() if sequences is None else sequences
         self.batches = BatchBuilder(config.block_size)
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
-        # in order; the first may wait for sequences to end
-        self.updates: deque[ChangeWeights] = deque()
-        self.gate = Gate()
-        # gets a new sequence its matcher, or posts `GrammarReady` when that is there
-        self.start_grammar: Callable[[Sequence], None] = _no_grammars
+        self.gate, self.weights = hooks.gate, hooks.weights
+        self.start_grammar = hooks.start_grammar
         self._compiling: set[int] = set()  # sequences of which no `GrammarReady` has come yet
-        self.drafter: Drafting | None = None
-        self.kept_files: Returning | None = None
-        # called with every step that was launched, before its draw
-        self.watches: tuple[Callable[[Chunks, Listed[ForwardBatch], Any], None], ...] = ()
+        self.drafter, self.kept_files = hooks.drafter, hooks.kept_files
+        self.watches = hooks.watches
         self.groups = SampleGroups(self.sequences)
-        # called in this order with each sequence that finishes, not with one that is aborted
+        # the drafter's first: a sample that waits for its reference logprobs is passed on by none
         self.on_finish: list[OnFinish] = [
+            *hooks.on_finish,
             self.groups,
             ReferenceLogprobs(self.sequences, config.block_size),
         ]
-        self.paused = False  # nothing is launched
-        self.writable = True  # False: updates wait, because the weights are put aside
-        self.admitting = True  # False: newcomers are held until the engine is resumed
+        self.life = Lifecycle()
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_completion_tokens = 0
@@ -278,9 +310,9 @@ class EngineLoop:
         """Whether a step would do anything: not for sequences that are held or, while it is paused,
         any.
         """
-        if self.inbox or self.in_flight or (self.updates and self._may_change(self.updates[0])):
+        if self.inbox or self.in_flight or self._due_update() is not None:
             return True
-        return self.gate.is_due() or (not self.paused and self.is_busy())
+        return self.gate.is_due() or (self.life.launching and self.is_busy())
 
     def is_compiling(self) -> bool:
         """Whether a sequence waits for its grammar."""
@@ -297,7 +329,7 @@ class EngineLoop:
         lap = self.clock.lap
         self._handle()
         lap("handle")
-        if self.paused:
+        if not self.life.launching:
             self._accompany()
             self._retire(keep=0)
             return self.take()
@@ -425,9 +457,11 @@ class EngineLoop:
                     self._end(self.sequences.of_requests(request_ids))
                 case GrammarReady(sequence):
                     self._release(sequence)
-                case ChangeWeights() as update:
-                    self.updates.append(update)
+                case UpdateQueued(update):
+                    self.weights.pending.arrive(update)
                     self._change_weights()
+                case UpdatesGivenUp():
+                    self._release_behind()
         self._change_weights()
 
     def change_now(self, weight_set: str, write: Callable[[], int | None]) -> list[TrainingSample]:
@@ -449,10 +483,19 @@ class EngineLoop:
         change_adapter(self.sequences, self.cache, adapter, kv_policy)
         return self.take()
 
-    def resume(self) -> None:
-        """Go on after a pause."""
-        self.paused, self.admitting = False, True
-        release_held(self.sequences)
+    def watch(self, watch: Watch) -> None:
+        """Call `watch` with every step from now on, as `LoopHooks.watches`. Between two steps."""
+        self.watches = (*self.watches, watch)
+
+    def unwatch(self, watch: Watch) -> None:
+        """Call it no more. Between two steps."""
+        self.watches = tuple(each for each in self.watches if each is not watch)
+
+    def become(self, event: Event) -> None:
+        """Change the lifecycle. Requests that were held enter once it admits them again."""
+        before, self.life = self.life, after(self.life, event)
+        if self.life.admitting and not before.admitting:
+            release_held(self.sequences)
 
     def vacate(self) -> None:
         """Take all blocks away from sequences, which will compute their context again, and forget
@@ -527,16 +570,18 @@ class EngineLoop:
             self.clock.lap("commit")
 
     def _enter(self, seq: Sequence) -> None:
-        waits = [update.version for update in self.updates if update.kv_policy == "wait"]
+        waits = [
+            each.version for each in self.weights.pending.arrived() if policy_of(each) == "wait"
+        ]
         # else the update would wait for ever
-        if waits and waits[-1] is not None and seq.weight_set == POLICY:
+        if waits and seq.weight_set == POLICY:
             seq.behind = waits[-1]
         refused = settle_adapter(seq, self.sequences)
         if seq.grammar is not None:
             self.start_grammar(seq)
             if not seq.grammar.is_ready:
                 self._compiling.add(seq.seq_id)
-        if not self.admitting or is_held(seq, self.sequences):
+        if not self.life.admitting or is_held(seq, self.sequences):
             seq.status = SequenceStatus.HELD
         enter(seq, self.sequences, self.config.block_size)
         if refused is not None:
@@ -553,71 +598,64 @@ class EngineLoop:
             return
         if seq.grammar is not None and seq.grammar.problem is not None:
             self._end([seq], grammar_failure(seq.grammar.problem))
-        elif self.admitting:
+        elif self.life.admitting:
             release_held(self.sequences)
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
         """Whether an update of this policy could not be applied now: something keeps it, or one
         before it, waiting.
         """
-        return not all(
-            map(self._is_ready, [*self.updates, ChangeWeights(POLICY, lambda: None, kv_policy)])
-        )
+        queued = map(policy_of, self.weights.pending.arrived())
+        return not all(map(self._is_ready, [*queued, kv_policy]))
 
-    def ready_update(self) -> int | None:
-        """Version of the update that nothing here keeps waiting; None: there is none."""
-        ready = self.updates and not self.updates[0].is_void() and self._is_ready(self.updates[0])
-        return self.updates[0].version if ready else None
+    def ready_update(self) -> Update | None:
+        """Return the oldest update, if nothing here keeps it waiting."""
+        arrived = self.weights.pending.arrived()
+        return arrived[0] if arrived and self._is_ready(policy_of(arrived[0])) else None
 
-    def _may_change(self, update: ChangeWeights) -> bool:
-        """Whether an update need not wait, here or for other engines."""
-        return (update.is_void() or self.gate.allows(update.version)) and self._is_ready(update)
+    def _due_update(self) -> Update | None:
+        """Return the oldest update, if neither this engine nor another keeps it waiting."""
+        update = self.ready_update()
+        return update if update is not None and self.gate.allows(update.version) else None
 
-    def _is_ready(self, update: ChangeWeights) -> bool:
-        """Whether nothing here keeps an update waiting."""
-        if not self.writable:
+    def _is_ready(self, kv_policy: KvPolicy) -> bool:
+        """Whether nothing here keeps an update of this policy waiting."""
+        if not self.life.has_weights:
             return False
-        if update.is_void():  # it will not be written
-            return True
-        if update.kv_policy == "wait":
-            return all(
-                seq.status is SequenceStatus.HELD
-                for seq in self.sequences.of_weight_set(update.weight_set)
-            )
-        return update.kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)
+        if kv_policy == "wait":
+            live = self.sequences.of_weight_set(POLICY)
+            return all(seq.status is SequenceStatus.HELD for seq in live)
+        return kv_policy != "finish_old" or not self.sequences.of_weight_set(PREVIOUS)
 
     def _change_weights(self) -> None:
         """Apply the updates that need not wait any more, in order."""
-        while self.updates and self._may_change(self.updates[0]):
-            update = self.updates.popleft()
+        while (update := self._due_update()) is not None:
+            kv_policy = policy_of(update)
             self._retire(keep=0)  # weights change only with nothing in flight
-            # what only scores is scored again
-            if update.kv_policy == "abort" and not update.is_void():
+            if kv_policy == "abort":  # what only scores is scored again
                 self._end(
                     [seq for seq in begun(self.sequences, POLICY, PREVIOUS) if seq.num_samples]
                 )
-            is_safe = update.set_aside is None or not self._keeps_old(update) or update.set_aside()
-            version = update.write() if is_safe else None
+            version = self.weights.apply(update, keep_old=self._keeps_old(kv_policy))
             if version is not None:
-                change_version(
-                    self.sequences, self.cache, update.weight_set, version, update.kv_policy
-                )
+                change_version(self.sequences, self.cache, POLICY, version, kv_policy)
                 self._end_outdated()
-            else:
-                self._let_go_behind(update)
-            if self.admitting:
-                release_held(self.sequences)
+            self._release_behind()
 
-    def _let_go_behind(self, failed: ChangeWeights) -> None:
+    def _release_behind(self) -> None:
+        """Release the requests that were held for an update which has left the queue."""
+        coming = {update.version for update in self.weights.pending.arrived()}
         for seq in self.sequences.held:
-            if seq.behind == failed.version:
+            if seq.behind not in coming:
                 seq.behind = None
+        if self.life.admitting:
+            release_held(self.sequences)
 
-    def _keeps_old(self, update: ChangeWeights) -> bool:
+    def _keeps_old(self, kv_policy: KvPolicy) -> bool:
         """Whether a sequence will finish on weights that an update overwrites."""
-        if update.kv_policy == "finish_old" and begun(self.sequences, update.weight_set):
+        if kv_policy == "finish_old" and begun(self.sequences, POLICY):
             return True
-        return update.weight_set == POLICY and PREVIOUS in self.sequences.versions
+        return PREVIOUS in self.sequences.versions
 
     def _end(self, sequences: list[Sequence], finish: Finish = ABORTED) -> None:
         """End sequences with what they have."""
@@ -710,10 +748,6 @@ class StepClock:
     def microseconds(self, num_steps: int) -> dict[str, float]:
         """Mean over steps, by phase."""
         return {phase: spent / 1e3 / max(num_steps, 1) for phase, spent in self.nanoseconds.items()}
-
-
-def _no_grammars(seq: Sequence) -> None:
-    raise RuntimeError("this loop compiles no grammars.")
 
 
 class Known(NamedTuple):

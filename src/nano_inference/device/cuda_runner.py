@@ -30,6 +30,7 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.core.apply import SampledTokens
 from nano_inference.core.batch import ForwardBatch
+from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import captures_graphs
 from nano_inference.device.graphs import (
@@ -98,6 +99,7 @@ class CudaRunner(ModelRunner):
         largest: rows of the largest decode step.
         max_blocks: of a sequence's block table.
         graphs: whether there are any.
+        gate: what other engines decide; None: there are none.
 
     Attributes:
         num_replays, num_eager_steps: forwards so far.
@@ -112,8 +114,9 @@ class CudaRunner(ModelRunner):
         largest: int,
         max_blocks: int,
         graphs: bool = True,
+        gate: Gate | None = None,
     ) -> None:
-        super().__init__(models, storages)
+        super().__init__(models, storages, gate)
         self.queue = queue
         with queue.current():
             self._uploads, self._downloads = Uploads(queue, self.device), Downloads(queue)
@@ -234,6 +237,7 @@ def make_runner(
     storages: Mapping[str, KVStorage],
     *,
     max_model_len: int,
+    gate: Gate | None = None,
 ) -> ModelRunner:
     """The runner of the CUDA backend; on a GPU with its graphs captured."""
     model = models[POLICY]
@@ -244,6 +248,7 @@ def make_runner(
         largest=min(config.scheduler.max_draws, config.max_tokens_per_batch),
         max_blocks=-(-max_model_len // config.block_size),
         graphs=captures_graphs(config),
+        gate=gate,
     )
     if runner.queue.captures_early:
         runner.capture()

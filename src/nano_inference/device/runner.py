@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,20 +80,6 @@ class StepResult(NamedTuple):
     graph: Any = None  # that computed it, if one did
 
 
-class Mortal(Protocol):
-    """An engine, as a runner of several ranks sees it.
-
-    Attributes:
-        when_dead: called with the reason when the engine ends.
-    """
-
-    when_dead: Callable[[str], None]
-
-    def lose(self, problem: RankLost) -> None:
-        """End the engine because a rank is lost."""
-        ...
-
-
 class ModelRunner:
     """Owns the models and the KV tensors by weight set. Counts what goes through the forward.
 
@@ -103,12 +89,17 @@ class ModelRunner:
 
     shares: OtherRanks | None = None
 
-    def __init__(self, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Decoder],
+        storages: Mapping[str, KVStorage],
+        gate: Gate | None = None,
+    ) -> None:
         self.models = dict(models)
         # sets whose KV tensors have one shape may share them: a block belongs to one
         self.storages = dict(storages)
         self.device = self.storage.keys.device
-        self.gate = Gate()
+        self.gate = gate or Gate()
         self.clock = self.models[POLICY].rank_exchange.clock
         self.tokens_computed = 0
         self.prompt_tokens_computed = 0  # of the policy
@@ -192,8 +183,13 @@ class ModelRunner:
         self.clock.busy += self._working_time() - began
         return sampled
 
-    def watch(self, engine: Mortal) -> None:
-        """From now on end what it runs when a rank is lost. There is no other rank here."""
+    def watch(self, lose: Callable[[RankLost], None]) -> None:
+        """Call a method, of an object that is not kept alive for it, when a rank is lost. There is
+        no other rank here.
+        """
+
+    def end(self) -> None:
+        """End the other ranks at once: the engine is dead. There is no other rank here."""
 
     def block_shapes(self) -> list[tuple[int, ...]]:
         """Of what `read_blocks` gives of one block, by rank (`KVStorage.block_shape`)."""

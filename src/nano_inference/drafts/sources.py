@@ -5,9 +5,10 @@ from collections.abc import Sequence as Listed
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 from nano_inference.config import SELF, EngineConfig, SchedulerConfig
-from nano_inference.core.loop import Abort, EngineLoop
+from nano_inference.core.loop import Abort, EngineLoop, LoopHooks, OnFinish, Watch
 from nano_inference.core.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.device.runner import ModelRunner
 from nano_inference.drafts.costs import ROWS, StepCosts
@@ -20,6 +21,7 @@ from nano_inference.drafts.medusa import MedusaDrafts
 from nano_inference.drafts.model import ModelDrafts
 from nano_inference.drafts.source import DraftSource
 from nano_inference.drafts.suffix import SuffixDrafts
+from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters import form_of, numbers_of
 from nano_inference.sampling.drafted import Drafts
@@ -33,40 +35,65 @@ PROMPT = 8  # tokens of the sequences that are measured
 GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
 
 
+class MadeDrafter(NamedTuple):
+    """A drafter, and what a loop has to call for it (`LoopHooks`)."""
+
+    drafter: Drafter | None = None
+    watches: tuple[Watch, ...] = ()
+    on_finish: tuple[OnFinish, ...] = ()
+
+
 def make_drafter(
-    config: EngineConfig, loop: EngineLoop, runner: ModelRunner, heads: HeadWeights | None = None
-) -> Drafter | None:
-    """The drafter that a config asks for. Heads that draft see every step of the loop."""
+    config: EngineConfig,
+    sequences: Sequences,
+    cache: KVCacheManager,
+    runner: ModelRunner,
+    heads: HeadWeights | None,
+    measure: Callable[[], StepCosts],
+) -> MadeDrafter:
+    """Make the drafter that a config asks for. Heads that draft see every step of the loop.
+
+    Args:
+        config: of the engine.
+        sequences: of its loop.
+        cache: the policy's KV cache.
+        runner: has the models.
+        heads: that draft; None: there are none.
+        measure: finds what steps cost; called only if there is a drafter.
+    """
     if not config.drafts:
-        return None
+        return MadeDrafter()
+    on_finish: tuple[OnFinish, ...] = ()
+    watches: tuple[Watch, ...] = ()
     sources: list[DraftSource] = [ForcedDrafts()]
     if config.speculation != "none":
         sources.append(SuffixDrafts(config.speculation != "ngram"))
     if config.speculation == "history":
         history = HistoryDrafts()
         sources.append(history)
-        # first: a sample that waits for its reference logprobs is passed on by none behind
-        loop.on_finish.insert(0, partial(_keep, history))
+        on_finish = (partial(_keep, history),)
     model = None
     if heads is not None:
-        model = _head_drafts(heads, loop, runner)
-        loop.watches = (model.see,)
+        model = _head_drafts(heads, cache, runner)
+        watches = (model.see,)
     elif config.draft_model is not None:
-        model = _model_drafts(config, loop, runner)
-    return Drafter(sources, GUESSED, config.max_drafts, model)
+        model = _model_drafts(config, sequences, cache, runner)
+    return MadeDrafter(Drafter(sources, measure(), config.max_drafts, model), watches, on_finish)
 
 
-def _model_drafts(config: EngineConfig, loop: EngineLoop, runner: ModelRunner) -> ModelDrafts:
+def _model_drafts(
+    config: EngineConfig, sequences: Sequences, cache: KVCacheManager, runner: ModelRunner
+) -> ModelDrafts:
     model, storage = runner.models[DRAFT], runner.storages[DRAFT]
     follow = None
     if config.draft_quantization is not None:
-        versions = loop.sequences.versions
+        versions = sequences.versions
         follow = CodedCopies(runner.models[POLICY], model, lambda: versions[POLICY]).follow
     return ModelDrafts(
         "self" if config.draft_model == SELF else "model",
         model,
         storage,
-        range(loop.cache.num_blocks, storage.num_blocks),
+        range(cache.num_blocks, storage.num_blocks),
         has_own_cache=storage is not runner.storage,
         follow=follow,
     )
@@ -100,13 +127,13 @@ class CodedCopies:
 
 
 def _head_drafts(
-    heads: HeadWeights, loop: EngineLoop, runner: ModelRunner
+    heads: HeadWeights, cache: KVCacheManager, runner: ModelRunner
 ) -> MedusaDrafts | EagleDrafts:
     policy = runner.models[POLICY]
     if isinstance(heads.spec, MedusaSpec):
         return MedusaDrafts(policy, heads)
     storage = runner.storages[DRAFT]
-    return EagleDrafts(policy, heads, storage, range(loop.cache.num_blocks, storage.num_blocks))
+    return EagleDrafts(policy, heads, storage, range(cache.num_blocks, storage.num_blocks))
 
 
 def _keep(
@@ -132,36 +159,48 @@ class _AnyDrafts:
         return 0
 
 
-def measure_costs(loop: EngineLoop, runner: ModelRunner, max_model_len: int) -> StepCosts:
+def measure_costs(
+    sequences: Sequences,
+    cache: KVCacheManager,
+    runner: ModelRunner,
+    config: SchedulerConfig,
+    max_model_len: int,
+) -> StepCosts:
     """Run steps of one sequence with drafts that are thrown away, and time them.
 
     Nothing may run yet. Steps are those of the engine, on its own cache; its counters of tokens and
     steps are 0 afterwards.
     """
     found: dict[int, float] = {}
-    _seconds(loop, 1)  # what the first steps do once is no cost of a row
+    time = partial(_seconds, sequences, cache, runner, config)
+    time(1)  # what the first steps do once is no cost of a row
     begun = perf_counter()
     for rows in sorted(ROWS, key=lambda rows: (rows & (rows - 1) != 0, rows)):
         if len(found) >= LEAST_SIZES and perf_counter() - begun > MOST_SECONDS:
             break
-        room = min(max_model_len, loop.cache.num_blocks * loop.cache.block_size)
-        if PROMPT + TRIES + rows < room and rows <= loop.config.max_tokens_per_batch:
-            found[rows] = _seconds(loop, rows)
+        room = min(max_model_len, cache.num_blocks * cache.block_size)
+        if PROMPT + TRIES + rows < room and rows <= config.max_tokens_per_batch:
+            found[rows] = time(rows)
     runner.restart_counters()
     sizes = sorted(found)
     return StepCosts(sizes, [found[rows] for rows in sizes]) if sizes else GUESSED
 
 
-def _seconds(loop: EngineLoop, rows: int) -> float:
-    config = replace(loop.config, enable_prefix_caching=False, max_drafts=rows)
-    probe = EngineLoop(loop.cache, loop.runner, config, 0, loop.numerics)
-    probe.sequences = loop.sequences  # whose ids are used once
-    probe.drafter = _AnyDrafts(rows - 1)
+def _seconds(
+    sequences: Sequences,
+    cache: KVCacheManager,
+    runner: ModelRunner,
+    config: SchedulerConfig,
+    rows: int,
+) -> float:
+    config = replace(config, enable_prefix_caching=False, max_drafts=rows)
+    hooks = LoopHooks(drafter=_AnyDrafts(rows - 1))
+    probe = EngineLoop(cache, runner, config, 0, "", hooks, sequences)  # whose ids are used once
     params = SamplingParams(max_tokens=TRIES + rows)
     request = CheckedRequest(
         request_id=-1, num_prompt_tokens=PROMPT, params=params, stop_ids=frozenset(), seed=0
     )
-    loop.sequences.insert(Sequence(loop.sequences.new_id(), request, [0] * PROMPT))
+    sequences.insert(Sequence(sequences.new_id(), request, [0] * PROMPT))
     probe.step()  # the prompt
     times: list[float] = []
     for _ in range(TRIES):

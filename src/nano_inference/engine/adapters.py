@@ -204,7 +204,7 @@ class Adapters:
         """Raise `AdapterError` for another head than the model's."""
         slot = named_slots(param_table(self._model.part.whole))["lm_head.weight"]
         with self._shared.lock:
-            if self._shared.has_no_weights():
+            if not self._shared.life.has_weights:
                 return
             own = self._model.params
             is_own = head.shape == slot.shape and torch.equal(

@@ -200,7 +200,7 @@ class BlockExchange:
     def _between_steps(self, act: Callable[[], None]) -> None:
         """Call `act` with nothing in flight, and with the cache awake."""
         with self._shared.lock:
-            if "kv_cache" in self._shared.asleep():
+            if "kv_cache" in self._shared.life.asleep:
                 raise InvalidRequest("the KV cache is asleep; wake() the engine first.")
             self._shared.between_steps(POLICY, act)
 

@@ -21,7 +21,7 @@ def assemble_all(
     `ModelLoadError`.
     """
     if lockstep is not None:
-        return assemble(config, rank=rank_in_lockstep(config, lockstep.group))
+        return assemble(config, rank=rank_in_lockstep(config, lockstep.group, lockstep))
     if mesh_of(config).world_size == 1:
         if launcher is not None:
             raise ConfigError(

@@ -54,9 +54,9 @@ def _rows_of(shared: SharedLoop) -> Generator[DrawnRows]:
             rows.keep(chunks, torch.cat(hidden))
 
     with shared.lock:  # other threads may come and go
-        loop.watches = (*loop.watches, see)
+        loop.watch(see)
     try:
         yield rows
     finally:
         with shared.lock:
-            loop.watches = tuple(each for each in loop.watches if each is not see)
+            loop.unwatch(see)

@@ -15,12 +15,14 @@ from torch import Tensor
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.checkpoints.lora import LoraSettings
 from nano_inference.config import EngineConfig
-from nano_inference.core.loop import Abort, EngineLoop, GrammarReady
-from nano_inference.core.sequence import POLICY, REFERENCE, Sequence
+from nano_inference.core.gate import Gate
+from nano_inference.core.loop import Abort, EngineLoop, GrammarReady, LoopHooks
+from nano_inference.core.sequence import POLICY, REFERENCE, Sequence, Sequences
 from nano_inference.device.backends import lookahead_of
 from nano_inference.device.kept_files import DEFAULT_BYTES, KeptFiles
 from nano_inference.device.routed_experts import route_taker
-from nano_inference.drafts.sources import make_drafter, measure_costs
+from nano_inference.drafts.costs import StepCosts
+from nano_inference.drafts.sources import GUESSED, make_drafter, measure_costs
 from nano_inference.engine import generation
 from nano_inference.engine.adapters import AdapterInfo, Adapters
 from nano_inference.engine.block_exchange import BlockExchange
@@ -31,8 +33,8 @@ from nano_inference.engine.intake import Intake
 from nano_inference.engine.merging import Merging
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
-from nano_inference.engine.shared_loop import SharedLoop, Sink, why_dead
-from nano_inference.engine.weight_updates import Updates
+from nano_inference.engine.shared_loop import FairLock, SharedLoop, Sink, why_dead
+from nano_inference.engine.weight_updates import Updates, manager_of
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.ranks.build import require_one_rank
 from nano_inference.ranks.lockstep import Lockstep
@@ -94,41 +96,51 @@ class InferenceEngine:
             self.numerics, self.memory_budget = parts.numerics, parts.memory_budget
             self.model_folder, self.cache = parts.folder, parts.cache
             self.max_model_len = self.memory_budget.max_model_len
+            sequences, gate, lock = Sequences(), lockstep or Gate(), FairLock()
+            if REFERENCE in self.runner.models:
+                sequences.versions[REFERENCE] = 0
+            checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
+            take_routes, numerics = route_taker(self.model), self.numerics.fingerprint
+            self.intake = Intake(checks, sequences, numerics, config.seed, take_routes)
+            undo.callback(self.intake.grammars.close)
+            self._draft_heads = parts.heads
+            made = make_drafter(
+                *(config, sequences, self.cache, self.runner, parts.heads),
+                lambda: self._step_costs(sequences, lockstep is not None),
+            )
+            self.drafter = made.drafter
+            self.kept_files = self._make_kept_files(lockstep is not None)
+            if self.kept_files is not None:
+                undo.callback(self.kept_files.close)
+            self.weight_sync = manager_of(
+                *(self.model, self.runner, gate, lock, self.memory_budget.workspace),
+                shared=lambda: self.shared,
+            )
+            hooks = LoopHooks(
+                gate=gate,
+                weights=self.weight_sync,
+                start_grammar=self._start_grammar,
+                drafter=made.drafter,
+                kept_files=self.kept_files,
+                watches=made.watches,
+                on_finish=made.on_finish,
+            )
             lookahead = lookahead_of(config, self.model.device)
             self.loop = EngineLoop(
-                self.cache, self.runner, config.scheduler, lookahead, self.numerics.fingerprint
+                *(self.cache, self.runner, config.scheduler, lookahead, numerics),
+                *(hooks, sequences),
             )
-            if REFERENCE in self.runner.models:
-                self.loop.sequences.versions[REFERENCE] = 0
-            checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
-            self.intake = Intake(
-                checks, self.loop.sequences, self.numerics.fingerprint, config.seed
-            )
-            undo.callback(self.intake.grammars.close)
-            self.intake.take_routes = route_taker(self.model)
-            self.loop.start_grammar = self._start_grammar
-            self.shared = SharedLoop(self.loop, partial(why_dead, config=config, loop=self.loop))
+            explain = partial(why_dead, config=config, loop=self.loop)
+            self.shared = SharedLoop(self.loop, explain, self._when_dead, lock)
             self.blocks = BlockExchange(
                 self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
             )
             if lockstep is not None:
                 self.shared.join(lockstep, self.model.device)
-                self.runner.gate = lockstep
-            self._updates = Updates(
-                self.model, self.runner, self.shared, self.memory_budget.workspace
-            )
-            self.weight_sync = self._updates.manager
+            self._updates = Updates(self.weight_sync, self.shared)
             self.adapter_table = self._make_adapters()
             self._merging = Merging(self.model, self._updates, self.shared)
-            self.runner.watch(self.shared)
-            self._draft_heads = parts.heads
-            self.drafter = make_drafter(config, self.loop, self.runner, parts.heads)
-            if self.drafter is not None:
-                if lockstep is None:
-                    self.drafter.costs = measure_costs(self.loop, self.runner, self.max_model_len)
-                self.loop.drafter = self.drafter
-            # last: an engine that could not be built would leave its files
-            self.kept_files = self._make_kept_files(lockstep is not None)
+            self.runner.watch(self.shared.lose)
             undo.pop_all()
 
     @property
@@ -553,6 +565,13 @@ class InferenceEngine:
             made.load(name, folder)
         return made
 
+    def _step_costs(self, sequences: Sequences, in_lockstep: bool) -> StepCosts:
+        """Return what steps cost, measured where no other engine takes part in them."""
+        if in_lockstep:
+            return GUESSED
+        config = self.config.scheduler
+        return measure_costs(sequences, self.cache, self.runner, config, self.max_model_len)
+
     def _make_kept_files(self, in_lockstep: bool) -> KeptFiles | None:
         config = self.config
         if config.kept_cache_folder is None:
@@ -567,7 +586,7 @@ class InferenceEngine:
             f"{self.model_folder} {self.numerics.fingerprint}",
             lambda: self.cache.kept.clock(),
         )
-        self.cache.evicted = self.loop.kept_files = made
+        self.cache.evicted = made
         return made
 
     def weights_checksum(self) -> dict[str, str]:
@@ -619,7 +638,7 @@ class InferenceEngine:
 
     def is_paused(self) -> bool:
         """Whether nothing is computed until `resume` or `wake`."""
-        return self.loop.paused
+        return not self.loop.life.launching
 
     def sleep(self, weights: bool = False, *, memory: Iterable[Memory] | None = None) -> None:
         """Pause, and give the KV cache's memory back; with `weights` the weights' too, which wait
@@ -712,6 +731,10 @@ class InferenceEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _when_dead(self, why: str) -> None:
+        self.runner.end()
+        self.weight_sync.close(why)
 
     def _start_grammar(self, seq: Sequence) -> None:
         assert isinstance(seq.grammar, GrammarState)

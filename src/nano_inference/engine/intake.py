@@ -41,10 +41,17 @@ class Intake:
         sequences: where sequence ids come from.
         numerics: fingerprint of the engine; a sample of another one is not gone on with.
         seed: source of fresh request seeds; None: entropy.
+        take_routes: called with each sequence whose routed experts are wanted, as it ends; None:
+            there are none.
     """
 
     def __init__(
-        self, checks: RequestChecks, sequences: Sequences, numerics: str, seed: int | None
+        self,
+        checks: RequestChecks,
+        sequences: Sequences,
+        numerics: str,
+        seed: int | None,
+        take_routes: Callable[[Sequence], None] | None,
     ) -> None:
         self.checks = checks
         self.live = sequences
@@ -56,8 +63,7 @@ class Intake:
         self.token_masks = TokenMasks(self.grammars)
         # False: who hands in requests has checked their grammars, apart from the steps
         self.checks_grammars = True
-        # called with each sequence whose routed experts are wanted, as it ends
-        self.take_routes: Callable[[Sequence], None] | None = None
+        self.take_routes = take_routes
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
     def new_request_id(self) -> int:

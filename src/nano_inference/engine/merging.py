@@ -95,7 +95,7 @@ class Merging:
                 self._shared.handle()  # nothing keeps it waiting: no update, no sleep
                 return update.result(0)
             finally:
-                for left in list(manager.pending):  # it alone can be
+                for left in manager.pending.all():  # no other update can be there
                     manager.withdraw(left, WeightUpdateError("it was interrupted."))
                 if manager.version != before:
                     self._live.merged, self._originals = after, originals
@@ -107,7 +107,7 @@ class Merging:
 
     def _require_awake(self, name: str) -> None:
         """Raise `AdapterError` while there are no weights to read, or to write."""
-        if self._shared.has_no_weights():
+        if not self._shared.life.has_weights:
             raise AdapterError(
                 f"adapter {name!r} cannot be merged, or unmerged, while the weights are asleep; "
                 "wake() the engine first."

@@ -11,13 +11,31 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.core.deltas import last_delta
 from nano_inference.core.failures import is_device_failure
+from nano_inference.core.lifecycle import (
+    AskSleep,
+    Caller,
+    Die,
+    Drain,
+    Event,
+    FallAsleep,
+    Lifecycle,
+    Pause,
+    Phase,
+    Resume,
+    Settle,
+    Stop,
+    UndoPause,
+    WakeUp,
+    Why,
+    WithdrawSleep,
+)
 from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, Message
 from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
 from nano_inference.device.sleep import Sleep
@@ -124,13 +142,6 @@ class HeldInterrupts:
         if self._came:
             raise KeyboardInterrupt
         self._came = True
-
-
-class Why(NamedTuple):
-    """A reason, and the same without what an exception said: see `EngineDead.public`."""
-
-    text: str
-    public: str
 
 
 def why_dead(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None) -> Why:
@@ -250,41 +261,63 @@ class SharedLoop:
     Args:
         loop: what is stepped.
         explain: says of what a step raised why the engine has failed.
+        when_dead: called once, with the reason, when the engine ends or has failed.
+        lock: to be held by the thread that runs the loop; None: a new one.
 
     Attributes:
         lock: held by the thread that runs the loop.
         work_arrived: set whenever a message arrives; a thread that waits for work clears it.
-        when_dead: called once, with the reason, when the engine ends or has failed.
     """
 
-    def __init__(self, loop: EngineLoop, explain: Callable[[Exception], Why]) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        explain: Callable[[Exception], Why],
+        when_dead: Callable[[str], None],
+        lock: FairLock | None = None,
+    ) -> None:
         self.loop = loop
-        self._explain = explain
-        self.lock = FairLock()
+        self._explain, self._when_dead = explain, when_dead
+        self.lock = lock or FairLock()
         self.work_arrived = threading.Event()
         self._grammar_arrived = threading.Event()
         self.delivery = Delivery()
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
-        self._running = threading.Event()  # not set while the engine is paused
-        self._running.set()
-        self._paused_by: Pauser | None = None  # who called `pause`, until `resume`
-        self._asleep: dict[Memory, Sleep] = {}
-        self._asleep_by: Pauser | None = None  # who called `sleep`, until nothing is asleep
-        self._dead: Why | None = None
-        self.when_dead: Callable[[str], None] = lambda _: None
+        self._runs = threading.Event()  # set while the loop launches steps, or is dead
+        self._runs.set()
+        self._given_back: dict[Memory, Sleep] = {}  # what each part that sleeps wakes from
 
     def join(self, lockstep: Lockstep, device: torch.device) -> None:
-        """Go in lockstep with other engines from now on; what they say to each other lies on
-        `device`.
+        """Take part in the rounds of the lockstep that is the loop's gate; what engines say to
+        each other lies on `device`.
         """
         loop = self.loop
 
         def say() -> Member:
-            busy = not loop.paused and loop.is_busy()
-            return Member(busy, loop.sequences.versions[POLICY], loop.ready_update())
+            life = loop.life
+            busy = life.launching and loop.is_busy()
+            version = loop.sequences.versions[POLICY]
+            update = loop.ready_update()
+            ready = None if update is None else update.version
+            return Member(busy, version, ready, life.wants_sleep)
 
         lockstep.attach(say, self.work_arrived.set, device)
-        loop.gate = lockstep
+
+    @property
+    def life(self) -> Lifecycle:
+        """The state now. It changes under the lock only."""
+        return self.loop.life
+
+    def _become(self, event: Event) -> None:
+        """Change the state, and wake the threads that wait for another one. With the lock."""
+        before = self.life
+        self.loop.become(event)
+        if self.life.launching or self.life.dead is not None:
+            self._runs.set()
+        else:
+            self._runs.clear()
+        if self.life != before:
+            self.work_arrived.set()
 
     # -- stepping ----------------------------------------------------------------------------------
 
@@ -323,9 +356,9 @@ class SharedLoop:
             return True
         if self._await_grammar(patience):
             return True
-        if self._running.is_set() and self.loop.admitting:  # else another thread is about to pause
+        if self.life.phase is Phase.RUNNING:  # else another thread has paused, or is about to
             return False
-        self._running.wait(patience)
+        self._runs.wait(patience)
         return True
 
     def handle(self) -> None:
@@ -356,7 +389,7 @@ class SharedLoop:
 
     def has_pending(self) -> bool:
         """Whether a step would do or return anything."""
-        if self._dead is not None:
+        if self.life.dead is not None:
             return False
         # The second look: what a step of another thread, which `has_work` waited for, has left.
         return (
@@ -388,7 +421,7 @@ class SharedLoop:
         if self.loop.has_pending():
             return True
         with self.lock:
-            return self._dead is None and self.loop.has_pending()
+            return self.life.dead is None and self.loop.has_pending()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -425,7 +458,7 @@ class SharedLoop:
         lost.
         """
         unfinished = self.delivery.abandon(request_ids)
-        if unfinished and self._dead is None:
+        if unfinished and self.life.dead is None:
             self.abort(frozenset(unfinished))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[TrainingSample]:
@@ -465,16 +498,15 @@ class SharedLoop:
             if mode == "wait" and not self._finish_requests(time.monotonic() + patience):
                 return None
             with self.lock, HeldInterrupts():
-                if mode == "wait" and self.loop.admitting:
+                if mode == "wait" and self.life.admitting:
                     return None
-                before, self._paused_by = self._paused_by, pauser
-                self._stop()
+                before = self.life.paused_by
+                self._stop(Pause(pauser))
                 return self.abort(None) if mode == "abort" else []
         except BaseException:  # Ctrl-C: the caller has not paused anything
             with self.lock:
-                if self._paused_by is pauser:
-                    self._paused_by = before
-                self._go_on()
+                self._become(UndoPause(pauser, before))
+                self._settle()
             raise
 
     def _finish_requests(self, deadline: float) -> bool:
@@ -483,12 +515,12 @@ class SharedLoop:
         """
         with self.lock:
             self.handle()
-            self.loop.admitting = False
+            self._become(Drain())
         # others may step, add and abort
-        while self._is_busy() and not (self.loop.paused or self.loop.admitting):
+        while self._is_busy() and self.life.phase is Phase.DRAINING:
             if time.monotonic() > deadline:
                 with self.lock:
-                    self._go_on()
+                    self._settle()
                 return False
             self.advance()
         return True
@@ -499,7 +531,7 @@ class SharedLoop:
         """
         self.require_alive()
         with self.lock:
-            if self._asleep and self._paused_by is None:
+            if self.life.asleep and self.life.paused_by is None:
                 raise InvalidRequest("the engine is asleep; wake() it.")
             self.end_pause()
 
@@ -507,45 +539,35 @@ class SharedLoop:
         """As `resume`, also where only a sleep keeps it: then nothing happens."""
         self.require_alive()
         with self.lock:
-            self._paused_by = None
-            self._go_on()
-
-    def is_pause_asked(self) -> bool:
-        """Whether a caller has paused it and not resumed; a sleep alone is no pause."""
-        return self._paused_by is not None
+            self._become(Resume())
+            self._settle()
 
     def is_paused_by_me(self) -> bool:
         """Whether the caller paused it, or put it to sleep, so that waiting here would never
         end.
         """
-        return self._is_by_me(self._paused_by) or self._is_by_me(self._asleep_by)
+        life = self.life
+        return _is_calling(life.paused_by) or _is_calling(life.asleep_by)
 
     def require_not_paused_by_me(self) -> None:
         """Raise `InvalidRequest` if the caller paused it or put it to sleep. A call that waits for
         samples asks this first.
         """
-        for pauser, did, cure in (
-            (self._asleep_by, "put the engine to sleep", "wake()"),
-            (self._paused_by, "paused the engine", "resume()"),
+        life = self.life
+        for caller, did, cure in (
+            (life.asleep_by, "put the engine to sleep", "wake()"),
+            (life.paused_by, "paused the engine", "resume()"),
         ):
-            if self._is_by_me(pauser):
+            if _is_calling(caller):
                 raise InvalidRequest(
                     f"this thread {did} and would now wait for itself; call {cure} first, or use "
                     "add_request()."
                 )
 
-    @staticmethod
-    def _is_by_me(pauser: Pauser | None) -> bool:
-        return pauser is not None and pauser.is_calling()
-
-    def has_no_weights(self) -> bool:
-        """Whether the weights' memory was given back."""
-        return "weights" in self._asleep
-
     def asleep(self) -> tuple[Memory, ...]:
-        """The parts of the memory that were given back."""
-        parts: tuple[Memory, ...] = ("weights", "kv_cache")
-        return tuple(part for part in parts if part in self._asleep)
+        """The parts of the memory that were given back, the weights first."""
+        parts: tuple[Memory, ...] = get_args(Memory)
+        return tuple(part for part in parts if part in self.life.asleep)
 
     def sleep(self, memory: Collection[Memory], give_back: Callable[[Memory], Sleep]) -> None:
         """Stop, and give these parts of the memory back, as far as they are awake.
@@ -562,27 +584,29 @@ class SharedLoop:
         self._wait_for_others(memory)
         with self.lock:
             parts: list[Memory] = [
-                each for each in get_args(Memory) if each in memory and each not in self._asleep
+                each for each in get_args(Memory) if each in memory and each not in self.life.asleep
             ]
             if not parts:
                 return
             try:
-                self._stop()
+                self._stop(Stop())
                 self._require_together(parts)
                 with HeldInterrupts():
-                    self._asleep_by = sleeper
-                    self._give_back(parts, give_back)
+                    self._give_back(parts, give_back, sleeper)
             finally:
                 if "weights" in parts:
-                    self._have_weights(not self.has_no_weights())
-                self._go_on()
+                    self._become(WithdrawSleep())
+                self._settle()
 
-    def _give_back(self, parts: Iterable[Memory], give_back: Callable[[Memory], Sleep]) -> None:
+    def _give_back(
+        self, parts: Iterable[Memory], give_back: Callable[[Memory], Sleep], sleeper: Caller
+    ) -> None:
         try:
             for part in parts:
                 if part == "kv_cache":
                     self.loop.vacate()
-                self._asleep[part] = give_back(part)  # the weights first: they may fail
+                self._given_back[part] = give_back(part)  # the weights first: they may fail
+                self._become(FallAsleep(part, sleeper))
         except OSError as problem:
             raise NanoInferenceError(f"the weights could not be put aside: {problem}.") from problem
         except Exception as problem:  # the device's: some of it is given back, and some is not
@@ -602,23 +626,23 @@ class SharedLoop:
             parts: list[Memory] = [
                 part for part in self.asleep() if memory is None or part in memory
             ]
-            if not parts and not self.loop.gate.is_held:
+            if not parts and not (self.life.sleep_asked or self.loop.gate.asleep):
                 return
             if memory is None:
-                self._paused_by = None
+                self._become(Resume())
             for part in parts:
                 self._wake(part)
-            if not self.has_no_weights():
-                self._have_weights(True)
-            self._go_on()
-        if self.loop.gate.is_held and not self.has_no_weights():
+            if self.life.has_weights:
+                self._become(WithdrawSleep())
+            self._settle()
+        if self.loop.gate.asleep and self.life.has_weights:
             self.loop.gate.await_wake(self)
             with self.lock:
-                self._go_on()
+                self._settle()
 
     def _wake(self, part: Memory) -> None:
         try:
-            self._asleep[part].end()
+            self._given_back[part].end()
         except torch.OutOfMemoryError as problem:
             # of a card that is shared: it may be free again in a moment
             raise NanoInferenceError(
@@ -631,86 +655,72 @@ class SharedLoop:
         except BaseException as problem:  # a second Ctrl-C: only some of it was read back
             self._interrupted("waking", problem)
             raise
-        del self._asleep[part]
+        del self._given_back[part]
+        self._become(WakeUp(part))
 
     def _wait_for_others(self, memory: Collection[Memory]) -> None:
         """Stop, and serve the engines in lockstep until the weights of all may sleep; not for
         ever.
         """
         gate = self.loop.gate
-        if not gate.alone and "weights" in memory and not self.has_no_weights():
+        if not gate.alone and "weights" in memory and self.life.has_weights:
             with self.lock:
-                self._stop()
-                gate.sleep_wanted = True
+                self._stop(AskSleep())
             try:
                 gate.await_sleep(self)
             except BaseException:  # Ctrl-C: the weights are not put aside
                 with self.lock:
-                    self._have_weights(True)
-                    self._go_on()
+                    self._become(WithdrawSleep())
+                    self._settle()
                 raise
 
     def _require_together(self, parts: Collection[Memory]) -> None:
         """Raise `NanoInferenceError` where engines in lockstep need the weights. With the lock."""
-        if "weights" in parts and not self.loop.gate.may_sleep:
+        gate = self.loop.gate
+        if "weights" in parts and not (gate.alone or (gate.asleep and self.life.sleep_asked)):
             raise not_together()
 
-    def _have_weights(self, here: bool) -> None:
-        """They are here, or not: updates wait for them, and engines in lockstep. With the lock."""
-        self.loop.writable = here
-        self.loop.gate.sleep_wanted = not here
-        self.work_arrived.set()
+    def _stop(self, event: Pause | Stop | AskSleep) -> None:
+        """Launch nothing from now on, and retire the steps in flight. With the lock."""
+        self._become(event)
+        self.advance()
 
-    def _stop(self) -> None:
-        """Compute nothing from now on. With the lock."""
-        self._running.clear()
-        self.loop.paused = True
-        self.advance()  # retires the steps in flight
-
-    def _go_on(self) -> None:
-        """Go on, if it can, nothing is asleep and no pause is asked for. With the lock."""
-        if self._asleep or self._dead is not None:
-            return
-        self._asleep_by = None
-        if self._paused_by is None and not self.loop.gate.is_held:
-            self.loop.resume()
-            self._running.set()
-            self.work_arrived.set()
+    def _settle(self) -> None:
+        """Run again, if nothing keeps it stopped. With the lock."""
+        self._become(Settle(self.loop.gate.asleep))
 
     # -- the end -----------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
         """No call works from now on, for the first reason that there was."""
         with self.lock:
-            if self._dead is None:
+            if self.life.dead is None:
                 self._die(Why(why, why))
 
     def lose(self, problem: Exception) -> None:
         """End for something that happened outside of a step. Waits for the step that goes on."""
         with self.lock:
-            if self._dead is None:
+            if self.life.dead is None:
                 self._die(self._explain(problem))
 
     def require_alive(self) -> None:
         """Raise `EngineDead` if it is."""
-        if self._dead is not None:
-            raise EngineDead(f"{self._dead.text}; build a new one.", self._dead.public)
+        if (dead := self.life.dead) is not None:
+            raise EngineDead(f"{dead.text}; build a new one.", dead.public)
 
     def require_weights(self) -> None:
         """Raise `InvalidRequest` while the weights are asleep: none is there to read, and what is
         written is lost.
         """
-        if self.has_no_weights():
+        if not self.life.has_weights:
             raise InvalidRequest("the weights are asleep; wake() the engine first.")
 
     def _die(self, why: Why) -> None:
-        self._dead = why
+        self._become(Die(why))
         self.loop.gate.close()
-        self._running.set()
-        self.work_arrived.set()
-        for part in self._asleep.values():
+        for part in self._given_back.values():
             part.forget()
-        self.when_dead(why.text)
+        self._when_dead(why.text)
 
     def _fail(self, why: Why, problem: Exception) -> NoReturn:
         self._die(why)
@@ -755,3 +765,7 @@ class SharedLoop:
     def _interrupted(self, what: str, problem: BaseException) -> None:
         text = f"{what} was interrupted: {type(problem).__name__}"
         self._die(Why(text, text))
+
+
+def _is_calling(caller: Caller | None) -> bool:
+    return caller is not None and caller.is_calling()

@@ -8,17 +8,19 @@
 """
 
 import math
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Unpack, get_args
 
 import torch
 
-from nano_inference.core.loop import ChangeWeights, EngineLoop
+from nano_inference.core.gate import Gate
+from nano_inference.core.loop import EngineLoop, UpdateQueued, UpdatesGivenUp
 from nano_inference.core.sequence import POLICY, PREVIOUS
+from nano_inference.core.updates import policy_of
 from nano_inference.device.memory_profile import CudaMemory, DeviceMemory
 from nano_inference.device.runner import ModelRunner
 from nano_inference.engine.generation import PATIENCE
-from nano_inference.engine.shared_loop import SharedLoop
+from nano_inference.engine.shared_loop import FairLock, SharedLoop
 from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.types import KvPolicy, UpdateOptions
@@ -26,21 +28,41 @@ from nano_inference.weights.sync import WeightSyncManager
 from nano_inference.weights.update import WeightUpdate
 
 
+def manager_of(
+    model: Decoder,
+    runner: ModelRunner,
+    gate: Gate,
+    lock: FairLock,
+    workspace: int,
+    shared: Callable[[], SharedLoop],
+) -> WeightSyncManager:
+    """Make the manager of an engine's weights.
+
+    Args:
+        model: the policy.
+        runner: has the model.
+        gate: what other engines decide.
+        lock: of the loop.
+        workspace: bytes of the device that a step needs.
+        shared: the loop that updates are announced to; it may be made later.
+    """
+    return WeightSyncManager(
+        model,
+        announce=lambda update: shared().post(UpdateQueued(update)),
+        room=lambda: staging_room(model.device, workspace),
+        shares=runner.shares,
+        with_others=None if gate.alone else (lock, gate.allows),
+        asleep=lambda: not shared().life.has_weights,
+        given_up=lambda: shared().post(UpdatesGivenUp()),
+        set_aside=lambda update: runner.set_aside_for(update),
+    )
+
+
 class Updates:
     """Updates of the policy. `manager` checks and writes them, the loop says when."""
 
-    def __init__(
-        self, model: Decoder, runner: ModelRunner, shared: SharedLoop, workspace: int
-    ) -> None:
-        room = partial(staging_room, model.device, workspace)
-        gate = shared.loop.gate
-        others = None if gate.alone else (shared.lock, gate.allows)
-        self.manager = WeightSyncManager(
-            model, self._announce, room, runner.shares, others, shared.has_no_weights
-        )
-        self._runner = runner
-        self._shared = shared
-        shared.when_dead = self.manager.close
+    def __init__(self, manager: WeightSyncManager, shared: SharedLoop) -> None:
+        self.manager, self._shared = manager, shared
 
     def update(
         self, weights: Any, blocking: bool, **options: Unpack[UpdateOptions]
@@ -97,7 +119,7 @@ class Updates:
         """See `InferenceEngine.weights_checksum`."""
         self._shared.require_alive()
         with self._shared.lock:
-            if self._shared.has_no_weights():
+            if not self._shared.life.has_weights:
                 raise WeightUpdateConflict("the weights are asleep; call wake() first.")
             return self.manager.checksum()
 
@@ -108,7 +130,7 @@ class Updates:
         for weight_set in (POLICY, PREVIOUS):
             if versions.get(weight_set) == version:
                 if weight_set == POLICY and any(
-                    update.kv_policy == "wait" for update in loop.updates
+                    policy_of(update) == "wait" for update in self.manager.pending.arrived()
                 ):
                     raise InvalidRequest(
                         f"weight version {version!r} is about to go: an update waits for the "
@@ -128,11 +150,12 @@ class Updates:
         loop = self._shared.loop
         if not self._shared.is_paused_by_me() or not loop.would_wait(policy):
             return
-        what = "requests that are paused" if loop.writable else "weights that are asleep"
-        first = loop.updates[0] if loop.updates and loop.writable else None
-        if first is not None and first.version != own:
+        what = "requests that are paused" if loop.life.has_weights else "weights that are asleep"
+        arrived = self.manager.pending.arrived() if loop.life.has_weights else []
+        if arrived and arrived[0].version != own:
+            first = arrived[0]
             what = (
-                f"weight version {first.version} with kv_policy={first.kv_policy!r}, and that "
+                f"weight version {first.version} with kv_policy={policy_of(first)!r}, and that "
                 f"one for {what}"
             )
         raise WeightUpdateError(
@@ -154,25 +177,6 @@ class Updates:
             except WeightUpdateError as problem:
                 if self.manager.withdraw(update, problem):  # else it came in time after all
                     raise
-
-    def _announce(self, update: WeightUpdate) -> None:
-        """Tell the loop of an update that was checked and queued. Called with the manager's lock
-        held.
-        """
-
-        def set_aside() -> bool:
-            if update.error is not None:  # one before it failed; nothing will be written
-                return True
-            try:
-                self._runner.set_aside_for(update)
-            except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out
-                self.manager.refuse(f"there is no memory to keep the old weights aside: {problem}")
-                return False
-            return True
-
-        policy: KvPolicy = update.kv_policy if update.kv_policy is not None else "keep"
-        write, is_void = self.manager.finish, lambda: update.error is not None
-        self._shared.post(ChangeWeights(POLICY, write, policy, update.version, set_aside, is_void))
 
 
 def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | None = None) -> float:

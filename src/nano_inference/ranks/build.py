@@ -16,6 +16,7 @@ from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.loading import gguf_formats, load_params, load_spec, resolve_model
 from nano_inference.checkpoints.shard_checks import mesh_of, require_experts
 from nano_inference.config import SELF, CacheType, EngineConfig
+from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
 from nano_inference.device.backends import (
     captures_graphs,
@@ -100,6 +101,7 @@ class Rank:
         rank_exchange: what it exchanges with others, for a shard of a model; None: it has all.
         agree: from the KV cache that this rank can have to the one that all have.
         engines: which one its engine is of how many in lockstep.
+        gate: what the other engines decide; None: there are none.
     """
 
     place: Place
@@ -107,11 +109,12 @@ class Rank:
     rank_exchange: Callable[[ModelShard], RankExchange | None] = lambda _: None
     agree: Callable[[MemoryBudget], MemoryBudget] = lambda budget: budget
     engines: tuple[int, int] = (0, 1)
+    gate: Gate | None = None
 
 
-def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup) -> Rank:
-    """The place of an engine, which is one rank, among those that have the experts in common with
-    it.
+def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup, gate: Gate) -> Rank:
+    """Return the place of an engine, which is one rank, among the engines that share its experts.
+    `gate` is its side of their lockstep.
     """
     if mesh_of(config).world_size > 1:
         raise ConfigError(
@@ -120,7 +123,10 @@ def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup) -> Rank:
         )
     place = engines.rank, engines.size
     return Rank(
-        Place(), rank_exchange=lambda part: RankExchange(part, engines=engines), engines=place
+        Place(),
+        rank_exchange=lambda part: RankExchange(part, engines=engines),
+        engines=place,
+        gate=gate,
     )
 
 
@@ -614,11 +620,15 @@ def _runner(
     plan: EnginePlan, models: Mapping[str, Decoder], storages: Mapping[str, KVStorage]
 ) -> ModelRunner:
     if plan.ops.name != "cuda":
-        return ModelRunner(models, storages)
+        return ModelRunner(models, storages, plan.rank.gate)
     from nano_inference.device.cuda_runner import make_runner  # brings in Triton
 
     return make_runner(
-        plan.config, models, storages, max_model_len=plan.memory_budget.max_model_len
+        plan.config,
+        models,
+        storages,
+        max_model_len=plan.memory_budget.max_model_len,
+        gate=plan.rank.gate,
     )
 
 

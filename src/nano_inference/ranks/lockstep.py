@@ -130,11 +130,13 @@ class Member:
         busy: it has requests to compute.
         version: of the weights that it serves.
         update: version of the update that it could apply now; None: there is none.
+        wants_sleep: its weights are asleep, or are to be as soon as all may sleep.
     """
 
     busy: bool
     version: int
     update: int | None
+    wants_sleep: bool
 
 
 class Lockstep(Gate):
@@ -148,9 +150,6 @@ class Lockstep(Gate):
     Attributes:
         wave: how many waves have ended.
         running: whether the next one has begun.
-        sleep_wanted: this engine's weights are put aside, or are to be as soon as all may be. It is
-            paused.
-        asleep: all have said so, and not all have said since that they have them again.
     """
 
     alone = False
@@ -159,7 +158,7 @@ class Lockstep(Gate):
         self.group = group
         self.wave = 0
         self.running = False
-        self.sleep_wanted = self.asleep = False
+        self.asleep = False
         self.num_rounds = 0
         self._bell = bell
         self._say: Callable[[], Member] | None = None
@@ -185,20 +184,8 @@ class Lockstep(Gate):
         return (
             mine.busy
             or mine.update not in (None, self._told)
-            or self.sleep_wanted != self._told_sleep
+            or mine.wants_sleep != self._told_sleep
         )
-
-    @property
-    def is_held(self) -> bool:
-        """Whether another engine's weights sleep, or this engine's are to."""
-        return self.sleep_wanted or self.asleep
-
-    @property
-    def may_sleep(self) -> bool:
-        """Whether no engine needs this engine's weights: it has said that they are to sleep, and so
-        have all.
-        """
-        return self.sleep_wanted and self.asleep
 
     def allows(self, version: int | None) -> bool:
         """Whether everybody applies the update of this version now."""
@@ -223,7 +210,7 @@ class Lockstep(Gate):
         sets = sum(1 << place for place, name in enumerate(SETS) if name in weight_sets)
         update = NOTHING if mine.update is None else mine.update
         said = torch.tensor(
-            [mine.busy, mine.version, update, sets, self.sleep_wanted], device=self._device
+            [mine.busy, mine.version, update, sets, mine.wants_sleep], device=self._device
         )
         try:
             told = torch.stack(self.group.all_gather(said))
@@ -233,11 +220,11 @@ class Lockstep(Gate):
 
     def await_sleep(self, engine: Stepping) -> None:
         """See `Gate`. Serves the other engines meanwhile."""
-        self._wait(lambda: self.asleep or not self.sleep_wanted, engine, SLEEP_SECONDS)
+        self._wait(lambda: self.asleep or not engine.life.wants_sleep, engine, SLEEP_SECONDS)
 
     def await_wake(self, engine: Stepping) -> None:
         """See `Gate`. Ends early where this engine is to sleep again."""
-        if not self._wait(lambda: self.sleep_wanted or not self.asleep, engine, WAKE_SECONDS):
+        if not self._wait(lambda: engine.life.wants_sleep or not self.asleep, engine, WAKE_SECONDS):
             raise NanoInferenceError(
                 "the weights of other engines in lockstep sleep on, and this one waits for them; "
                 "wake() them, and then this one again."

@@ -14,7 +14,7 @@ from nano_inference.core.batch import Chunks, ForwardBatch
 from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.failures import is_device_failure
 from nano_inference.core.sequence import POLICY, PREVIOUS, Sequences
-from nano_inference.device.runner import ModelRunner, Mortal
+from nano_inference.device.runner import ModelRunner
 from nano_inference.device.sleep import Sleep
 from nano_inference.errors import InvalidRequest, NanoInferenceError, RankLost
 from nano_inference.kv_cache.sliding_window import UnitPool
@@ -52,6 +52,8 @@ class RankedRunner(ModelRunner):
         self.shares = self._sent = SentUpdates(worker_group, own.models[POLICY])
         self._steps = StepSender(block_size, units)
         self._groups, self._units = groups, units
+        # what waits for a rank that hangs goes on, and fails
+        worker_group.when_lost = lambda _: worker_group.kill()
         weakref.finalize(self, worker_group.kill)  # an engine that was not shut down
 
     @property
@@ -168,23 +170,22 @@ class RankedRunner(ModelRunner):
             self.worker_group.tell_one(worker.rank, Call("write_blocks", arguments))
         self.own.write_blocks(block_ids, [own])
 
-    def watch(self, engine: Mortal) -> None:
-        """See `ModelRunner`. And when the engine ends, so do they."""
-        loses, before = weakref.WeakMethod(engine.lose), engine.when_dead
-        worker_group = self.worker_group
+    def watch(self, lose: Callable[[RankLost], None]) -> None:
+        """See `ModelRunner`."""
+        method, worker_group = weakref.WeakMethod(lose), self.worker_group
 
         def lost(problem: RankLost) -> None:
-            worker_group.kill()  # what waits for one that hangs goes on, and fails
-            if (lose := loses()) is not None:
-                lose(problem)
+            worker_group.kill()  # what waits for a rank that hangs goes on, and fails
+            if (found := method()) is not None:
+                found(problem)
 
-        def dead(why: str) -> None:
-            worker_group.kill()
-            before(why)
-
-        worker_group.when_lost, engine.when_dead = lost, dead
+        worker_group.when_lost = lost
         if worker_group.lost is not None:  # before any caller could be told
             lost(worker_group.lost)
+
+    def end(self) -> None:
+        """See `ModelRunner`."""
+        self.worker_group.kill()
 
     def close(self) -> None:
         """End the other ranks, and let go of weights and KV tensors."""

@@ -397,7 +397,7 @@ class EngineWeights:
             )
 
     def _received(self, version: int | None) -> Received:
-        return Received(version, self._engine.shared.is_pause_asked())
+        return Received(version, self._engine.shared.life.paused_by is not None)
 
     @contextmanager
     def _step(self, session: int) -> Iterator[_Session]:
@@ -425,7 +425,7 @@ class EngineWeights:
             current.busy.release()
 
     def _require_awake(self) -> None:
-        if self._engine.shared.has_no_weights():
+        if not self._engine.shared.life.has_weights:
             raise WeightUpdateConflict("the weights are asleep; wake them first.")
 
     def _would_wait(self, kv_policy: KvPolicy) -> bool:
@@ -439,7 +439,7 @@ class EngineWeights:
         """
         shared = self._engine.shared
         with shared.lock:
-            if shared.loop.paused and shared.loop.would_wait(kv_policy):
+            if not shared.life.launching and shared.loop.would_wait(kv_policy):
                 raise WeightUpdateConflict(
                     f"an update with kv_policy={kv_policy!r} would wait for requests that are "
                     "paused; resume first."

@@ -203,7 +203,7 @@ class LoraPolicy(ScoringModule):
             return score_batch(self.engine, batch, POLICY, self._scoring[1]), now
 
     def _base_version(self) -> int | None:
-        asleep = self.engine.shared.has_no_weights()
+        asleep = not self.engine.shared.life.has_weights
         return None if asleep else self.engine.get_weight_version()
 
     def _gradients(

@@ -6,7 +6,6 @@ takes them; `EngineLoop` says when an update is written, `core/versions.py` how 
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack, cast
@@ -14,6 +13,7 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor
 
+from nano_inference.core.updates import UpdateQueue
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.types import UpdateOptions
@@ -47,13 +47,16 @@ class WeightSyncManager:
         with_others: the lock under which other engines agree to write an update together, and
             whether they have agreed on the version; None: no other engine writes.
         asleep: whether the memory of the weights was given back, and cannot be read.
+        given_up: called under `lock` when updates that were announced will not be written.
+        set_aside: keeps the weights as they are as the weight set `previous`, before an update is
+            written. Raises `MemoryError` or `RuntimeError`.
 
     Attributes:
         version: the version that serves.
         shapes: of every tensor that an update may name; some names are parts of others.
         num_tensors: of the checkpoint.
         reserved: why no update may begin, or be queued; None: any may.
-        pending: updates that were checked and wait for `finish`, oldest first.
+        pending: updates that were checked and are not written yet, oldest first.
         lock: held while an update is queued, announced or written; a caller that queues and
             announces in two steps holds it.
     """
@@ -66,14 +69,17 @@ class WeightSyncManager:
         shares: OtherRanks | None = None,
         with_others: tuple[AbstractContextManager[Any], Callable[[int], bool]] | None = None,
         asleep: Callable[[], bool] = lambda: False,
+        given_up: Callable[[], None] = lambda: None,
+        set_aside: Callable[[WeightUpdate], None] = lambda _: None,
     ) -> None:
         self.model = model
         self.weights = WeightSet(model, shares)
         self.shapes, self.num_tensors = self.weights.shapes, len(self.weights.names)
         self.version = 0
-        self.pending: deque[WeightUpdate] = deque()
+        self.pending: UpdateQueue[WeightUpdate] = UpdateQueue()
         self.lock = threading.RLock()
         self._room, self._announce, self._asleep = room, announce, asleep
+        self._given_up, self._set_aside = given_up, set_aside
         self._agreeing, self._is_agreed = with_others or (nullcontext(), lambda _: False)
         self._newest = 0
         self._open: WeightSession | None = None
@@ -210,15 +216,35 @@ class WeightSyncManager:
     # -- writing -----------------------------------------------------------------------------------
 
     def finish(self) -> int | None:
-        """Write the oldest pending update; returns the version that now serves, or None where the
-        update has failed.
+        """Write the oldest pending update; returns the version that now serves.
 
-        Nothing may be in flight.
+        Nothing may be in flight. Raises `IndexError` where none is pending.
         """
+        return self.apply(self.pending[0])
+
+    def apply(self, update: WeightUpdate, *, keep_old: bool = False) -> int | None:
+        """Write the oldest pending update, with nothing in flight.
+
+        Args:
+            update: the one to write.
+            keep_old: keep the old weights as the weight set `previous`.
+
+        Returns the version that serves now; None: the update was withdrawn, or there is no memory
+        for the old weights.
+        """
+        try:
+            if keep_old and update in self.pending:
+                self._set_aside(update)
+        except (MemoryError, RuntimeError) as problem:  # torch's way to say that memory is out
+            with self.lock:
+                if update in self.pending:
+                    reason = f"there is no memory to keep the old weights aside: {problem}"
+                    self._give_up(update, WeightUpdateError(reason))
+            return None
         with self.lock, torch.no_grad():
-            update = self.pending.popleft()
-            if update.error is not None:
+            if update not in self.pending:
                 return None
+            self.pending.remove(update)
             try:
                 update.write_to(self.model.params)
             except Exception as problem:
@@ -234,15 +260,9 @@ class WeightSyncManager:
             return self.version
 
     def refuse(self, reason: str) -> None:
-        """Give the oldest pending update up instead of writing it.
-
-        Those behind it that do not bring every tensor were made to follow it, and fail too;
-        `finish` passes over them.
-        """
+        """Give up the oldest pending update, and those after it that build on it."""
         with self.lock:
-            updates = list(self.pending)
-            self.pending.popleft()
-            self._fail(updates, WeightUpdateError(reason))
+            self._give_up(self.pending[0], WeightUpdateError(reason))
 
     def withdraw(self, update: WeightUpdate, reason: WeightUpdateError) -> bool:
         """Give an update up that does not serve yet, wherever it is; whether it was in time. Its
@@ -259,7 +279,8 @@ class WeightSyncManager:
             # others are about to write it, and so does this engine
             if self._is_agreed(update.version):
                 return False
-            self._fail(list(self.pending)[self.pending.index(update) :], reason)
+            self._give_up(update, reason)
+            self._given_up()
             return True
 
     def reserve(self, why: str) -> bool:
@@ -378,23 +399,22 @@ class WeightSyncManager:
             if self._open is session:
                 self._open = None
 
-    def _fail(self, updates: list[WeightUpdate], reason: WeightUpdateError) -> None:
-        """Fail an update and those right behind it that were made to follow it. `finish` passes
-        over them.
+    def _give_up(self, failed: WeightUpdate, reason: WeightUpdateError) -> None:
+        """Fail a pending update and those right after it that do not bring every tensor: they were
+        made to follow it. All of them leave the queue.
         """
-        failed, *behind = updates
+        _, *later = self.pending.since(failed)
+        self.pending.remove(failed)
         failed.fail(reason)
-        for update in behind:
+        builds = WeightUpdateError(
+            f"weight version {failed.version} failed, and this one builds on it."
+        )
+        for update in later:
             if update.is_whole(self.weights.names):
                 break
-            update.fail(
-                WeightUpdateError(
-                    f"weight version {failed.version} failed, and this one builds on it."
-                )
-            )
-        self._newest = max(
-            [self.version, *(each.version for each in self.pending if each.error is None)]
-        )
+            self.pending.remove(update)
+            update.fail(builds)
+        self._newest = max([self.version, *(each.version for each in self.pending.all())])
 
     def _require_not_closed(self) -> None:
         if self._closed is not None:
@@ -415,7 +435,7 @@ class WeightSyncManager:
                 f"{missing[0]!r} is missing ({len(missing)} of {self.num_tensors} are); "
                 "complete=True asks for every one."
             )
-        session.settle(self.pending, self._asleep())
+        session.settle(self.pending.all(), self._asleep())
         self.check_version(version)
 
     def _queue(self, session: WeightSession, version: int | None) -> WeightUpdate:

@@ -1,0 +1,214 @@
+"""`Lifecycle`: whether an engine launches steps, admits requests, sleeps or is dead, as one frozen
+value, and `after`, the only function that changes it. Locks, events and waiting are in
+`engine/shared_loop.py`.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import NamedTuple, Protocol, assert_never
+
+from nano_inference.types import Memory
+
+
+class Caller(Protocol):
+    """A caller that paused the engine or put it to sleep."""
+
+    def is_calling(self) -> bool:
+        """Whether the code that asks is this caller, so that waiting here would never end."""
+        ...
+
+
+class Why(NamedTuple):
+    """A reason, and the same reason without the text of an exception: see `EngineDead.public`."""
+
+    text: str
+    public: str
+
+
+class Phase(Enum):
+    """Whether steps are launched, and whether new requests wait for a step or are held."""
+
+    RUNNING = auto()  # launches steps, admits new requests
+    DRAINING = auto()  # launches steps, holds new requests
+    STOPPED = auto()  # launches nothing, admits new requests
+    DRAINED = auto()  # launches nothing, holds new requests
+
+
+_STOPPED = {Phase.RUNNING: Phase.STOPPED, Phase.DRAINING: Phase.DRAINED}
+_HOLDING = {Phase.RUNNING: Phase.DRAINING, Phase.STOPPED: Phase.DRAINED}
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """The state of an engine between two steps.
+
+    Attributes:
+        phase: see `Phase`.
+        paused_by: the caller of `pause`, until `resume`; None: no pause is asked for.
+        asleep: the parts of the memory that were given back.
+        asleep_by: the caller of the last `sleep`, until nothing is asleep.
+        sleep_asked: the weights are to sleep as soon as the engines in lockstep let them.
+        dead: why no call works any more; None: the engine lives.
+    """
+
+    phase: Phase = Phase.RUNNING
+    paused_by: Caller | None = None
+    asleep: frozenset[Memory] = frozenset()
+    asleep_by: Caller | None = None
+    sleep_asked: bool = False
+    dead: Why | None = None
+
+    @property
+    def launching(self) -> bool:
+        """Whether steps are launched."""
+        return self.phase in (Phase.RUNNING, Phase.DRAINING)
+
+    @property
+    def admitting(self) -> bool:
+        """Whether new requests are admitted; otherwise they are held."""
+        return self.phase in (Phase.RUNNING, Phase.STOPPED)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are in memory, to be read and written."""
+        return "weights" not in self.asleep
+
+    @property
+    def wants_sleep(self) -> bool:
+        """Whether the weights are asleep, or are to be."""
+        return self.sleep_asked or not self.has_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Hold new requests from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Launch nothing from now on, until `Resume`."""
+
+    by: Caller
+
+
+@dataclass(frozen=True, slots=True)
+class UndoPause:
+    """Forget a pause that was interrupted, if no other caller has paused since."""
+
+    by: Caller
+    before: Caller | None  # the pause that it replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Forget all pauses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Launch nothing from now on, until `Settle`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskSleep:
+    """Launch nothing from now on: the weights are to sleep once engines in lockstep let them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawSleep:
+    """The weights are not to sleep, or sleep already."""
+
+
+@dataclass(frozen=True, slots=True)
+class FallAsleep:
+    """A part of the memory was given back."""
+
+    part: Memory
+    by: Caller
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """A part of the memory is back."""
+
+    part: Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Run again, if no pause, no sleep and no other engine keeps it stopped."""
+
+    others_asleep: bool = False  # engines in lockstep have not all woken their weights
+
+
+@dataclass(frozen=True, slots=True)
+class Die:
+    """No call works from now on. The first reason stays."""
+
+    why: Why
+
+
+Event = (
+    Drain
+    | Pause
+    | UndoPause
+    | Resume
+    | Stop
+    | AskSleep
+    | WithdrawSleep
+    | FallAsleep
+    | WakeUp
+    | Settle
+    | Die
+)
+
+
+def after(life: Lifecycle, event: Event) -> Lifecycle:
+    """Return the state that follows from an event. Pure; every event is possible in every state."""
+    match event:
+        case Pause() | UndoPause() | Resume():
+            return _after_pause(life, event)
+        case Stop() | AskSleep() | WithdrawSleep() | FallAsleep() | WakeUp():
+            return _after_sleep(life, event)
+        case Drain():
+            return replace(life, phase=_HOLDING.get(life.phase, life.phase))
+        case Die(why):
+            return replace(life, dead=life.dead or why)
+        case Settle(others_asleep):
+            return _settled(life, others_asleep)
+        case _:
+            assert_never(event)
+
+
+def _after_pause(life: Lifecycle, event: Pause | UndoPause | Resume) -> Lifecycle:
+    match event:
+        case Pause(by):
+            return replace(life, phase=_STOPPED.get(life.phase, life.phase), paused_by=by)
+        case UndoPause(by, before):
+            return replace(life, paused_by=before) if life.paused_by is by else life
+        case Resume():
+            return replace(life, paused_by=None)
+
+
+def _after_sleep(
+    life: Lifecycle, event: Stop | AskSleep | WithdrawSleep | FallAsleep | WakeUp
+) -> Lifecycle:
+    stopped = _STOPPED.get(life.phase, life.phase)
+    match event:
+        case Stop():
+            return replace(life, phase=stopped)
+        case AskSleep():
+            return replace(life, phase=stopped, sleep_asked=True)
+        case WithdrawSleep():
+            return replace(life, sleep_asked=False)
+        case FallAsleep(part, by):
+            return replace(life, asleep=life.asleep | {part}, asleep_by=by)
+        case WakeUp(part):
+            return replace(life, asleep=life.asleep - {part})
+
+
+def _settled(life: Lifecycle, others_asleep: bool) -> Lifecycle:
+    if life.asleep or life.dead is not None:
+        return life
+    is_kept = life.paused_by is not None or life.sleep_asked or others_asleep
+    return replace(life, asleep_by=None, phase=life.phase if is_kept else Phase.RUNNING)
