@@ -29,6 +29,7 @@ HEART = (
     "ops/backend.py",
     "ops/reference*.py",
     "models/decoder.py",
+    "models/blocks/*.py",
     "batch.py",
     "engine/engine.py",
     "core/loop.py",

@@ -131,12 +131,9 @@ def test_captures_stay_on_the_card_and_wait_for_nothing(
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=CARD)
 
     ops, cpu = cuda_ops(batch_invariant=batch_invariant), torch.device("cpu")
-    model = Decoder(spec, allocate(param_table(spec), dtype, cpu, ops.allocate), ops, 256)
-    model.params = {name: fake(param) for name, param in model.params.items()}
-    model.ropes = tuple(
-        each._replace(cos=fake(each.cos), sin=fake(each.sin)) for each in model.ropes
-    )
-    model.device = CARD
+    params = allocate(param_table(spec), dtype, cpu, ops.allocate)
+    with mode:
+        model = Decoder(spec, {name: fake(param) for name, param in params.items()}, ops, 256)
     storage = KVStorage(spec, 8, 16, dtype, cpu)
     storage.keys, storage.values = fake(storage.keys), fake(storage.values)
     card = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nano_inference.models.activations import UNGATED
-from nano_inference.models.decoder import EXPERT_BIASES
+from nano_inference.models.blocks.experts import EXPERT_BIASES
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec.latents import LatentSpec
 from nano_inference.models.spec.model import ModelSpec
