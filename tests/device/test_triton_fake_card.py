@@ -20,7 +20,8 @@ from nano_inference.checkpoints.loading import load_spec
 from nano_inference.device import graphs
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import allocate, param_table
+from nano_inference.models.parameters.storage import allocate
+from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.cuda.backend import cuda_ops
 from nano_inference.sampling.columns import tensors_of, with_tensors
 from tests.models.tiny import tiny_model

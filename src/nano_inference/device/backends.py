@@ -16,7 +16,7 @@ from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
 from nano_inference.device.kernel_probe import probe
 from nano_inference.errors import ConfigError
-from nano_inference.models.parameters import param_table
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.cpu.backend import cpu_ops

@@ -61,14 +61,14 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import (
+from nano_inference.models.parameters.storage import (
     coded_copies,
     codes_bytes,
     formats_of,
     num_bytes,
-    param_table,
     require_whole_groups,
 )
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
