@@ -24,7 +24,7 @@ from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
 from nano_inference.models.spec.model import CONVERTED
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.rl.checkpoint import checkpoint_of
 from tests.models.tiny_gguf import (
     HEADS,

@@ -16,7 +16,7 @@ from nano_inference.device.backends import choose_ops
 from nano_inference.errors import ConfigError
 from nano_inference.models.activations import xielu
 from nano_inference.models.blocks import mlp
-from nano_inference.ops import reference
+from nano_inference.ops.reference import backend as reference
 from tests.models.families import CASES
 from tests.models.strong import (
     NOTICED,

@@ -35,9 +35,9 @@ from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import GGUF, quantisation_of
 from nano_inference.models.spec.text_part import is_of_another_part
-from nano_inference.ops import reference
 from nano_inference.ops.formats import FILE, Format, widest
 from nano_inference.ops.quantised import Codes, widened
+from nano_inference.ops.reference import backend as reference
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 

@@ -19,9 +19,9 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.backend import FEW_ROWS, Ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import FEW_ROWS, Ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch

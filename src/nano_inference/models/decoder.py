@@ -20,9 +20,9 @@ from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
-from nano_inference.ops.backend import KvcacheView, Operations, Ops
+from nano_inference.ops.interface import KvcacheView, Operations, Ops
 from nano_inference.ops.lora import HEAD, Adapter
-from nano_inference.ops.reference import lora, scaled
+from nano_inference.ops.reference.backend import lora, scaled
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED

@@ -73,8 +73,8 @@ from nano_inference.models.routes import RouteRecord
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.formats import FILE
+from nano_inference.ops.interface import Numerics, Ops
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup

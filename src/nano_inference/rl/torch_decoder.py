@@ -16,8 +16,8 @@ from nano_inference.models.rope import Rotation
 from nano_inference.models.spec.latents import LatentSpec
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ops.reference import rotate, scaled
-from nano_inference.ops.reference_attention import capped
+from nano_inference.ops.reference.attention import capped
+from nano_inference.ops.reference.backend import rotate, scaled
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nano_inference.models.blocks.linear import Linear, row_parallel
 from nano_inference.models.blocks.step import Block, ModelPart, Step
-from nano_inference.ops.backend import Norm
+from nano_inference.ops.interface import Norm
 
 
 class Attention:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nano_inference.models.blocks.step import ModelPart, Step
 from nano_inference.models.spec.experts import MoeSpec
-from nano_inference.ops.backend import Ops
+from nano_inference.ops.interface import Ops
 from nano_inference.ops.moe import Biases, Experts, Shared
 
 # as `Biases` has them

@@ -11,8 +11,8 @@ from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.blocks.experts import Mixture
 from nano_inference.models.blocks.layer import Layer
 from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
-from nano_inference.ops import reference
-from nano_inference.ops.backend import Norm, Operations
+from nano_inference.ops.interface import Norm, Operations
+from nano_inference.ops.reference import backend as reference
 
 
 class Gemma4Layer:

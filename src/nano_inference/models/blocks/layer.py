@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nano_inference.models.blocks.step import Block, ModelPart, Step
-from nano_inference.ops.backend import Norm
+from nano_inference.ops.interface import Norm
 
 
 class AnyLayer(Protocol):

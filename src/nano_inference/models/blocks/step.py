@@ -15,7 +15,7 @@ from nano_inference.models.sharding.context import SharedContext
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
-from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
+from nano_inference.ops.interface import KvcacheView, Norm, Operations, Ops
 
 NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)  # only adds to the residual stream
 

@@ -10,8 +10,8 @@ from nano_inference.errors import ConfigError
 from nano_inference.models.parameters.param import Formats, ParamSpec
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops import reference
 from nano_inference.ops.formats import Format, bounds_of, groups_of
+from nano_inference.ops.reference import backend as reference
 
 Allocate = Callable[..., Any]  # `Ops.allocate`
 
