@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.ops import flex, reference_attention
+from nano_inference.ops import flex
+from nano_inference.ops.reference import attention as reference_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 BLOCK_SIZE, NUM_BLOCKS = 16, 6250

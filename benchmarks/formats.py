@@ -15,7 +15,8 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.checkpoints.embedded import EMBEDDED_MODELS
 from nano_inference.config import KVCacheDType
 from nano_inference.engine.scoring import ScoreRequest, score_tokens
-from nano_inference.models.parameters import formats_of, num_bytes, param_table
+from nano_inference.models.parameters.storage import formats_of, num_bytes
+from nano_inference.models.parameters.table import param_table
 
 KINDS: tuple[str | None, ...] = (None, "int8", "int8-32", "int4", "file")
 TEXT = Path(__file__).parents[1] / "docs" / "speculation.md"

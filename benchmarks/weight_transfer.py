@@ -20,7 +20,9 @@ from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.weights.sources import BUCKET_BYTES
 from nano_inference.weights.sync import WeightSyncManager
 from nano_inference.weights.transports import receive_update

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.models import STD
-from nano_inference.models.parameters import num_bytes, param_table, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import num_bytes
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import spec_from_config
 
 SHARD_BYTES = 4 << 30

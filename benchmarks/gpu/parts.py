@@ -28,7 +28,7 @@ from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
 from benchmarks.workloads import BASE, Workload, workload
 from nano_inference import InferenceEngine
 from nano_inference.models.spec.model import spec_from_config
-from nano_inference.ops.backend import FEW_ROWS
+from nano_inference.ops.interface import FEW_ROWS
 
 RATES = "rates"
 LOOP_BATCH = 128  # sequences of the plain torch loop: 2,048 positions each take 30 GB

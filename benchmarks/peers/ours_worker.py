@@ -16,7 +16,8 @@ def main() -> None:
     from benchmarks.workloads import Request, Workload
     from nano_inference import Grammar, InferenceEngine
     from nano_inference.engine.scoring import ScoreRequest, score_tokens
-    from nano_inference.models.parameters import formats_of, num_bytes, param_table
+    from nano_inference.models.parameters.storage import formats_of, num_bytes
+    from nano_inference.models.parameters.table import param_table
 
     options = Options(**json.loads(sys.argv[1]))
     changes = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}

@@ -18,7 +18,8 @@ from benchmarks.peers import compare
 from benchmarks.peers.compare import OURS, Choice, best, compete, ratio, wanted
 from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.workloads import workload
-from nano_inference.models.parameters import num_bytes, param_table
+from nano_inference.models.parameters.storage import num_bytes
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import spec_from_config
 from tests.models.tiny import tiny_llama
 

@@ -16,12 +16,15 @@ from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingP
 from nano_inference.checkpoints import quantised_weights
 from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.parameters import formats_of, num_bytes, param_table, read, slots
-from nano_inference.ops.backend import Ops
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import formats_of, num_bytes
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.formats import FORMATS
+from nano_inference.ops.interface import Ops
 from nano_inference.ops.quantised import encode
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.rl import PolicyModel, differences
 from nano_inference.rl.replayer import Replayer
 from tests.checkpoints.quantisers import quantised, write_quantised

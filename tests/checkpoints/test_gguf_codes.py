@@ -11,9 +11,12 @@ from nano_inference.checkpoints import folders
 from nano_inference.checkpoints.gguf import codes as gguf_codes
 from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.errors import ConfigError, ModelLoadError
-from nano_inference.models.parameters import formats_of, param_table, read, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import formats_of
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.ops.formats import FORMATS
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 from tests.checkpoints.hf_to_gguf import hf_to_gguf
 from tests.models.strong import strong_model
 from tests.models.tiny_gguf import described, gguf

@@ -19,10 +19,12 @@ from nano_inference.checkpoints.gguf.codes import KINDS, numbers_of
 from nano_inference.checkpoints.gguf.header import LAYOUTS, read_header
 from nano_inference.checkpoints.loading import load_params, read_tensors
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.models.spec.model import CONVERTED
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.rl.checkpoint import checkpoint_of
 from tests.models.tiny_gguf import (
     HEADS,

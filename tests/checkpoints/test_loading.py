@@ -14,7 +14,10 @@ from torch import Tensor
 from nano_inference import ModelLoadError
 from nano_inference.checkpoints import loading
 from nano_inference.checkpoints.loading import load_params, load_spec, resolve_dtype, resolve_model
-from nano_inference.models.parameters import allocate, num_bytes, param_table, read, slots, write
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import allocate, num_bytes
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read, write
 from nano_inference.models.spec.model import spec_from_config
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, write_model
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.device import cuda_runner
 from nano_inference.device.queues import Captured, Copies, Event, HostQueue, Pool
-from nano_inference.ops import reference, reference_attention
-from nano_inference.ops.backend import KvcacheView, Ops
 from nano_inference.ops.cuda import backend
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import KvcacheView, Ops
+from nano_inference.ops.reference import attention as reference_attention
+from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.reference.backend import reference_ops
 
 JUNK = 2**61 + 12345  # in any column of a step: no token, no block, no position
 

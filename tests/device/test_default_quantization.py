@@ -19,7 +19,7 @@ from nano_inference.checkpoints.embedded import find_embedded
 from nano_inference.config import with_plain_weights
 from nano_inference.device import backends, quantization
 from nano_inference.device.quantization import blocks_bytes, settle_quantization, told_weights
-from nano_inference.models.parameters import formats_of
+from nano_inference.models.parameters.storage import formats_of
 from nano_inference.rl import LoraPolicy, PolicyModel
 from tests.checkpoints.hf_to_gguf import hf_to_gguf
 from tests.models.strong import strong_model

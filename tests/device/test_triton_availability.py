@@ -18,11 +18,11 @@ from nano_inference.device import backends, kernel_probe
 from nano_inference.device.backends import choose_device, choose_ops, numerics_of, start_up_line
 from nano_inference.device.kernel_probe import probe
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.cuda import availability
 from nano_inference.ops.cuda.backend import cuda_ops
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import Ops
+from nano_inference.ops.reference.backend import reference_ops
 from tests.models.tiny import tiny_llama, tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

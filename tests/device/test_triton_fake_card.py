@@ -20,7 +20,8 @@ from nano_inference.checkpoints.loading import load_spec
 from nano_inference.device import graphs
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import allocate, param_table
+from nano_inference.models.parameters.storage import allocate
+from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.cuda.backend import cuda_ops
 from nano_inference.sampling.columns import tensors_of, with_tensors
 from tests.models.tiny import tiny_model
@@ -131,12 +132,9 @@ def test_captures_stay_on_the_card_and_wait_for_nothing(
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=CARD)
 
     ops, cpu = cuda_ops(batch_invariant=batch_invariant), torch.device("cpu")
-    model = Decoder(spec, allocate(param_table(spec), dtype, cpu, ops.allocate), ops, 256)
-    model.params = {name: fake(param) for name, param in model.params.items()}
-    model.ropes = tuple(
-        each._replace(cos=fake(each.cos), sin=fake(each.sin)) for each in model.ropes
-    )
-    model.device = CARD
+    params = allocate(param_table(spec), dtype, cpu, ops.allocate)
+    with mode:
+        model = Decoder(spec, {name: fake(param) for name, param in params.items()}, ops, 256)
     storage = KVStorage(spec, 8, 16, dtype, cpu)
     storage.keys, storage.values = fake(storage.keys), fake(storage.values)
     card = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)

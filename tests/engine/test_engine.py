@@ -32,7 +32,8 @@ from nano_inference import (
 from nano_inference.checkpoints.loading import read_tensors, resolve_model
 from nano_inference.config import CacheType
 from nano_inference.device import memory
-from nano_inference.models.parameters import Slot, read, write
+from nano_inference.models.parameters.slots import Slot
+from nano_inference.models.parameters.values import read, write
 from nano_inference.ranks import build as assembly
 from nano_inference.ranks.build import CACHES
 from nano_inference.system.machine import FreeMemory

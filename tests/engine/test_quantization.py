@@ -19,7 +19,8 @@ from nano_inference import (
 )
 from nano_inference.checkpoints.loading import load_spec
 from nano_inference.device.backends import choose_ops
-from nano_inference.models.parameters import form_of, num_bytes, param_table
+from nano_inference.models.parameters.storage import form_of, num_bytes
+from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.formats import FORMATS, QUANTIZATIONS
 from nano_inference.ranks.build import plan_engine
 from tests.engine.test_control import same

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops.backend import Norm
+from nano_inference.ops.interface import Norm
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
 BLOCK_SIZE = 16

@@ -28,7 +28,8 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.memory_profile import _batch, _scratch, run_largest_steps
 from nano_inference.device.warm_up import run_all_kinds
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import allocate, param_table
+from nano_inference.models.parameters.storage import allocate
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.ops.cuda.backend import cuda_ops
 from nano_inference.sampling.columns import to_device

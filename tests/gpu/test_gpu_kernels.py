@@ -14,10 +14,10 @@ from nano_inference import SamplingParams
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.spec.model import ModelSpec, spec_from_config
-from nano_inference.ops import reference
-from nano_inference.ops.backend import FEW_ROWS, Norm
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import CudaOps
+from nano_inference.ops.interface import FEW_ROWS, Norm
+from nano_inference.ops.reference import backend as reference
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import sample

@@ -14,7 +14,7 @@ import pytest
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.checkpoints.gguf.file import describe_gguf
 from nano_inference.config import Backend
-from nano_inference.models.parameters import formats_of
+from nano_inference.models.parameters.storage import formats_of
 from tests.checkpoints.hf_to_gguf import TOKEN_IDS, metadata_of, tensors_of
 from tests.checkpoints.quantisers import write_quantised
 from tests.invariance.scenario import Request, Schedule, require_same_samples, run

@@ -24,7 +24,7 @@ from nano_inference.checkpoints.folders import load_spec
 from nano_inference.errors import NanoInferenceError
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.rl import PolicyModel, score
 from tests.checkpoints.quantisers import QUANTISERS, write_quantised

@@ -24,7 +24,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.config import Backend
-from nano_inference.models.parameters import param_table
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ranks import build as assembly
 

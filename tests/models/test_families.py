@@ -14,9 +14,9 @@ from nano_inference.checkpoints.loading import load_spec
 from nano_inference.config import Backend
 from nano_inference.device.backends import choose_ops
 from nano_inference.errors import ConfigError
-from nano_inference.models import decoder
 from nano_inference.models.activations import xielu
-from nano_inference.ops import reference
+from nano_inference.models.blocks import mlp
+from nano_inference.ops.reference import backend as reference
 from tests.models.families import CASES
 from tests.models.strong import (
     NOTICED,
@@ -210,5 +210,5 @@ def test_each_number_of_xielu_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
             numbers[place] = -1.0
             return xielu(x, numbers)
 
-        monkeypatch.setattr(decoder, "UNGATED", {"xielu": without})
+        monkeypatch.setattr(mlp, "UNGATED", {"xielu": without})
         assert disagreement(tmp_path, oracle, lengths=(5, 40)) > NOTICED

@@ -8,7 +8,8 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.checkpoints.loading import load_spec
-from nano_inference.models.parameters import fused_tensors, param_table
+from nano_inference.models.parameters.fused import fused_tensors
+from nano_inference.models.parameters.table import param_table
 from tests.models.families import CASES
 from tests.models.strong import strong_model
 

@@ -20,7 +20,9 @@ from nano_inference import ModelLoadError, WeightUpdateError
 from nano_inference.checkpoints import loading, quantised_weights
 from nano_inference.checkpoints.loading import load_params, load_spec, resolve_dtype
 from nano_inference.checkpoints.quantised_weights import FORMATS, quantised_weight
-from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.model import spec_from_config
 from nano_inference.models.spec.quantisation import Quantisation, Scheme, read_quantisation

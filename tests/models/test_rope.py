@@ -167,7 +167,7 @@ from nano_inference import EngineConfig
 from nano_inference.device.backends import numerics_of
 from nano_inference.models.rope import rope_table
 from nano_inference.models.spec.rope import RopeSpec
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 device = torch.device("cpu")
 tables = [rope_table(RopeSpec(theta=theta), 128, 999, device) for theta in (1e6, 1.5e5)]
 ops = dataclasses.replace(reference_ops(), name="cpu")  # the reference's names all that MKL sees

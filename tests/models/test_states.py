@@ -17,7 +17,8 @@ from nano_inference.config import Backend, CacheType
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops import reference, reference_state
+from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.reference import state as reference_state
 from nano_inference.rl import PolicyModel
 from tests.models.families import DELTA, DELTA_WITH_PICTURES, LFM2, NEXT
 from tests.models.strong import (

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nano_inference.models.parameters import param_table, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import spec_from_config
 
 

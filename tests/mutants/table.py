@@ -40,7 +40,7 @@ class Fault:
 FAULTS = (
     Fault(
         "linear_splits_k_by_rows",
-        "src/nano_inference/ops/reference.py",
+        "src/nano_inference/ops/reference/backend.py",
         old="        return _linear_of_segments(x, weight, bias, segments)",
         new="""\
         return _linear_of_segments(x, weight, bias, segments)
@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         "attention_tiles_from_chunk_start",
-        "src/nano_inference/ops/reference_attention.py",
+        "src/nano_inference/ops/reference/attention.py",
         old="""\
     for start in range(first, int(rows.positions[group[0]]) + 1, KEY_TILE):
         tile = _tile(rows, group, start, block_size)
@@ -92,7 +92,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "block_tail_is_read",
-        "src/nano_inference/ops/reference_attention.py",
+        "src/nano_inference/ops/reference/attention.py",
         old="outside = keys[None, :] > positions[:, None]",
         new="outside = keys[None, :] // block_size > positions[:, None] // block_size",
         seen_by="tests/invariance/test_schedule_invariance.py -k reference",
@@ -443,7 +443,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "state_one_row_early",
-        "src/nano_inference/ops/reference_state.py",
+        "src/nano_inference/ops/reference/state.py",
         old="ends = (offsets == size - 1).nonzero()[:, 0]",
         new="ends = (offsets == size - 2).nonzero()[:, 0]",
         seen_by="tests/models/test_states.py -k 'qwen3_5_agrees and reference'",
@@ -464,7 +464,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "latents_without_their_norm",
-        "src/nano_inference/ops/reference.py",
+        "src/nano_inference/ops/reference/backend.py",
         old="out[:, num_heads:, sizes.rotary :] = normed_rows(c[:, : sizes.rank], norm)[:, None]",
         new="out[:, num_heads:, sizes.rotary :] = c[:, None, : sizes.rank]",
         seen_by="tests/models/test_families.py -k 'agrees and deepseek-v3'",
@@ -612,10 +612,8 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     Fault(
         "residual_sent_before_the_addition",
         "src/nano_inference/models/decoder.py",
-        old="""\
-            _, residual = ops.rms_norm(x, residual, _NOT_ROUNDED, spec.residual_scale)
-            return ops.call(""",
-        new="            return ops.call(",
+        old="        _, residual = ops.rms_norm(x, residual, NOT_ROUNDED, scale)\n",
+        new="",
         seen_by="tests/parallel/test_stages.py -k stages_change",
     ),
     Fault(
@@ -818,7 +816,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "window_one_too_wide",
-        "src/nano_inference/ops/reference_attention.py",
+        "src/nano_inference/ops/reference/attention.py",
         old="begins = (positions - window + 1).clamp(min=0) if window else torch.zeros_like(positions)",
         new="begins = (positions - window).clamp(min=0) if window else torch.zeros_like(positions)",
         seen_by="tests/ops/test_reference.py",
@@ -923,7 +921,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "experts_products_by_the_number_of_rows",
-        "src/nano_inference/ops/reference.py",
+        "src/nano_inference/ops/reference/backend.py",
         old="        product = linear(x[rows[own]], gate_ups[expert], up_biases[expert])",
         new="""\
         few = len(own) < 2  # K split in another place
@@ -1306,7 +1304,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "sinks_lost_by_the_merge",
-        "src/nano_inference/ops/reference_attention.py",
+        "src/nano_inference/ops/reference/attention.py",
         old="return _finish(whole, sinks).to(dtype).flatten(1)",
         new="return _finish(whole, None).to(dtype).flatten(1)",
         seen_by="tests/ops/test_partial_attention.py -k 'states and reference'",

@@ -14,11 +14,11 @@ from nano_inference.config import EngineConfig
 from nano_inference.device.backends import choose_ops
 from nano_inference.errors import ConfigError
 from nano_inference.models.spec.model import spec_from_config
-from nano_inference.ops import reference
-from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.cpu.latent import LatentWeight
+from nano_inference.ops.interface import Norm
+from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.settings import Latent
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config

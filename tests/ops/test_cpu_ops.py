@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops import reference
-from nano_inference.ops.backend import Norm
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.interface import Norm
+from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.ops.cpu_kernels import as_packed, available

@@ -18,8 +18,8 @@ from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.backends import captures_graphs
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError
-from nano_inference.ops import reference_attention
 from nano_inference.ops.flashinfer import FlashInferAttention
+from nano_inference.ops.reference import attention as reference_attention
 from tests.depth import at_depth
 from tests.models.tiny import tiny_model
 from tests.ops import flashinfer_stand_in

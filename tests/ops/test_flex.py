@@ -23,10 +23,11 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.rope import RopeSpec
-from nano_inference.ops import flex, reference_attention
-from nano_inference.ops.backend import Ops
+from nano_inference.ops import flex
 from nano_inference.ops.flex import HeadShape, flex_ops, require_flex
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import Ops
+from nano_inference.ops.reference import attention as reference_attention
+from nano_inference.ops.reference.backend import reference_ops
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from nano_inference.config import KVCacheDType
 from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops.backend import Ops
+from nano_inference.ops.interface import Ops
 from nano_inference.ops.kv_codes import KvFormat
 from tests.invariance.scenario import spoil
 from tests.ops.test_partial_attention import backend

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
-from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.lora import Adapter, LoraPart, Place, placed
+from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.ops.cpu_kernels import available

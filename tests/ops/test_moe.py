@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nano_inference.models.sharding.expert_exchange import ExpertExchange
 from nano_inference.models.spec.model import spec_from_config
-from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.moe import Biases, Exchange, Experts, MoeSteps, Shared
+from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.settings import Routing
 from tests.depth import at_depth
 from tests.models.tiny import MORE_FAMILIES, llama_config

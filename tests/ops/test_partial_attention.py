@@ -14,11 +14,11 @@ from torch import Tensor
 from nano_inference.config import KVCacheDType
 from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
-from nano_inference.ops.reference import reference_ops
-from nano_inference.ops.reference_attention import SoftmaxState, _merge
+from nano_inference.ops.interface import Ops
+from nano_inference.ops.reference.attention import SoftmaxState, _merge
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 from tests.depth import at_depth
 from tests.invariance.scenario import spoil

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import AMX, best_instruction_set
 from nano_inference.ops.formats import FORMATS, QUANTIZATIONS, Format, bounds_of, fitting, widest
+from nano_inference.ops.interface import Ops
 from nano_inference.ops.quantised import Codes, encode, product, quantise_rows, widened
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.sampling.logit_scale import UNSCALED
 from tests.depth import at_depth
 from tests.ops.cpu_kernels import kernels

@@ -21,12 +21,13 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import HostQueue
 from nano_inference.device.step_buffers import DecodeInputs, Uploads
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import allocate, param_table
+from nano_inference.models.parameters.storage import allocate
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import spec_from_config
-from nano_inference.ops.backend import Norm, Ops
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import cuda_ops
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import Norm, Ops
+from nano_inference.ops.reference.backend import reference_ops
 from tests.models.tiny import FAMILIES, llama_config
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}  # of a number's size: a rounding or two

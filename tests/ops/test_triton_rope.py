@@ -14,8 +14,8 @@ from torch import Tensor
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
-from nano_inference.ops import reference
-from nano_inference.ops.backend import Norm
+from nano_inference.ops.interface import Norm
+from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
 from tests.ops.exactness import assert_close
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops import reference_attention
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.kv_codes import KvFormat
+from nano_inference.ops.reference import attention as reference_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYER = 1  # its units are those of the second kind, and its place in them the first

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import Ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.ops import reference
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS, Law
+from nano_inference.ops.reference import backend as reference
 from nano_inference.parallel.bounds import SEGMENTS, check_segments, row_segments, segment_unit
 from nano_inference.parallel.segments import tree_sum
 from tests.depth import at_depth

@@ -23,7 +23,8 @@ from nano_inference.config import Backend, CacheType
 from nano_inference.device.kv_tensors import KVStorage, common_layout
 from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.sliding_window import UnitPool
-from nano_inference.models.parameters import num_bytes, param_table
+from nano_inference.models.parameters.storage import num_bytes
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.sharding.shard import shard_of, split_layers
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.types import KvPolicy

@@ -22,9 +22,9 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import shard_of
-from nano_inference.ops.backend import Ops
 from nano_inference.ops.cpu.backend import cpu_ops
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import Ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch

@@ -29,7 +29,10 @@ from nano_inference.engine import engine as engine_module
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.sliding_window import UnitPool
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import allocate, param_table, read, slots, write
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import allocate
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read, write
 from nano_inference.models.sharding.rank_exchange import RankClock, RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nano_inference import InferenceEngine, InvalidRequest, SamplingParams
-from nano_inference.ops import reference
 from nano_inference.ops.cpu import moe as cpu_moe
+from nano_inference.ops.reference import backend as reference
 from nano_inference.rl import PolicyModel, score
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.torch_decoder import TorchDecoder

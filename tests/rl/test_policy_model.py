@@ -23,7 +23,9 @@ from nano_inference import (
 )
 from nano_inference.checkpoints import loading
 from nano_inference.checkpoints.loading import load_spec, resolve_dtype
-from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.models.spec.model import CONVERTED
 from nano_inference.rl import PolicyModel, score
 from tests.models.families import CASES

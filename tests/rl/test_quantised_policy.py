@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.ops.formats import QUANTIZATIONS
 from nano_inference.rl import PolicyModel, differences
 from nano_inference.rl.replayer import Replayer

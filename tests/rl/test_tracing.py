@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.ops.backend import Ops
+from nano_inference.ops.interface import Ops
 from nano_inference.rl.comparison import Difference, differences
 from nano_inference.rl.replayer import Replayer
 from nano_inference.rl.tracing import (

@@ -13,7 +13,7 @@ import torch
 
 from nano_inference import EngineConfig
 from nano_inference.device.backends import numerics_of
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.system import processor
 
 CPUINFO = """processor\t: 0

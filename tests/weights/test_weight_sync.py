@@ -16,7 +16,9 @@ from nano_inference import (
     WeightUpdate,
     WeightUpdateError,
 )
-from nano_inference.models.parameters import param_table, read, slots
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from tests.models.tiny import Weights, WithoutNumbers
 from tests.weights.weight_cases import (
     EMBEDDING,

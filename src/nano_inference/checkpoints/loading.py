@@ -20,30 +20,24 @@ from nano_inference.checkpoints.gguf.file import described_by, gguf_in
 from nano_inference.checkpoints.gguf.weights import GgufReader
 from nano_inference.checkpoints.quantised_weights import ACTIVATIONS, quantised_weight
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.parameters import (
-    HEAD,
-    WEIGHT_DTYPES,
+from nano_inference.models.parameters.fused import fused_tensors
+from nano_inference.models.parameters.param import Formats, ParamSpec
+from nano_inference.models.parameters.slots import Slot, named_slots
+from nano_inference.models.parameters.storage import (
     Allocate,
-    Formats,
-    ParamSpec,
-    Slot,
     allocate,
-    as_held,
     form_of,
-    fused_tensors,
-    named_slots,
-    param_table,
-    read,
     require_whole_groups,
-    write,
 )
+from nano_inference.models.parameters.table import HEAD, param_table
+from nano_inference.models.parameters.values import WEIGHT_DTYPES, as_held, read, write
 from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import GGUF, quantisation_of
 from nano_inference.models.spec.text_part import is_of_another_part
-from nano_inference.ops import reference
 from nano_inference.ops.formats import FILE, Format, widest
 from nano_inference.ops.quantised import Codes, widened
+from nano_inference.ops.reference import backend as reference
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import open_regular, read_json
 

@@ -19,7 +19,10 @@ from nano_inference.checkpoints.folders import read_json
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
 from nano_inference.fields.options import is_number, is_whole
-from nano_inference.models.parameters import ParamSpec, Slot, holds_numbers, param_table, slots
+from nano_inference.models.parameters.param import ParamSpec
+from nano_inference.models.parameters.slots import Slot, slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import holds_numbers
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.lora import HEAD, Adapter, LoraPart, Place
 

@@ -192,7 +192,7 @@ def _tokenizer(plan: "EnginePlan") -> "Tokenizer | GgufVocabulary | None":
 def _num_parameters(spec: "ModelSpec") -> int:
     from math import prod
 
-    from nano_inference.models.parameters import param_table
+    from nano_inference.models.parameters.table import param_table
 
     return sum(prod(param.shape) for param in param_table(spec))
 

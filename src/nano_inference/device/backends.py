@@ -16,14 +16,14 @@ from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
 from nano_inference.device.kernel_probe import probe
 from nano_inference.errors import ConfigError
-from nano_inference.models.parameters import param_table
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import TILES, KernelsUnavailable, available_instruction_set
 from nano_inference.ops.cpu.quantised import MOST_COLUMNS
 from nano_inference.ops.cuda import availability
-from nano_inference.ops.reference import reference_ops
+from nano_inference.ops.interface import Numerics, Ops
+from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.system.machine import usable_cores
 from nano_inference.system.processor import vendor

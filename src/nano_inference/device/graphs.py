@@ -35,8 +35,8 @@ from nano_inference.device.step_buffers import (
     carve,
 )
 from nano_inference.models.decoder import Decoder
-from nano_inference.ops.backend import FEW_ROWS
 from nano_inference.ops.cuda.rows import make_noise_keys, relay_tokens
+from nano_inference.ops.interface import FEW_ROWS
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import (

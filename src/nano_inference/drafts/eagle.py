@@ -34,7 +34,7 @@ from nano_inference.drafts.source import Guess
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.rope import rope_table
 from nano_inference.models.taps import Taps
-from nano_inference.ops.backend import KvcacheView, Norm, Operations
+from nano_inference.ops.interface import KvcacheView, Norm, Operations
 from nano_inference.sampling.columns import to_device
 
 UNKNOWN = 256  # sequences more than four times those of a step whose progress is remembered

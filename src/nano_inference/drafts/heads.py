@@ -20,16 +20,10 @@ from torch import Tensor
 
 from nano_inference.checkpoints.loading import read_tensors, stored_shapes
 from nano_inference.errors import ConfigError, ModelLoadError
-from nano_inference.models.parameters import (
-    WEIGHT_DTYPES,
-    Allocate,
-    ParamSpec,
-    Source,
-    allocate,
-    num_bytes,
-    slots,
-    write,
-)
+from nano_inference.models.parameters.param import ParamSpec, Source
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import Allocate, allocate, num_bytes
+from nano_inference.models.parameters.values import WEIGHT_DTYPES, write
 from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.system.regular_files import read_json
 

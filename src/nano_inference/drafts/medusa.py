@@ -21,7 +21,7 @@ from nano_inference.drafts.model import (
 )
 from nano_inference.drafts.source import Guess
 from nano_inference.models.decoder import Decoder
-from nano_inference.ops.backend import Ops
+from nano_inference.ops.interface import Ops
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.sample import Draw

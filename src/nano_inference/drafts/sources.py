@@ -23,7 +23,7 @@ from nano_inference.drafts.source import DraftSource
 from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import form_of, numbers_of
+from nano_inference.models.parameters.storage import form_of, numbers_of
 from nano_inference.sampling.drafted import Drafts
 from nano_inference.types import SamplingParams, TrainingSample
 

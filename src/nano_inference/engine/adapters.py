@@ -33,7 +33,9 @@ from nano_inference.errors import AdapterError, AdapterNotFound, ModelLoadError
 from nano_inference.fields.options import is_whole
 from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import as_held, named_slots, param_table, read
+from nano_inference.models.parameters.slots import named_slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import as_held, read
 from nano_inference.ops.lora import Adapter, LoraPart
 from nano_inference.types import AdapterInfo, KvPolicy
 

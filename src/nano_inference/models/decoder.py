@@ -4,29 +4,25 @@ given.
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
-from nano_inference.models.activations import UNGATED
+from nano_inference.models.blocks.build import build_layer, build_mixtures
+from nano_inference.models.blocks.gemma4 import LayerInputs
+from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
 from nano_inference.models.rope import rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.sharding.context import SharedContext
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import shard_of
-from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.models.spec.states import DeltaNet
 from nano_inference.models.taps import Taps
-from nano_inference.ops import reference
-from nano_inference.ops.backend import KvcacheView, Norm, Operations, Ops
+from nano_inference.ops.interface import KvcacheView, Operations, Ops
 from nano_inference.ops.lora import HEAD, Adapter
-from nano_inference.ops.moe import Biases, Experts, Shared
-from nano_inference.ops.reference import lora, scaled
-from nano_inference.ops.state import DeltaWeights, ShortConvWeights
+from nano_inference.ops.reference.backend import lora, scaled
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED
@@ -34,13 +30,8 @@ from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
 
-# as `Biases` has them
-EXPERT_BIASES = ("router_logits_bias", "experts_gate_up_bias", "experts_down_bias")
 BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
 MASKED_TILE = 64  # rows whose logits are in memory at once where they are scored under masks
-
-
-_NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)
 
 
 class BestTokens(NamedTuple):
@@ -119,26 +110,35 @@ class Decoder:
         # one entry a layer; layers that turn alike share tables
         self.ropes = tuple(tables[kind] for kind in kinds)
         self.layers: Sequence[int] = range(spec.num_layers)  # that a forward goes through
-        # weights of norms that have none
-        self._ones = (
-            torch.ones(max(spec.hidden_size, spec.head_dim), dtype=self.dtype, device=self.device)
-            if spec.bare_norms
-            else None
-        )
-        self._value_norm = (
-            Norm(torch.ones(spec.widest_head, device=self.device), spec.rms_norm_eps, 0, self.dtype)
-            if spec.value_norm
-            else None
-        )
+        self._build()
         # rounded as the model was trained
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        self._inputs_scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=self.dtype))
         # where the experts of every row are noted, if they are wanted
         self.routes: RouteRecord | None = None
         # heads that guess read what some layers are given
         self.taps: Taps | None = None
         # by whom it serves: a KV storage (`Ops.compile`), or captured graphs
         self.recorded: dict[object, Any] = {}
+
+    def _build(self) -> None:
+        """Build the blocks, which hold their weights."""
+        spec, width = self.spec, max(self.spec.hidden_size, self.spec.head_dim)
+        part = ModelPart(
+            spec=spec,
+            params=self.params,
+            ops=self.ops,
+            exchange=self.rank_exchange,
+            context=self.context,
+            ropes=self.ropes,
+            dtype=self.dtype,
+            ones=torch.ones(width, dtype=self.dtype, device=self.device)
+            if spec.bare_norms
+            else None,
+        )
+        self.mixtures = build_mixtures(part)
+        self.blocks = [build_layer(part, layer, self.mixtures) for layer in self.layers]
+        self.inputs = LayerInputs(part) if spec.layer_inputs else None
+        self.norm = part.norm("norm")
 
     @property
     def head(self) -> Any:
@@ -278,15 +278,11 @@ class Decoder:
         """A forward of no rows: what the ranks that share this one's experts need of it while they
         make one.
         """
-        moe = self.spec.moe
-        if moe is None or self.rank_exchange.exchange is None:
+        if self.rank_exchange.exchange is None:
             return
         nothing = torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
-        for layer in range(self.spec.num_layers):
-            if moe.layers[layer]:
-                self.ops.moe(
-                    nothing, self._experts(f"layers.{layer}.", moe), self.rank_exchange.exchange
-                )
+        for mixture in self.mixtures.values():
+            mixture.serve(self.ops, nothing)
 
     def forget_recorded(self) -> None:
         """Record anew what the backend records: weights or KV tensors have moved."""
@@ -307,12 +303,16 @@ class Decoder:
         other.routes, other.taps, other.recorded = None, None, {}
         other.layers = self.layers if layers is None else layers
         other.context = other._shared_context()
+        other._build()
         return other
 
     def close(self) -> None:
         """Let go of the weights. Nothing may be called afterwards."""
         self.params.clear()
         self.recorded.clear()
+        self.blocks.clear()
+        self.mixtures.clear()
+        self.inputs = None
 
     def _shared_context(self) -> SharedContext | None:
         group = self.rank_exchange.context
@@ -328,170 +328,41 @@ class Decoder:
         return self.recorded[key](batch)
 
     def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
-        """Everything but the head, by calls of `ops` alone: a backend may record them once and
+        """Everything but the head, by calls of `ops` only: a backend may record them once and
         replay them.
         """
-        spec = self.spec
-        whole = self.context is None  # the keys of a sequence are all here
-        plans = (
-            {w: ops.plan_attention(batch, view.block_size, w) for w in set(spec.windows)}
-            if whole
-            else {}
-        )
         residual = self._enter(ops, batch)  # [N, H]
-        inputs = self._layer_inputs(ops, batch, residual) if spec.layer_inputs else None
+        step = Step(
+            ops=ops,
+            batch=batch,
+            view=view,
+            plans=self._plans(ops, batch, view),
+            inputs=None if self.inputs is None else self.inputs(ops, batch, residual),
+            routes=self.routes,
+            taps=self.taps,
+        )
         x: Tensor | None = None
-        for layer in self.layers:
-            window = spec.windows[layer]
-            name = f"layers.{layer}."
-            normed, residual = ops.rms_norm(
-                x, residual, self._norm(name + "attn_norm"), spec.residual_scale
-            )
-            if self.taps is not None and layer in self.taps.layers:
-                note = partial(self.taps.note, layer)
-                residual = ops.call(batch, note, (residual,), spec.hidden_size, torch.float32)
-            if spec.state is not None and spec.state.layers[layer]:
-                x = self._with_state(ops, normed, name, layer, batch, view)
-            else:
-                x = self._attention(ops, normed, name, layer, batch, view, plans.get(window))
-            x = self._after(ops, x, name + "attn_out_norm")
-            normed, residual = ops.rms_norm(
-                x, residual, self._norm(name + "mlp_norm"), spec.residual_scale
-            )
-            if spec.moe is not None and spec.moe.beside:
-                x = self._mlp_and_experts(ops, batch, normed, residual, name, layer)
-            else:
-                x = self._mlp(ops, batch, normed, name, layer)
-                x = self._after(ops, x, name + "mlp_out_norm")
-            if inputs is not None:
-                x, residual = self._with_input(ops, batch, x, residual, inputs, layer)
-            if spec.layer_scales:
-                _, residual = ops.rms_norm(x, residual, _NOT_ROUNDED, spec.residual_scale)
-                scale = partial(_times, self.params[name + "scale"])
-                residual = ops.call(batch, scale, (residual,), spec.hidden_size, torch.float32)
-                x = None
-        if not self.is_last_stage:
-            _, residual = ops.rms_norm(x, residual, _NOT_ROUNDED, spec.residual_scale)
-            return ops.call(
-                batch, self.rank_exchange.send, (residual,), spec.hidden_size, torch.float32
-            )
-        return ops.rms_norm(x, residual, self._norm("norm"), spec.residual_scale)[0]
+        for layer in self.blocks:
+            x, residual = layer(step, x, residual)
+        return self._leave(ops, batch, x, residual)
 
-    def _attention(
-        self,
-        ops: Operations,
-        normed: Tensor,
-        name: str,
-        layer: int,
-        batch: ForwardBatch,
-        view: KvcacheView,
-        plan: object,
+    def _plans(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> dict[int, Any]:
+        """The plans of attention, by window; none if ranks share the keys of a sequence."""
+        if self.context is not None:
+            return {}
+        windows = set(self.spec.windows)
+        return {each: ops.plan_attention(batch, view.block_size, each) for each in windows}
+
+    def _leave(
+        self, ops: Operations, batch: ForwardBatch, x: Tensor | None, residual: Tensor
     ) -> Tensor:
-        spec, params = self.spec, self.params
-        rope, kind = self.ropes[layer], self.spec.layer(layer)
-        qkv, gate = self._qkv(ops, batch, normed, name), None
-        if spec.gated_attention:
-            width = spec.num_heads * spec.head_dim
-            gate = ops.columns(qkv, 0, width)
-            qkv = ops.columns(qkv, width, 2 * width + 2 * spec.num_kv_heads * spec.head_dim)
-        q = ops.rope_and_store(
-            qkv,
-            rope.cos,
-            rope.sin,
-            batch.positions,
-            view,
-            layer,
-            batch.slot_mapping,
-            spec.num_heads,
-            kind.num_kv_heads if kind.keys_of == layer else 0,
-            self._head_norms(name, layer),
-            rope.interleaved,
-            rope.query_scales,
-            *((kind.joint,) if kind.joint else ()),  # which not every backend has
-        )
-        scores: tuple[Any, ...] = (spec.attention_scale,)
-        if spec.attention_sinks or spec.attention_cap:  # which not every backend has
-            scores += params.get(name + "sinks"), spec.attention_cap
-        if self.context is None:
-            attended = ops.attention(q, view, layer, plan, *scores)
-        else:
-            attend = self.context.attention(view, layer, spec.windows[layer], *scores)
-            attended = ops.call(batch, attend, (q,), spec.num_heads * kind.head_dim, self.dtype)
-        if spec.latent is not None:
-            attended = ops.latent.values(attended, params[name + "kv_b"], spec.latent.sizes)
-        if gate is not None:
-            attended = ops.sigmoid_gate(attended, gate)
-        start, stop = self.part.own_columns
-        if stop - start < spec.num_heads * spec.value_dim:
-            attended = ops.columns(attended, start, stop)
-        segments = self.part.head_segments_of(layer)
-        return self._row_parallel(ops, batch, attended, name + "o", segments)
-
-    def _head_norms(self, name: str, layer: int) -> tuple[Norm | None, ...] | None:
-        """Of queries, keys and values, as `Ops.rope_and_store` has them."""
-        spec, kind = self.spec, self.spec.layer(layer)
-        own: tuple[Norm | None, ...] = (None, None)
-        if spec.qk_norm:
-            own = (self._norm(name + "q_norm", kind.head_dim),)
-            if kind.keys_of == layer:
-                own += (self._norm(name + "k_norm", kind.head_dim),)
-        if self._value_norm is None or kind.keys_of != layer:
-            return own if spec.qk_norm else None
-        weight = self._value_norm.weight
-        assert weight is not None
-        return (*own, self._value_norm._replace(weight=weight[: kind.head_dim]))
-
-    def _with_state(
-        self,
-        ops: Operations,
-        normed: Tensor,
-        name: str,
-        layer: int,
-        batch: ForwardBatch,
-        view: KvcacheView,
-    ) -> Tensor:
-        params, state = self.params, self.spec.state
-        projected = self._linear(ops, batch, normed, name + "mix_in")
-        conv = params[name + "conv"]
-        if isinstance(state, DeltaNet):
-            decay = params[name + "log_decay"], params[name + "decay_bias"]
-            heads = state.key_heads, state.value_heads, state.key_dim, state.value_dim
-            norm, eps = params[name + "mix_norm"], self.spec.rms_norm_eps
-            weights = DeltaWeights(conv, *decay, norm, eps, *heads)
-            mixed = ops.delta_net(projected, weights, batch, view.states, layer)
-        else:
-            weights = ShortConvWeights(conv, params.get(name + "conv_bias"))
-            mixed = ops.short_conv(projected, weights, batch, view.states, layer)
-        return self._linear(ops, batch, mixed, name + "mix_out")
-
-    def _linear(
-        self,
-        ops: Operations,
-        batch: ForwardBatch,
-        x: Tensor,
-        name: str,
-        segments: tuple[int, ...] | None = None,
-    ) -> Tensor:
-        """The product of rows and a weight with its bias, and what their adapters add."""
-        y = ops.linear(x, self.params[name], self.params.get(name + "_bias"), segments)
-        return ops.lora(y, x, name, batch) if batch.adapters else y
-
-    def _qkv(self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str) -> Tensor:
-        """Queries, keys and values side by side, as attention has them: of latents, one KV head."""
-        params, latent = self.params, self.spec.latent
-        if latent is None:
-            return self._linear(ops, batch, normed, name + "qkv")
-        q = normed
-        if latent.query_rank is not None:
-            norm = self._norm(name + "q_a_norm")._replace(eps=latent.eps)
-            q = ops.rms_norm(None, self._linear(ops, batch, q, name + "q_a"), norm)[0]
-        return ops.latent.meet(
-            self._linear(ops, batch, q, name + "q_b"),
-            self._linear(ops, batch, normed, name + "kv_a"),
-            params[name + "kv_b"],
-            self._norm(name + "kv_a_norm")._replace(eps=latent.eps),
-            latent.sizes,
-        )
+        """The rows after the last norm, or the residual stream for the next stage."""
+        scale = self.spec.residual_scale
+        if self.is_last_stage:
+            return ops.rms_norm(x, residual, self.norm, scale)[0]
+        _, residual = ops.rms_norm(x, residual, NOT_ROUNDED, scale)
+        send, hidden = self.rank_exchange.send, self.spec.hidden_size
+        return ops.call(batch, send, (residual,), hidden, torch.float32)
 
     def _enter(self, ops: Operations, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer that is here."""
@@ -510,207 +381,7 @@ class Decoder:
         """Embeddings, normalised where the model does that."""
         if not self.spec.embed_norm:
             return rows
-        return ops.rms_norm(None, rows, self._norm("norm")._replace(dtype=torch.float32), 1.0)[0]
-
-    def _layer_inputs(self, ops: Operations, batch: ForwardBatch, rows: Tensor) -> Tensor:
-        """What all layers get of their own, side by side: float32 [N, layers * layer_inputs], from
-        embeddings [N, H].
-        """
-        spec, params = self.spec, self.params
-        norm = Norm(params["inputs_norm"], spec.rms_norm_eps, spec.norm_offset, torch.float32)
-        projected = ops.linear(self._rounded(ops, None, rows)[0], params["inputs_project"], None)
-        known = ops.embed(batch.input_ids, params["inputs_embed"], self._inputs_scale)
-        join = partial(_joined, norm, spec.hidden_size**-0.5)
-        width = spec.num_layers * spec.layer_inputs
-        return ops.call(batch, join, (projected, known), width, torch.float32)
-
-    def _with_input(
-        self,
-        ops: Operations,
-        batch: ForwardBatch,
-        x: Tensor,
-        residual: Tensor,
-        inputs: Tensor,
-        layer: int,
-    ) -> tuple[Tensor, Tensor]:
-        """What a layer's own input adds to the residual stream, to which x is added first."""
-        spec, params, name = self.spec, self.params, f"layers.{layer}."
-        width = spec.layer_inputs
-        rows, residual = self._rounded(ops, x, residual)
-        gates = ops.linear(rows, params[name + "input_gate"], None)
-        own = ops.columns(inputs, layer * width, (layer + 1) * width)
-        gate = partial(_gated, spec.activation)
-        gated = ops.call(batch, gate, (gates, own), width, self.dtype)
-        x = ops.linear(gated, params[name + "input_out"], None)
-        return self._after(ops, x, name + "input_norm"), residual
-
-    def _rounded(
-        self, ops: Operations, x: Tensor | None, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream as products read it, and itself, after x was added."""
-        norm = Norm(None, 0.0, 0.0, self.dtype)
-        return ops.rms_norm(x, residual, norm, self.spec.residual_scale)
-
-    def _row_parallel(
-        self,
-        ops: Operations,
-        batch: ForwardBatch,
-        x: Tensor,
-        name: str,
-        segments: tuple[int, ...] | None,
-    ) -> Tensor:
-        """A product whose input columns are spread over ranks: each adds up its own, then all of
-        them.
-        """
-        weight, bias, rank_exchange = (
-            self.params[name],
-            self.params.get(name + "_bias"),
-            self.rank_exchange,
-        )
-        if rank_exchange.tensor is None:
-            return self._linear(ops, batch, x, name, segments if self.ops.in_segments else None)
-        segments = segments if segments is not None else (0, weight.shape[1])
-        add_up = partial(rank_exchange.add_up, bias=None if bias is None else bias.float())
-        return ops.call(
-            batch,
-            add_up,
-            (ops.linear(x, weight, None, segments),),
-            self.spec.hidden_size,
-            torch.float32,
-        )
-
-    def _mlp(
-        self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int
-    ) -> Tensor:
-        if self.spec.moe is not None and self.spec.moe.layers[layer]:
-            return self._mixed(ops, batch, normed, None, name, layer)
-        return self._dense(ops, batch, normed, name, layer)
-
-    def _mlp_and_experts(
-        self,
-        ops: Operations,
-        batch: ForwardBatch,
-        normed: Tensor,
-        residual: Tensor,
-        name: str,
-        layer: int,
-    ) -> Tensor:
-        """What an MLP of normed rows and experts beside it add to the residual stream, of which
-        experts and router have norms of their own.
-        """
-        dense = self._dense(ops, batch, normed, name, layer)
-        dense = self._after(ops, dense, name + "dense_out_norm")
-        rows = ops.rms_norm(None, residual, self._norm(name + "experts_norm"), 1.0)[0]
-        routed = None
-        if name + "router_norm" in self.params:
-            routed = ops.rms_norm(None, residual, self._norm(name + "router_norm"), 1.0)[0]
-        mixed = self._mixed(ops, batch, rows, routed, name, layer)
-        mixed = self._after(ops, mixed, name + "experts_out_norm")
-        norm = self._norm(name + "mlp_out_norm")._replace(dtype=torch.float32)
-        return ops.rms_norm(mixed, dense, norm, 1.0)[0]
-
-    def _mixed(
-        self,
-        ops: Operations,
-        batch: ForwardBatch,
-        rows: Tensor,
-        routed: Tensor | None,
-        name: str,
-        layer: int,
-    ) -> Tensor:
-        """Rows through their experts, which the router chooses by rows of its own where there are
-        such.
-        """
-        assert self.spec.moe is not None
-        experts, exchange = self._experts(name, self.spec.moe), self.rank_exchange.exchange
-        beside = () if routed is None else (routed,)
-        if self.routes is None:
-            return ops.moe(rows, experts, exchange, *((None, routed) if beside else ()))
-        moe = partial(self.ops.moe, experts=experts, exchange=exchange)
-        noted = partial(self.routes.compute, layer, moe)
-        return ops.call(batch, noted, (rows, *beside), self.spec.hidden_size, torch.float32)
-
-    def _dense(
-        self, ops: Operations, batch: ForwardBatch, normed: Tensor, name: str, layer: int
-    ) -> Tensor:
-        if self.spec.gated:
-            inner = ops.gate(
-                self._linear(ops, batch, normed, name + "gate_up"), self.spec.activation
-            )
-        else:
-            activate = partial(_activated, self.spec.activation, self.params.get(name + "act"))
-            up = self._linear(ops, batch, normed, name + "up")
-            inner = ops.call(batch, activate, (up,), self.spec.intermediate_size, self.dtype)
-        segments = self.part.inner_segments_of(layer)
-        return self._row_parallel(ops, batch, inner, name + "down", segments)
-
-    def _experts(self, name: str, moe: MoeSpec) -> Experts:
-        router, gate_up, down = (
-            self.params[name + part] for part in ("router", "experts_gate_up", "experts_down")
-        )
-        shared = moe.shared and Shared(
-            self.params[name + "shared_gate_up"],
-            self.params[name + "shared_down"],
-            moe.shared.gate is not None,
-        )
-        bias = self.params[name + "router_bias"].flatten() if moe.bias else None
-        return Experts(
-            router,
-            gate_up,
-            down,
-            moe.num_experts,
-            moe.routing,
-            self.spec.activation,
-            bias,
-            shared,
-            Biases(*(self.params[name + part] for part in EXPERT_BIASES)) if moe.biases else None,
-            self.params[name + "router_scales"] if moe.scales is not None else None,
-        )
-
-    def _after(self, ops: Operations, x: Tensor, name: str) -> Tensor:
-        """What a block adds to the residual stream: normalised where the model has a norm there,
-        and not rounded.
-        """
-        if name not in self.params:
-            return x
-        norm = self._norm(name)._replace(dtype=torch.float32)
-        return ops.rms_norm(None, x, norm, 1.0)[0]
-
-    def _norm(self, name: str, width: int | None = None) -> Norm:
-        """A norm of the model, as wide as the hidden state unless told; where it has none, what
-        rounds the residual stream for the next product.
-        """
-        weight = (
-            self.params.get(name)
-            if self._ones is None
-            else self._ones[: width or self.spec.hidden_size]
-        )
-        return Norm(weight, self.spec.rms_norm_eps, self.spec.norm_offset, self.dtype)
-
-
-def _activated(
-    activation: str, numbers: Tensor | None, _batch: ForwardBatch, out: Tensor, x: Tensor
-) -> None:
-    out.copy_(UNGATED[activation](x.float(), numbers))
-
-
-def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
-    torch.mul(x, number, out=out)
-
-
-def _joined(
-    norm: Norm, scale: float, _batch: ForwardBatch, out: Tensor, projected: Tensor, known: Tensor
-) -> None:
-    """What layers get of their own: of a row's embedding, normalised layer by layer, and of its
-    token.
-    """
-    assert norm.weight is not None
-    of_layers = (projected.float() * scale).unflatten(1, (-1, len(norm.weight)))
-    torch.mul(reference.normed_rows(of_layers, norm).flatten(1) + known, 2**-0.5, out=out)
-
-
-def _gated(activation: str, _batch: ForwardBatch, out: Tensor, gates: Tensor, x: Tensor) -> None:
-    out.copy_(reference.gate(torch.cat((gates.float(), x), dim=1), activation))
+        return ops.rms_norm(None, rows, self.norm._replace(dtype=torch.float32), 1.0)[0]
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.errors import ConfigError
-from nano_inference.ops.backend import KvcacheView
+from nano_inference.ops.interface import KvcacheView
 
 _WORKSPACE = 128 * 2**20  # bytes, as its documentation recommends
 DTYPES = (torch.bfloat16, torch.float16)

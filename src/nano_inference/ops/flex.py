@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.errors import ConfigError
-from nano_inference.ops.backend import KvcacheView, Ops
+from nano_inference.ops.interface import KvcacheView, Ops
 
 # Rows of a tile: one for decodes; for chunks 32, since from 64 on the CPU kernel packs the whole KV
 # storage into another layout in every call (bfloat16 and float16).

@@ -63,20 +63,20 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import (
+from nano_inference.models.parameters.storage import (
     coded_copies,
     codes_bytes,
     formats_of,
     num_bytes,
-    param_table,
     require_whole_groups,
 )
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.backend import Numerics, Ops
 from nano_inference.ops.formats import FILE
+from nano_inference.ops.interface import Numerics, Ops
 from nano_inference.parallel.bounds import SEGMENTS
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup

@@ -12,7 +12,9 @@ from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import choose_device
 from nano_inference.device.sleep import Sleep
 from nano_inference.errors import ConfigError
-from nano_inference.models.parameters import named_slots, param_table, read
+from nano_inference.models.parameters.slots import named_slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.ranks.assembly import config_here, digest_of, process_groups, rank_of
 from nano_inference.ranks.build import assemble, plan_engine
 from nano_inference.ranks.messages import Begin, Build, Size

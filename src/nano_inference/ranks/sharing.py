@@ -14,7 +14,9 @@ from torch import Tensor
 
 from nano_inference.errors import RankLost, WeightTransferError, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import Slot, named_slots, param_table, read
+from nano_inference.models.parameters.slots import Slot, named_slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.parallel.mesh import Place
 from nano_inference.ranks.messages import Call, Piece

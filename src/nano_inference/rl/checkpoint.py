@@ -12,7 +12,9 @@ from torch import Tensor
 from nano_inference.checkpoints.gguf.file import described_by
 from nano_inference.checkpoints.loading import load_spec, read_tensors, resolve_model
 from nano_inference.errors import ConfigError
-from nano_inference.models.parameters import ParamSpec, fused_tensors, param_table
+from nano_inference.models.parameters.fused import fused_tensors
+from nano_inference.models.parameters.param import ParamSpec
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import CONVERTED, ModelSpec
 from nano_inference.models.spec.quantisation import KEYS
 

@@ -36,7 +36,8 @@ from nano_inference.core.sequence import POLICY
 from nano_inference.engine.adapters import AdapterInfo
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import AdapterError, ConfigError
-from nano_inference.models.parameters import numbers_of, param_table
+from nano_inference.models.parameters.storage import numbers_of
+from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states

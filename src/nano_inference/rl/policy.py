@@ -19,16 +19,10 @@ from nano_inference.config import EngineConfig, require_count, with_plain_weight
 from nano_inference.core.sequence import POLICY
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest
-from nano_inference.models.parameters import (
-    allocate,
-    as_held,
-    form_of,
-    formats_of,
-    param_table,
-    read,
-    slots,
-    write,
-)
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.storage import allocate, form_of, formats_of
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import as_held, read, write
 from nano_inference.models.routes import RouteRecord
 from nano_inference.ranks.build import require_one_rank
 from nano_inference.rl.checkpoint import (

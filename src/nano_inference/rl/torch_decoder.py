@@ -11,13 +11,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nano_inference.models.activations import UNGATED
-from nano_inference.models.decoder import EXPERT_BIASES
+from nano_inference.models.blocks.experts import EXPERT_BIASES
 from nano_inference.models.rope import Rotation
 from nano_inference.models.spec.latents import LatentSpec
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ops.reference import rotate, scaled
-from nano_inference.ops.reference_attention import capped
+from nano_inference.ops.reference.attention import capped
+from nano_inference.ops.reference.backend import rotate, scaled
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.sampling.pipeline import allowed

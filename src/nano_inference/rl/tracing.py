@@ -18,9 +18,11 @@ from torch import Tensor
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import param_table, read, slots
-from nano_inference.ops.backend import Norm, Ops
+from nano_inference.models.parameters.slots import slots
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.parameters.values import read
 from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.interface import Norm, Ops
 from nano_inference.rl.comparison import OF_PROMPT, Difference
 from nano_inference.rl.history import stretches
 from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer

@@ -11,7 +11,9 @@ from nano_inference.checkpoints.loading import load_params, resolve_model
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import Formats, allocate, formats_of, param_table
+from nano_inference.models.parameters.param import Formats
+from nano_inference.models.parameters.storage import allocate, formats_of
+from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.formats import FILE
 from nano_inference.weights.sync import WeightSyncManager
 

@@ -16,19 +16,16 @@ from torch import Tensor
 from nano_inference.errors import WeightUpdateError
 from nano_inference.fields.options import is_whole
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.parameters import (
-    HEAD,
+from nano_inference.models.parameters.fused import fused_tensors, unfused
+from nano_inference.models.parameters.slots import Slot, named_slots
+from nano_inference.models.parameters.storage import form_of
+from nano_inference.models.parameters.table import HEAD, param_table
+from nano_inference.models.parameters.values import (
     WEIGHT_DTYPES,
-    Slot,
     as_held,
-    form_of,
-    fused_tensors,
     holds_numbers,
-    named_slots,
-    param_table,
     patch,
     read,
-    unfused,
     write,
 )
 from nano_inference.models.spec.text_part import is_of_another_part

@@ -18,7 +18,9 @@ from nano_inference.checkpoints.gguf.families import Config, Family
 from nano_inference.checkpoints.gguf.file import read_model
 from nano_inference.checkpoints.gguf.header import StoredTensor
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.parameters import fused_tensors, named_slots, param_table
+from nano_inference.models.parameters.fused import fused_tensors
+from nano_inference.models.parameters.slots import named_slots
+from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import spec_from_config
 from nano_inference.ops.formats import FORMATS, Format
 from nano_inference.ops.quantised import Codes

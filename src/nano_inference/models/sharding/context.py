@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.backend import Joint, KvcacheView, Ops, PartialAttention
+from nano_inference.ops.interface import Joint, KvcacheView, Ops, PartialAttention
 from nano_inference.parallel.context import (
     MOST_NUMBERS,
     ContextSplit,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
-from nano_inference.ops.backend import HeadNorms, KvcacheView, Norm, Ops, call
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.build import Law, best_instruction_set, law_of
 from nano_inference.ops.cpu.head import CpuHead
@@ -25,6 +24,7 @@ from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.formats import Format
+from nano_inference.ops.interface import HeadNorms, KvcacheView, Norm, Ops, call
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Place
 from nano_inference.ops.settings import Latent

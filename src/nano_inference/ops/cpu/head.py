@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.ops.backend import HeadParts
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.interface import HeadParts
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw

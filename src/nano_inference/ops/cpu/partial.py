@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.ops.backend import KvcacheView, PartialAttention
 from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.interface import KvcacheView, PartialAttention
 from nano_inference.parallel.context import SegmentRows
 
 LANES = 16  # sums of a state

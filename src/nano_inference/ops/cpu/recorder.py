@@ -16,12 +16,12 @@ from typing import Any, Concatenate, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.ops.backend import HeadNorms, Joint, KvcacheView, Norm
 from nano_inference.ops.cpu.latent import LatentWeight
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.quantised import QuantisedWeight
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
+from nano_inference.ops.interface import HeadNorms, Joint, KvcacheView, Norm
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent

@@ -27,9 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
-from nano_inference.ops.backend import KvcacheView
 from nano_inference.ops.cuda.attention_plan import FIELDS, Bounds, Items, plan_items
 from nano_inference.ops.cuda.matmul import shared_memory
+from nano_inference.ops.interface import KvcacheView
 
 KEY_TILE = 64  # keys of one step of the recurrence
 SPLIT = 256  # keys whose sum may be computed on its own

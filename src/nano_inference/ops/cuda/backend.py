@@ -7,15 +7,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nano_inference.ops import reference
-from nano_inference.ops.backend import Ops, call, columns
 from nano_inference.ops.cuda import matmul, sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
 from nano_inference.ops.flashinfer import FlashInferAttention
-from nano_inference.ops.reference import scaled
+from nano_inference.ops.interface import Ops, call, columns
+from nano_inference.ops.reference import backend as reference
+from nano_inference.ops.reference.backend import scaled
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch

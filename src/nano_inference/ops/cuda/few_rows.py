@@ -51,9 +51,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
-from nano_inference.ops.backend import FEW_ROWS, KvcacheView, Norm, Operations
 from nano_inference.ops.cuda.matmul import shared_memory
 from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
+from nano_inference.ops.interface import FEW_ROWS, KvcacheView, Norm, Operations
 from nano_inference.ops.moe import Exchange, Experts
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.ops.backend import KvcacheView, Norm, embed_part
+from nano_inference.ops.interface import KvcacheView, Norm, embed_part
 from nano_inference.ops.settings import CLAMP, SLOPE
 
 _GATE_BLOCK = 1024  # columns of one program: 8 for each of 128 threads

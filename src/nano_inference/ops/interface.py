@@ -145,11 +145,11 @@ class Ops:
             s cap * tanh(s / cap).
         short_conv: (projected [N, 3 * C], weights, batch, state view, layer) -> [N, C]: of three
             projections b, c and x of a row, c * conv(b * x), where b * x of the rows before it in
-            its sequence is read from the view. See `ops.reference_state`. None: the backend has no
+            its sequence is read from the view. See `ops.reference.state`. None: the backend has no
             such layers.
         delta_net: (projected [N, C + V + 2 * heads], weights, batch, state view, layer) -> [N, V]:
             of the inputs of a convolution, a gate, and two numbers a value head, what the gated
-            delta rule gives, normalised by head and gated. See `ops.reference_state`.
+            delta rule gives, normalised by head and gated. See `ops.reference.state`.
         sigmoid_gate: (x [N, C], gate [N, C]) -> x * sigmoid(gate) [N, C].
         gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner]; with
             `"clamped_swiglu"` both are bounded and up has 1 added: see `ops.reference.gate`.
@@ -168,7 +168,7 @@ class Ops:
             read it, not initialised: a tensor, or what keeps the numbers in an order of its own,
             like `ops.cpu.weights.PackedWeight`. With the sizes of attention over latents it is the
             one that `LatentOps` reads. With a format (`ops.quantised`) it keeps codes, like
-            `ops.reference_quantised.QuantisedWeight`: products have the bits of
+            `ops.reference.quantised.QuantisedWeight`: products have the bits of
             `quantised.product`, in the segments that `linear` will be given; `dtype` is then what
             they round their inputs to first.
         compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.core.batch import ForwardBatch
-from nano_inference.ops.backend import KvcacheView
+from nano_inference.ops.interface import KvcacheView
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 
 KEY_TILE = 64

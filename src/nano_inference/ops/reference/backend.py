@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.ops.backend import (
+from nano_inference.ops.formats import Format
+from nano_inference.ops.interface import (
     HeadNorms,
     HeadParts,
     KvcacheView,
@@ -27,12 +28,11 @@ from nano_inference.ops.backend import (
     columns,
     embed_part,
 )
-from nano_inference.ops.formats import Format
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Adapted
 from nano_inference.ops.lora import lora as add_lora
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
-from nano_inference.ops.reference_attention import (
+from nano_inference.ops.reference.attention import (
     attention,
     attention_states,
     capped,
@@ -40,8 +40,8 @@ from nano_inference.ops.reference_attention import (
     plan_attention,
     plan_states,
 )
-from nano_inference.ops.reference_quantised import QuantisedWeight, quantised_linear
-from nano_inference.ops.reference_state import delta_net, short_conv, sigmoid, sigmoid_gate
+from nano_inference.ops.reference.quantised import QuantisedWeight, quantised_linear
+from nano_inference.ops.reference.state import delta_net, short_conv, sigmoid, sigmoid_gate
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
 from nano_inference.parallel.bounds import check_segments
 from nano_inference.parallel.segments import tree_sum

@@ -1,0 +1,64 @@
+"""Layers of experts; see `ops/moe.py`."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nano_inference.models.blocks.step import ModelPart, Step
+from nano_inference.models.spec.experts import MoeSpec
+from nano_inference.ops.interface import Ops
+from nano_inference.ops.moe import Biases, Experts, Shared
+
+# as `Biases` has them
+EXPERT_BIASES = ("router_logits_bias", "experts_gate_up_bias", "experts_down_bias")
+
+
+class Mixture:
+    """A router and its experts."""
+
+    def __init__(self, part: ModelPart, layer: int, moe: MoeSpec) -> None:
+        self.layer, self.ops = layer, part.ops
+        self.experts = experts_of(part, layer, moe)
+        self.exchange = part.exchange.exchange
+        self.hidden_size = part.spec.hidden_size
+
+    def __call__(self, step: Step, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Compute rows through their experts, which the router chooses by the rows `routed` if it
+        reads others.
+        """
+        beside = () if routed is None else (routed,)
+        if step.routes is None:
+            arguments = (None, routed) if beside else ()
+            return step.ops.moe(x, self.experts, self.exchange, *arguments)
+        moe = partial(self.ops.moe, experts=self.experts, exchange=self.exchange)
+        noted = partial(step.routes.compute, self.layer, moe)
+        return step.ops.call(step.batch, noted, (x, *beside), self.hidden_size, torch.float32)
+
+    def serve(self, ops: Ops, nothing: Tensor) -> None:
+        """Compute the rows of other ranks; `nothing` are this rank's: none."""
+        ops.moe(nothing, self.experts, self.exchange)
+
+
+def experts_of(part: ModelPart, layer: int, moe: MoeSpec) -> Experts:
+    """Return the weights of a layer's experts, as operations read them."""
+    name, params = f"layers.{layer}.", part.params
+    shared = None
+    if moe.shared:
+        shared = Shared(
+            params[name + "shared_gate_up"],
+            params[name + "shared_down"],
+            gated=moe.shared.gate is not None,
+        )
+    return Experts(
+        router=params[name + "router"],
+        gate_up=params[name + "experts_gate_up"],
+        down=params[name + "experts_down"],
+        num_experts=moe.num_experts,
+        routing=moe.routing,
+        activation=part.spec.activation,
+        bias=params[name + "router_bias"].flatten() if moe.bias else None,
+        shared=shared,
+        biases=Biases(*(params[name + own] for own in EXPERT_BIASES)) if moe.biases else None,
+        scales=params[name + "router_scales"] if moe.scales is not None else None,
+    )

@@ -1,0 +1,27 @@
+"""Attention with a gate on its output (Qwen3-Next, Qwen3.5)."""
+
+from torch import Tensor
+
+from nano_inference.models.blocks.attention import Attend, output
+from nano_inference.models.blocks.linear import Linear
+from nano_inference.models.blocks.step import ModelPart, Step
+
+
+class GatedAttention:
+    """Attention multiplied by the sigmoid of a projection, which the product of queries, keys and
+    values makes too: its columns come first.
+    """
+
+    def __init__(self, part: ModelPart, layer: int) -> None:
+        spec = part.spec
+        self.qkv = Linear(part, f"layers.{layer}.qkv")
+        self.attend = Attend(part, layer)
+        self.o = output(part, layer)
+        self.width = spec.num_heads * spec.head_dim
+        self.end = 2 * self.width + 2 * spec.num_kv_heads * spec.head_dim
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        ops, made = step.ops, self.qkv(step, x)
+        gate = ops.columns(made, 0, self.width)
+        attended = self.attend(step, ops.columns(made, self.width, self.end))
+        return self.o(step, ops.sigmoid_gate(attended, gate))

@@ -1,0 +1,142 @@
+"""What Gemma 4 adds to a layer: experts beside the MLP, an input of each layer, and a number that
+the layer's output is multiplied by.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.models.blocks.experts import Mixture
+from nano_inference.models.blocks.layer import Layer
+from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
+from nano_inference.ops.interface import Norm, Operations
+from nano_inference.ops.reference import backend as reference
+
+
+class Gemma4Layer:
+    """A layer, then what this model has after it.
+
+    Args:
+        layer: attention and MLP.
+        beside: experts beside the MLP; None: there are none.
+        own: what the layer's own input adds; None: it has none.
+        factor: [1], what the residual stream is multiplied by at the end; None: nothing.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        beside: "ExpertsBeside | None",
+        own: "OwnInput | None",
+        factor: Tensor | None,
+    ) -> None:
+        self.layer, self.beside, self.own, self.factor = layer, beside, own, factor
+
+    def __call__(
+        self, step: Step, x: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        x, residual = self.layer(step, x, residual)
+        if self.beside is not None:
+            x = self.beside(step, x, residual)
+        if self.own is not None:
+            x, residual = self.own(step, x, residual)
+        if self.factor is None:
+            return x, residual
+        _, residual = step.ops.rms_norm(x, residual, NOT_ROUNDED, self.layer.scale)
+        times, width = partial(_times, self.factor), self.layer.hidden_size
+        return None, step.ops.call(step.batch, times, (residual,), width, torch.float32)
+
+
+class ExpertsBeside:
+    """Experts that read the residual stream as the MLP beside them does, through norms of their
+    own, and are added to the MLP's output.
+    """
+
+    def __init__(self, part: ModelPart, layer: int, mixture: Mixture) -> None:
+        name = f"layers.{layer}."
+        self.mixture = mixture
+        self.experts_norm = part.norm(name + "experts_norm")
+        self.router_norm = None
+        if name + "router_norm" in part.params:
+            self.router_norm = part.norm(name + "router_norm")
+        self.experts_out_norm = part.norm_after(name + "experts_out_norm")
+        self.out_norm = part.norm(name + "mlp_out_norm")._replace(dtype=torch.float32)
+
+    def __call__(self, step: Step, dense: Tensor, residual: Tensor) -> Tensor:
+        """Compute the MLP's output [N, H] and the residual stream -> what both add to it."""
+        ops = step.ops
+        rows = ops.rms_norm(None, residual, self.experts_norm, 1.0)[0]
+        routed = None
+        if self.router_norm is not None:
+            routed = ops.rms_norm(None, residual, self.router_norm, 1.0)[0]
+        mixed = self.mixture(step, rows, routed)
+        if self.experts_out_norm is not None:
+            mixed = ops.rms_norm(None, mixed, self.experts_out_norm, 1.0)[0]
+        return ops.rms_norm(mixed, dense, self.out_norm, 1.0)[0]
+
+
+class LayerInputs:
+    """The inputs of all layers, made of the token and of its embedding."""
+
+    def __init__(self, part: ModelPart) -> None:
+        spec, params = part.spec, part.params
+        norm = Norm(params["inputs_norm"], spec.rms_norm_eps, spec.norm_offset, torch.float32)
+        self.project, self.embed = params["inputs_project"], params["inputs_embed"]
+        self.rounding, self.residual_scale = Norm(None, 0.0, 0.0, part.dtype), spec.residual_scale
+        # rounded as the model was trained
+        self.embed_scale = float(torch.tensor(spec.layer_inputs**0.5, dtype=part.dtype))
+        self.join = partial(_join, norm, spec.hidden_size**-0.5)
+        self.width = spec.num_layers * spec.layer_inputs
+
+    def __call__(self, ops: Operations, batch: ForwardBatch, rows: Tensor) -> Tensor:
+        """Compute embeddings [N, H] -> the inputs side by side, float32 [N, layers * width]."""
+        rounded = ops.rms_norm(None, rows, self.rounding, self.residual_scale)[0]
+        projected = ops.linear(rounded, self.project, None)
+        known = ops.embed(batch.input_ids, self.embed, self.embed_scale)
+        return ops.call(batch, self.join, (projected, known), self.width, torch.float32)
+
+
+class OwnInput:
+    """What a layer's own input adds to the residual stream."""
+
+    def __init__(self, part: ModelPart, layer: int) -> None:
+        name, spec = f"layers.{layer}.", part.spec
+        self.gate, self.out = part.params[name + "input_gate"], part.params[name + "input_out"]
+        self.norm = part.norm_after(name + "input_norm")
+        self.rounding, self.residual_scale = Norm(None, 0.0, 0.0, part.dtype), spec.residual_scale
+        self.width, self.first = spec.layer_inputs, layer * spec.layer_inputs
+        self.apply = partial(_gate, spec.activation)
+        self.dtype = part.dtype
+
+    def __call__(self, step: Step, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute (what the blocks before add, residual) -> (what the input adds, residual)."""
+        ops, batch = step.ops, step.batch
+        rows, residual = ops.rms_norm(x, residual, self.rounding, self.residual_scale)
+        gates = ops.linear(rows, self.gate, None)
+        own = ops.columns(step.inputs, self.first, self.first + self.width)
+        gated = ops.call(batch, self.apply, (gates, own), self.width, self.dtype)
+        x = ops.linear(gated, self.out, None)
+        if self.norm is not None:
+            x = ops.rms_norm(None, x, self.norm, 1.0)[0]
+        return x, residual
+
+
+def _times(number: Tensor, _batch: ForwardBatch, out: Tensor, x: Tensor) -> None:
+    torch.mul(x, number, out=out)
+
+
+def _join(
+    norm: Norm, scale: float, _batch: ForwardBatch, out: Tensor, projected: Tensor, known: Tensor
+) -> None:
+    """Fill `out` with the sum of a row's embedding, normalised layer by layer, and its token's
+    rows.
+    """
+    assert norm.weight is not None
+    by_layer = (projected.float() * scale).unflatten(1, (-1, len(norm.weight)))
+    torch.mul(reference.normed_rows(by_layer, norm).flatten(1) + known, 2**-0.5, out=out)
+
+
+def _gate(activation: str, _batch: ForwardBatch, out: Tensor, gates: Tensor, x: Tensor) -> None:
+    out.copy_(reference.gate(torch.cat((gates.float(), x), dim=1), activation))

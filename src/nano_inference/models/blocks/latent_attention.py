@@ -1,0 +1,39 @@
+"""Attention over latents (DeepSeek-V2, arXiv:2405.04434); see `ops/latent.py`."""
+
+from torch import Tensor
+
+from nano_inference.models.blocks.attention import Attend, output
+from nano_inference.models.blocks.linear import Linear
+from nano_inference.models.blocks.step import ModelPart, Step
+
+
+class LatentAttention:
+    """Attention whose one KV head is a latent of the token, from which all heads' keys and values
+    would be made.
+    """
+
+    def __init__(self, part: ModelPart, layer: int) -> None:
+        name, latent = f"layers.{layer}.", part.spec.latent
+        assert latent is not None
+        self.sizes = latent.sizes
+        self.kv_b = part.params[name + "kv_b"]
+        self.kv_a = Linear(part, name + "kv_a")
+        self.kv_a_norm = part.norm(name + "kv_a_norm")._replace(eps=latent.eps)
+        self.q_a = None if latent.query_rank is None else Linear(part, name + "q_a")
+        self.q_a_norm = part.norm(name + "q_a_norm")._replace(eps=latent.eps)
+        self.q_b = Linear(part, name + "q_b")
+        self.attend = Attend(part, layer)
+        self.o = output(part, layer)
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        latent = step.ops.latent
+        q = self.q_b(step, self._query_input(step, x))
+        qkv = latent.meet(q, self.kv_a(step, x), self.kv_b, self.kv_a_norm, self.sizes)
+        attended = self.attend(step, qkv)
+        return self.o(step, latent.values(attended, self.kv_b, self.sizes))
+
+    def _query_input(self, step: Step, x: Tensor) -> Tensor:
+        """Return what the queries are made of: the rows, or a latent of their own."""
+        if self.q_a is None:
+            return x
+        return step.ops.rms_norm(None, self.q_a(step, x), self.q_a_norm)[0]

@@ -1,0 +1,54 @@
+"""`Layer`: a norm and a block that mixes rows, a norm and a block that works on single rows."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from nano_inference.models.blocks.step import Block, ModelPart, Step
+from nano_inference.ops.interface import Norm
+
+
+class AnyLayer(Protocol):
+    """A layer. The residual stream is float32 [N, H]; what the layer before gives is not added to
+    it yet, as the addition is part of the next norm.
+    """
+
+    def __call__(
+        self, step: Step, x: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        """Compute (what the layer before adds, residual) -> (what this layer adds, residual)."""
+        ...
+
+
+class Layer:
+    """A transformer layer.
+
+    Args:
+        part: of the model.
+        index: of the layer.
+        mixer: block that mixes the rows of a sequence, such as attention.
+        mlp: block that works on single rows.
+    """
+
+    def __init__(self, part: ModelPart, index: int, mixer: Block, mlp: Block) -> None:
+        self.index, self.mixer, self.mlp = index, mixer, mlp
+        self.mixer_norm = part.norm(f"layers.{index}.attn_norm")
+        self.mlp_norm = part.norm(f"layers.{index}.mlp_norm")
+        self.scale, self.hidden_size = part.spec.residual_scale, part.spec.hidden_size
+
+    def __call__(self, step: Step, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        normed, residual = step.ops.rms_norm(x, residual, self.mixer_norm, self.scale)
+        residual = step.tapped(self.index, residual, self.hidden_size)
+        x = self.mixer(step, normed)
+        normed, residual = step.ops.rms_norm(x, residual, self.mlp_norm, self.scale)
+        return self.mlp(step, normed), residual
+
+
+class NormedAfter:
+    """A block whose output is normalised before it is added to the residual stream."""
+
+    def __init__(self, block: Block, norm: Norm) -> None:
+        self.block, self.norm = block, norm
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        return step.ops.rms_norm(None, self.block(step, x), self.norm, 1.0)[0]

@@ -1,0 +1,53 @@
+"""Products: `Linear`, and the same with its input columns spread over ranks."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nano_inference.models.blocks.step import Block, ModelPart, Step
+
+
+class Linear:
+    """A product of rows and a weight, with its bias and what the rows' adapters add.
+
+    Args:
+        part: of the model.
+        name: of the weight.
+        segments: bounds of the columns that are added up by themselves; None: all in one piece.
+    """
+
+    def __init__(self, part: ModelPart, name: str, segments: tuple[int, ...] | None = None) -> None:
+        self.name, self.segments = name, segments
+        self.weight, self.bias = part.params[name], part.params.get(name + "_bias")
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        y = step.ops.linear(x, self.weight, self.bias, self.segments)
+        return step.ops.lora(y, x, self.name, step.batch) if step.batch.adapters else y
+
+
+class SummedLinear:
+    """A product whose input columns are spread over tensor ranks: each rank adds up its own
+    columns, then the ranks add up their sums.
+    """
+
+    def __init__(self, part: ModelPart, name: str, segments: tuple[int, ...] | None = None) -> None:
+        self.weight, self.bias = part.params[name], part.params.get(name + "_bias")
+        self.segments = segments if segments is not None else (0, self.weight.shape[1])
+        self.hidden_size = part.spec.hidden_size
+        self.exchange = part.exchange
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        add_up = partial(self.exchange.add_up, bias=bias)
+        own = step.ops.linear(x, self.weight, None, self.segments)
+        return step.ops.call(step.batch, add_up, (own,), self.hidden_size, torch.float32)
+
+
+def row_parallel(part: ModelPart, name: str, segments: tuple[int, ...] | None) -> Block:
+    """Return the product that ends a block. Its columns are added up in `segments`, so that any
+    number of ranks gives the same bits, if the backend can.
+    """
+    if part.exchange.tensor is not None:
+        return SummedLinear(part, name, segments)
+    return Linear(part, name, segments if part.ops.in_segments else None)

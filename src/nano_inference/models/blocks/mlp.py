@@ -1,0 +1,46 @@
+"""MLPs: with a gate, and without."""
+
+from functools import partial
+
+from torch import Tensor
+
+from nano_inference.core.batch import ForwardBatch
+from nano_inference.models.activations import UNGATED
+from nano_inference.models.blocks.linear import Linear, row_parallel
+from nano_inference.models.blocks.step import ModelPart, Step
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)), where one product makes gate and up."""
+
+    def __init__(self, part: ModelPart, layer: int) -> None:
+        name = f"layers.{layer}."
+        self.activation = part.spec.activation
+        self.gate_up = Linear(part, name + "gate_up")
+        self.down = row_parallel(part, name + "down", part.exchange.part.inner_segments_of(layer))
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        return self.down(step, step.ops.gate(self.gate_up(step, x), self.activation))
+
+
+class Mlp:
+    """down(activation(up(x))) (Apertus, NanoChat)."""
+
+    def __init__(self, part: ModelPart, layer: int) -> None:
+        name, spec = f"layers.{layer}.", part.spec
+        self.up = Linear(part, name + "up")
+        self.activate = partial(_activate, spec.activation, part.params.get(name + "act"))
+        self.down = row_parallel(part, name + "down", part.exchange.part.inner_segments_of(layer))
+        self.width, self.dtype = spec.intermediate_size, part.dtype
+
+    def __call__(self, step: Step, x: Tensor) -> Tensor:
+        up = self.up(step, x)
+        inner = step.ops.call(step.batch, self.activate, (up,), self.width, self.dtype)
+        return self.down(step, inner)
+
+
+def _activate(
+    activation: str, numbers: Tensor | None, _batch: ForwardBatch, out: Tensor, x: Tensor
+) -> None:
+    """Fill `out` with the activation of x; `numbers` are the layer's own, if it has any."""
+    out.copy_(UNGATED[activation](x.float(), numbers))

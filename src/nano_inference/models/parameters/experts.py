@@ -1,0 +1,179 @@
+"""The parameters of layers of experts."""
+
+from dataclasses import replace
+
+from nano_inference.models.parameters.param import Fused, ParamSpec, Source
+from nano_inference.models.parameters.rows import norm_param, plain_param, product_param
+from nano_inference.models.sharding.shard import ModelShard
+from nano_inference.models.spec.experts import MoeSpec
+from nano_inference.models.spec.model import ModelSpec
+
+BLOCKS = "_blocks"  # the end of a name under which a checkpoint holds codes of MXFP4
+
+
+def expert_params(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
+    """The router, and the experts' matrices one below the other: the gate and up rows of each
+    expert together.
+
+    Of experts that other ranks hold there are no rows here.
+    """
+    hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
+    gate, up, down = moe.projections
+    hf, names = f"{layer}.{moe.module}", moe.in_memory
+
+    gate_up = _by_expert(part, count, hf, (gate, up), "weight", (inner, hidden))
+
+    def fused(names: tuple[str, ...], *shape: int, axes: str = "") -> tuple[Fused, ...]:
+        if not (axes and moe.columns):
+            return tuple(Fused(f"{layer}.{name}", shape) for name in names)
+        how, blocks = (
+            _of_columns(count, hidden, inner)[axes],
+            _of_blocks(count, hidden, inner)[axes],
+        )
+        return (
+            *(Fused(f"{layer}.{name}", *how) for name in names),
+            *(Fused(f"{layer}.{name}{BLOCKS}", *blocks) for name in names),
+        )
+
+    router = Source(f"{hf}.{moe.router}", (count, hidden))
+    gates: list[Source] = []  # of the shared expert: one more row of the router
+    if moe.shared is not None and moe.shared.gate is not None:
+        gates = [Source(f"{layer}.{moe.shared.gate}.weight", (1, hidden))]
+    return [
+        ParamSpec(
+            f"{own}.router",
+            (count + len(gates), hidden),
+            (router, *gates),
+            fused=() if gates else fused(names.router, count, hidden),
+        ),
+        *_router_bias(moe, own, hf, layer),
+        ParamSpec(
+            f"{own}.experts_gate_up",
+            (len(part.experts) * 2 * inner, hidden),
+            gate_up,
+            fused=fused(names.gate_up, count, 2 * inner, hidden, axes="gate_up"),
+            codes="layers",
+        ),
+        ParamSpec(
+            f"{own}.experts_down",
+            (len(part.experts) * hidden, inner),
+            _by_expert(part, count, hf, (down,), "weight", (hidden, inner)),
+            fused=fused(names.down, count, hidden, inner, axes="down"),
+            codes="layers",
+        ),
+        *_expert_biases(part, moe, own, hf, layer),
+        *_shared_expert(hidden, moe, own, layer),
+        *_beside_an_mlp(part.whole, moe, own, layer),
+    ]
+
+
+def _by_expert(
+    part: ModelShard,
+    count: int,
+    hf: str,
+    projections: tuple[str, ...],
+    kind: str,
+    shape: tuple[int, ...],
+) -> tuple[Source, ...]:
+    """Tensors of each expert, of which the rank takes those of its own."""
+    return tuple(
+        Source(
+            f"{hf}.experts.{expert}.{projection}.{kind}",
+            shape,
+            0,
+            None if expert in part.experts else ((0, 0),),
+        )
+        for expert in range(count)
+        for projection in projections
+    )
+
+
+def _router_bias(moe: MoeSpec, own: str, hf: str, layer: str) -> list[ParamSpec]:
+    if moe.bias is None:
+        return []
+    source = Source(f"{hf}.{moe.bias}", moe.bias_shape)
+    names = tuple(Fused(f"{layer}.{name}", moe.bias_shape) for name in moe.in_memory.bias)
+    return [ParamSpec(f"{own}.router_bias", source.shape, (source,), True, fused=names)]
+
+
+def _of_columns(
+    count: int, hidden: int, inner: int
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """How gpt-oss holds all experts of a layer: what others have as rows are columns, and those of
+    gate and up take turns. Shape, axes and order, see `Fused`.
+    """
+    return {
+        "gate_up": ((count, hidden, 2 * inner), (count, hidden, inner, 2), (0, 3, 2, 1)),
+        "down": ((count, inner, hidden), (count, inner, hidden), (0, 2, 1)),
+        "gate_up_bias": ((count, 2 * inner), (count, inner, 2), (0, 2, 1)),
+        "down_bias": ((count, hidden), (count, hidden), (0, 1)),
+    }
+
+
+def _of_blocks(
+    count: int, hidden: int, inner: int
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """How its blocks of MXFP4 hold the same, by rows."""
+    return {
+        "gate_up": ((count, 2 * inner, hidden), (count, inner, 2, hidden), (0, 2, 1, 3)),
+        "down": ((count, hidden, inner), (count, hidden, inner), (0, 1, 2)),
+    }
+
+
+def _expert_biases(
+    part: ModelShard, moe: MoeSpec, own: str, hf: str, layer: str
+) -> list[ParamSpec]:
+    """Of the router, and of every expert: gate and up, then down."""
+    if not moe.biases:
+        return []
+    hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
+    gate, up, down = moe.projections
+    router = Source(f"{hf}.router.bias", (count,))
+    table = [replace(plain_param(f"{own}.router_logits_bias", router), keep_float32=True)]
+    for name, projections, size in (
+        ("gate_up", (gate, up), inner),
+        ("down", (down,), hidden),
+    ):
+        sources = _by_expert(part, count, hf, projections, "bias", (size,))
+        whole = Fused(
+            f"{layer}.mlp.experts.{name}_proj_bias",
+            *_of_columns(count, hidden, inner)[f"{name}_bias"],
+        )
+        rows = len(part.experts) * len(projections) * size
+        table.append(ParamSpec(f"{own}.experts_{name}_bias", (rows,), sources, fused=(whole,)))
+    return table
+
+
+def _shared_expert(hidden: int, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
+    """Whole on every rank."""
+    shared = moe.shared
+    if shared is None:
+        return []
+    inner, (names, down) = shared.intermediate_size, shared.projections
+    size, hf = 2 * inner // len(names), f"{layer}.{shared.module}"
+    sources = tuple(Source(f"{hf}.{name}.weight", (size, hidden)) for name in names)
+    return [
+        ParamSpec(f"{own}.shared_gate_up", (2 * inner, hidden), sources, codes="layers"),
+        product_param(f"{own}.shared_down", Source(f"{hf}.{down}.weight", (hidden, inner))),
+    ]
+
+
+def _beside_an_mlp(spec: ModelSpec, moe: MoeSpec, own: str, layer: str) -> list[ParamSpec]:
+    """What experts have that stand beside an MLP: norms, and what multiplies their weights."""
+    names: dict[str, str] = {}
+    if moe.beside:
+        names |= {
+            "experts_norm": "pre_feedforward_layernorm_2.weight",
+            "experts_out_norm": "post_feedforward_layernorm_2.weight",
+            "dense_out_norm": "post_feedforward_layernorm_1.weight",
+        }
+    if moe.router_norm is not None:
+        names["router_norm"] = f"{moe.module}.{moe.router_norm}"
+    found = [
+        norm_param(spec, f"{own}.{name}", f"{layer}.{theirs}", spec.hidden_size)
+        for name, theirs in names.items()
+    ]
+    if moe.scales is not None:
+        scales = Source(f"{layer}.{moe.module}.{moe.scales}", (moe.num_experts,))
+        found.append(replace(plain_param(f"{own}.router_scales", scales), keep_float32=True))
+    return found

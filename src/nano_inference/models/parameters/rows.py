@@ -1,0 +1,46 @@
+"""Rows of the parameter table: the shapes that most of them have."""
+
+from dataclasses import replace
+
+from nano_inference.models.parameters.param import ParamSpec, Source
+from nano_inference.models.spec.model import ModelSpec
+
+
+def own_part(part: range, size: int) -> tuple[tuple[int, int], ...] | None:
+    """A part as `Source` says it."""
+    return None if len(part) == size else ((part.start, part.stop),)
+
+
+def plain_param(name: str, source: Source) -> ParamSpec:
+    return ParamSpec(name, source.local_shape, (source,))
+
+
+def product_param(name: str, source: Source, segments: tuple[int, ...] | None = None) -> ParamSpec:
+    """A matrix of a layer that `Ops.linear` multiplies by."""
+    return replace(plain_param(name, source), codes="layers", segments=segments)
+
+
+def norm_param(spec: ModelSpec, name: str, source: str, width: int) -> ParamSpec:
+    # 1 + w in bfloat16 would lose the digits of a small w.
+    return ParamSpec(
+        name, (width,), (Source(source, (width,)),), keep_float32=spec.norm_offset != 0
+    )
+
+
+def stacked_param(
+    name: str,
+    module: str,
+    kind: str,
+    rows: dict[str, tuple[int, tuple[range, ...]]],
+    inner: tuple[int, ...],
+) -> ParamSpec:
+    sources = tuple(
+        Source(
+            f"{module}.{projection}.{kind}",
+            (count, *inner),
+            0,
+            None if parts == (range(count),) else tuple((part.start, part.stop) for part in parts),
+        )
+        for projection, (count, parts) in rows.items()
+    )
+    return ParamSpec(name, (sum(source.local_shape[0] for source in sources), *inner), sources)

@@ -1,0 +1,121 @@
+"""Allocation of parameters, the bytes that they take, and their formats."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.errors import ConfigError
+from nano_inference.models.parameters.param import Formats, ParamSpec
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.formats import Format, bounds_of, groups_of
+from nano_inference.ops.reference import backend as reference
+
+Allocate = Callable[..., Any]  # `Ops.allocate`
+
+
+def allocate(
+    table: tuple[ParamSpec, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    matrix: Allocate = reference.allocate,
+    quantization: Formats = None,
+) -> dict[str, Any]:
+    """Uninitialised parameters by name. Matrices are what `matrix` makes, in the formats of
+    `quantization`; vectors are tensors.
+    """
+    return {
+        param.name: matrix(param.shape, dtype, device, **_how(param, quantization))
+        if len(param.shape) == 2 and not param.keep_float32
+        else torch.empty(
+            param.shape, dtype=torch.float32 if param.keep_float32 else dtype, device=device
+        )
+        for param in table
+    }
+
+
+def _how(param: ParamSpec, quantization: Formats) -> dict[str, Any]:
+    """What `Ops.allocate` is told beside the sizes."""
+    form = param.form(quantization)
+    if form is not None:
+        return {"form": form, "segments": param.segments}
+    return {} if param.latent is None else {"latent": param.latent}
+
+
+def num_bytes(
+    table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats = None
+) -> int:
+    """Bytes that the parameters of a table take."""
+    return sum(_bytes_of(param, dtype, param.form(quantization)) for param in table)
+
+
+def codes_bytes(table: tuple[ParamSpec, ...], dtype: torch.dtype, quantization: Formats) -> int:
+    """Bytes that copies of those of them that may be quantised take."""
+    forms = ((param, param.form(quantization)) for param in table)
+    return sum(_bytes_of(param, dtype, form) for param, form in forms if form is not None)
+
+
+def _bytes_of(param: ParamSpec, dtype: torch.dtype, form: Format | None) -> int:
+    if form is None:
+        size = 4 if param.keep_float32 else dtype.itemsize
+        return torch.Size(param.shape).numel() * size
+    rows, columns = param.shape
+    groups = len(groups_of(bounds_of(param.segments, columns, form), form))
+    return rows * (-(-columns * form.bits // 8) + groups * form.group_bytes)
+
+
+def require_whole_groups(
+    spec: ModelSpec, ranks: int, name: str, quantization: Formats = None
+) -> None:
+    """Raise `ConfigError` where a rank's columns of a quantised weight would not be whole groups,
+    or its sums not those of one rank.
+
+    Args:
+        spec: of the whole model.
+        ranks: that share a layer.
+        name: of `EngineConfig.quantization`.
+        quantization: the same, or the format of each parameter.
+    """
+    for param in param_table(spec):
+        form, segments = param.form(quantization), param.segments
+        if form is None or segments is None:
+            continue
+        if bounds_of(segments, param.shape[1], form) != segments:
+            raise ConfigError(
+                f"quantization={name!r} is not possible with tensor_parallel={ranks} for "
+                f"{spec.architecture}: the {param.shape[1]} columns of {param.name!r} are not cut "
+                f"at multiples of {form.group or 4}; use tensor_parallel=1."
+            )
+
+
+def form_of(param: Any) -> Format | None:
+    """The format of a parameter; None: it is no codes."""
+    return getattr(param, "form", None)
+
+
+def numbers_of(param: Any) -> Tensor:
+    """All numbers of a parameter, [rows, columns]: a view, or a copy where it is packed."""
+    return param if isinstance(param, Tensor) else param.read()
+
+
+def coded_copies(
+    table: tuple[ParamSpec, ...], params: Mapping[str, Any], matrix: Allocate, quantization: Formats
+) -> dict[str, Any]:
+    """The same parameters, with matrices that may be quantised as copies in codes; the others are
+    shared.
+    """
+    found = dict(params)
+    for param in table:
+        own = params[param.name]
+        if param.form(quantization) is not None and form_of(own) is None:
+            copy = matrix(param.shape, own.dtype, own.device, **_how(param, quantization))
+            copy.write(0, numbers_of(own))
+            found[param.name] = copy
+    return found
+
+
+def formats_of(params: Mapping[str, Any]) -> dict[str, Format]:
+    """The format of each parameter that is codes."""
+    return {name: form for name, param in params.items() if (form := form_of(param)) is not None}

@@ -1,0 +1,1 @@
+"""The reference backend, one subject a file: plain torch, clear before fast."""
