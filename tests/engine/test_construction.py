@@ -76,11 +76,22 @@ class Left(Gate):
         self.is_left = True
 
 
-def test_engine_that_fails_late_leaves_the_lockstep(folder: str, assembled: list[Parts]) -> None:
+def test_engine_that_fails_late_leaves_the_lockstep(
+    folder: str, tmp_path: Path, assembled: list[Parts]
+) -> None:
     lockstep: Any = Left()
-    with pytest.raises(ConfigError, match="kept_cache_folder is not possible"):
-        InferenceEngine(config(folder, kept_cache_folder="kept"), lockstep=lockstep)
+    with pytest.raises(AdapterError):
+        InferenceEngine(config(folder, loras=(f"own={tmp_path / 'missing'}",)), lockstep=lockstep)
     assert lockstep.is_left
+
+
+def test_engine_that_fails_late_removes_its_kept_files(folder: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with pytest.raises(AdapterError):
+        InferenceEngine(
+            config(folder, kept_cache_folder=str(kept), loras=(f"own={tmp_path / 'missing'}",))
+        )
+    assert not [each for each in kept.iterdir() if each.is_dir()]
 
 
 def test_engine_that_cannot_be_assembled_leaves_the_lockstep(

@@ -62,11 +62,12 @@ class KeptMachine(RuleBasedStateMachine):
         layout = type(self).layout
         # so few that blocks outside a window must give theirs
         num_units = max(2 * layout.num_units, num_blocks * layout.num_units * 2 // 3)
-        self.cache = type(self).cache_type(num_blocks, SIZE, layout=layout, num_units=num_units)
+        self.evicted = Evicted()
+        self.cache = type(self).cache_type(
+            *(num_blocks, SIZE), layout=layout, num_units=num_units, evicted=lambda: self.evicted
+        )
         self.now, self.version = 0.0, 0
         self.cache.kept.clock = lambda: self.now
-        self.evicted = Evicted()
-        self.cache.evicted = self.evicted
         self.live: list[tuple[list[int], PrefixKeys, list[int]]] = []
 
     @rule(stem=st.integers(0, 3), length=st.integers(1, 16))
@@ -155,10 +156,9 @@ class Case:
         layout: BlockLayout = UNIFORM,
         num_blocks: int = 12,
     ) -> None:
-        self.cache, self.now = cache_type(num_blocks, SIZE, layout=layout), 0.0
+        self.evicted, self.now = Evicted(), 0.0
+        self.cache = cache_type(num_blocks, SIZE, layout=layout, evicted=lambda: self.evicted)
         self.cache.kept.clock = lambda: self.now
-        self.evicted = Evicted()
-        self.cache.evicted = self.evicted
 
     def run(self, stem: int, blocks: int, keep: tuple[float, int] | None = None) -> list[int]:
         tokens = [stem * 100 + place for place in range(blocks * SIZE)]
@@ -265,8 +265,8 @@ def test_a_block_that_is_kept_is_passed_over_once(
     """
     now = 0.0
     num_units, tokens = 700, [place % 97 for place in range(200 * SIZE)]
-    cache = cache_type(600, SIZE, layout=WINDOW, num_units=num_units)
-    cache.evicted, prefix = Evicted(), keys(tokens)
+    evicted, prefix = Evicted(), keys(tokens)
+    cache = cache_type(600, SIZE, layout=WINDOW, num_units=num_units, evicted=lambda: evicted)
     cache.kept.clock = lambda: now
     asked, ask = list[int](), cache._is_kept_whole  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(

@@ -1334,6 +1334,31 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
         seen_by="tests/device/test_routed_experts.py -k copied_block",
     ),
     Fault(
+        "update_counts_before_its_message",
+        "src/nano_inference/core/updates.py",
+        old="        return [update for update, place in places.items() if place.has_arrived]",
+        new="        return list(places)",
+        seen_by="tests/simulation/test_loop_rules.py -k before_an_update",
+    ),
+    Fault(
+        "withdrawn_update_keeps_its_requests_held",
+        "src/nano_inference/core/loop.py",
+        old="""\
+                case UpdatesGivenUp():
+                    self._release_behind()""",
+        new="""\
+                case UpdatesGivenUp():
+                    pass""",
+        seen_by="tests/weights/test_weight_sync.py -k leaves_the_queue",
+    ),
+    Fault(
+        "pause_that_is_undone_ends_another",
+        "src/nano_inference/core/lifecycle.py",
+        old="return replace(life, paused_by=before) if life.paused_by is by else life",
+        new="return replace(life, paused_by=before)",
+        seen_by="tests/core/test_lifecycle.py",
+    ),
+    Fault(
         "routed_experts_of_the_next_token",
         "src/nano_inference/device/routed_experts.py",
         old="ids = record.read(seq.block_ids, num_rows)",

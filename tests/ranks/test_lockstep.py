@@ -259,6 +259,13 @@ def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
         engines.rest()
 
 
+def test_engine_in_lockstep_rejects_a_folder_of_kept_blocks(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder, kept_cache_folder=str(tmp_path / "kept"))
+    with pytest.raises(ConfigError, match="kept_cache_folder is not possible for engines in"):
+        InferenceEngine(config, lockstep=of_threads(1)[0])
+    assert not (tmp_path / "kept").exists()
+
+
 @pytest.mark.thorough
 def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
     folder: Path, monkeypatch: pytest.MonkeyPatch

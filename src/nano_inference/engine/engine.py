@@ -19,7 +19,6 @@ from nano_inference.core.gate import Gate
 from nano_inference.core.loop import Abort, EngineLoop, GrammarReady, LoopHooks
 from nano_inference.core.sequence import POLICY, REFERENCE, Sequence, Sequences
 from nano_inference.device.backends import lookahead_of
-from nano_inference.device.kept_files import DEFAULT_BYTES, KeptFiles
 from nano_inference.device.routed_experts import route_taker
 from nano_inference.drafts.costs import StepCosts
 from nano_inference.drafts.sources import GUESSED, make_drafter, measure_costs
@@ -89,6 +88,9 @@ class InferenceEngine:
                 undo.callback(lockstep.close)
             parts = assemble_all(config, launcher, lockstep)
             undo.callback(parts.runner.close)
+            self.kept_files = parts.kept_files
+            if self.kept_files is not None:
+                undo.callback(self.kept_files.close)
             self._is_settled, self._told_of_rounding = config.quantization != "auto", False
             self.config = config = parts.config
             self.runner, self.model = parts.runner, parts.runner.models[POLICY]
@@ -109,9 +111,6 @@ class InferenceEngine:
                 lambda: self._step_costs(sequences, lockstep is not None),
             )
             self.drafter = made.drafter
-            self.kept_files = self._make_kept_files(lockstep is not None)
-            if self.kept_files is not None:
-                undo.callback(self.kept_files.close)
             self.weight_sync = manager_of(
                 *(self.model, self.runner, gate, lock, self.memory_budget.workspace),
                 shared=lambda: self.shared,
@@ -571,23 +570,6 @@ class InferenceEngine:
             return GUESSED
         config = self.config.scheduler
         return measure_costs(sequences, self.cache, self.runner, config, self.max_model_len)
-
-    def _make_kept_files(self, in_lockstep: bool) -> KeptFiles | None:
-        config = self.config
-        if config.kept_cache_folder is None:
-            return None
-        if in_lockstep:
-            raise ConfigError("kept_cache_folder is not possible for engines in lockstep.")
-        made = KeptFiles(
-            Path(config.kept_cache_folder),
-            config.kept_cache_bytes or DEFAULT_BYTES,
-            self.cache,
-            self.runner,
-            f"{self.model_folder} {self.numerics.fingerprint}",
-            lambda: self.cache.kept.clock(),
-        )
-        self.cache.evicted = made
-        return made
 
     def weights_checksum(self) -> dict[str, str]:
         """SHA-256 of every tensor as it serves now, by checkpoint name: its bytes, row by row, as

@@ -18,7 +18,6 @@ ProgressFunction = Callable[[int, int, int], None]
 Progress = ProgressFunction | bool | None
 
 LONG = 2.0  # seconds after which a bar appears by itself
-PATIENCE = 0.5  # seconds between two looks at an engine that is paused
 
 
 def run(engine: SharedLoop, requests: list[Sequence], progress: Progress) -> Generator[Delta]:
@@ -63,7 +62,7 @@ def _advance(engine: SharedLoop, arrived: Collection[Delta], left: int) -> Engin
     if not engine.has_work():
         engine.require_not_paused_by_me()
     try:
-        goes_on = engine.advance_or_wait(PATIENCE)
+        goes_on = engine.advance_or_wait()
     except EngineDead as problem:
         return problem
     if not goes_on and not arrived:

@@ -2,6 +2,7 @@
 failure ends.
 """
 
+import asyncio
 import logging
 import math
 import signal
@@ -9,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, get_args
+from weakref import ref
 
 import torch
 
@@ -39,7 +42,6 @@ from nano_inference.core.lifecycle import (
 from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, Message
 from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
 from nano_inference.device.sleep import Sleep
-from nano_inference.engine.pauser import Pauser
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
 from nano_inference.ranks.lockstep import Lockstep, Member, not_together
 from nano_inference.types import Delta, KvPolicy, Memory, PauseMode, TrainingSample
@@ -48,7 +50,8 @@ logger = logging.getLogger("nano_inference")
 
 Sink = Callable[[Delta], None]
 
-PATIENCE = 0.5  # seconds that a step waits for a grammar where there is nothing else to do
+GRAMMAR_SECONDS = 0.5  # that a step waits for a grammar where there is nothing else to do
+LOOK_SECONDS = 0.5  # between two looks of a caller at an engine that does not run
 
 
 class FairLock:
@@ -142,6 +145,40 @@ class HeldInterrupts:
         if self._came:
             raise KeyboardInterrupt
         self._came = True
+
+
+# The pauses that were made in this context and have not ended. Each call of `asyncio.to_thread`
+# runs in a copy of its task's context, and forgets at its end what it adds here.
+_made_here: ContextVar[tuple["ref[Pauser]", ...]] = ContextVar("pauses made here", default=())
+
+
+class Pauser:
+    """The caller that makes this object: a thread or, in a pool that asyncio shares, one call.
+
+    A thread by itself does not identify a caller: `asyncio.to_thread` runs the next call of any
+    task on the same idle thread, while another task may resume the engine. A context by itself does
+    not either: a call in a pool inherits the context of the task that made it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()  # not its ident, which a later thread may get
+        others = (each for each in _made_here.get() if each() is not None)
+        _made_here.set((*others, ref(self)))
+
+    def is_calling(self) -> bool:
+        """Whether the code that asks is this caller, so that waiting here would never end."""
+        if threading.current_thread() is not self._thread:
+            return False
+        # no task runs while another blocks the thread of their event loop
+        return _runs_event_loop() or any(each() is self for each in _made_here.get())
+
+
+def _runs_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def why_dead(problem: Exception, config: EngineConfig, loop: EngineLoop | None = None) -> Why:
@@ -326,7 +363,7 @@ class SharedLoop:
         waits for.
         """
         if not self.has_work():
-            self._await_grammar(PATIENCE)
+            self._await_grammar(GRAMMAR_SECONDS)
         try:
             self.advance()
         except EngineDead as problem:
@@ -346,19 +383,19 @@ class SharedLoop:
         with HeldInterrupts(), self.lock:
             self._deliver(self._guarded(self.loop.step))
 
-    def advance_or_wait(self, patience: float) -> bool:
-        """Run a step; while the engine is paused wait for at most so many seconds. False: there was
-        nothing to do.
+    def advance_or_wait(self) -> bool:
+        """Run a step, or wait for at most `LOOK_SECONDS` while the engine is paused or a request
+        waits for its grammar. False: there was nothing to do.
         """
         self.require_alive()
         if self.has_work():
             self.advance()
             return True
-        if self._await_grammar(patience):
+        if self._await_grammar(LOOK_SECONDS):
             return True
         if self.life.phase is Phase.RUNNING:  # else another thread has paused, or is about to
             return False
-        self._runs.wait(patience)
+        self._runs.wait(LOOK_SECONDS)
         return True
 
     def handle(self) -> None:

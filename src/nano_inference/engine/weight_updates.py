@@ -19,7 +19,6 @@ from nano_inference.core.sequence import POLICY, PREVIOUS
 from nano_inference.core.updates import policy_of
 from nano_inference.device.memory_profile import CudaMemory, DeviceMemory
 from nano_inference.device.runner import ModelRunner
-from nano_inference.engine.generation import PATIENCE
 from nano_inference.engine.shared_loop import FairLock, SharedLoop
 from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
@@ -101,7 +100,7 @@ class Updates:
     def _wait_for(self, update: WeightUpdate, policy: KvPolicy) -> None:
         while not update.done():
             self._require_no_stall(update, policy)
-            if not self._shared.advance_or_wait(PATIENCE):
+            if not self._shared.advance_or_wait():
                 update.wait(0.01)  # for engines in lockstep that do not have it yet
         update.result(0)
 

@@ -110,6 +110,7 @@ class KVCacheManager(ABC):
         *,
         layout: BlockLayout = UNIFORM,
         num_units: int | None = None,
+        evicted: Callable[[], EvictedBlocks | None] = lambda: None,
     ) -> None:
         """Build an empty cache.
 
@@ -118,6 +119,7 @@ class KVCacheManager(ABC):
             block_size: tokens of a block.
             layout: what a block costs.
             num_units: of the memory; None: enough for all blocks to be within the window.
+            evicted: returns where kept blocks go that are evicted; it may be made later.
 
         Raises `ValueError` for sizes that are not positive.
         """
@@ -133,7 +135,12 @@ class KVCacheManager(ABC):
         self.units = None if layout == UNIFORM else UnitPool(num_units, num_blocks, layout)
         told = (self.units.give_back, self.units.spare_no_more) if self.units is not None else ()
         self._pool = BlockPool(num_blocks, *told)
-        self.evicted: EvictedBlocks | None = None
+        self._evicted = evicted
+
+    @property
+    def evicted(self) -> EvictedBlocks | None:
+        """Where kept blocks go that are evicted; None: they are lost."""
+        return self._evicted()
 
     @property
     def blocks(self) -> list[Block]:

@@ -3,12 +3,12 @@ RadixAttention).
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nano_inference.kv_cache.block_hash import NO_PREFIX, Namespace, PrefixKeys
 from nano_inference.kv_cache.block_pool import Block
-from nano_inference.kv_cache.manager import KVCacheManager
+from nano_inference.kv_cache.manager import EvictedBlocks, KVCacheManager
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 
 
@@ -54,8 +54,11 @@ class RadixKVCache(KVCacheManager):
         *,
         layout: BlockLayout = UNIFORM,
         num_units: int | None = None,
+        evicted: Callable[[], EvictedBlocks | None] = lambda: None,
     ) -> None:
-        super().__init__(num_blocks, block_size, layout=layout, num_units=num_units)
+        super().__init__(
+            num_blocks, block_size, layout=layout, num_units=num_units, evicted=evicted
+        )
         self.roots: dict[Namespace, Node] = {}
         self._node_of: dict[int, Node] = {}  # block id -> the run that it is in
 

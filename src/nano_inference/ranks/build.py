@@ -29,6 +29,7 @@ from nano_inference.device.backends import (
     start_up_line,
     try_attention,
 )
+from nano_inference.device.kept_files import DEFAULT_BYTES, KeptFiles
 from nano_inference.device.kv_tensors import KVStorage, storage_key
 from nano_inference.device.memory import (
     Claims,
@@ -159,6 +160,7 @@ class Parts:
     memory_budget: MemoryBudget
     numerics: Numerics
     heads: HeadWeights | None = None  # that draft
+    kept_files: KeptFiles | None = None  # of blocks that a request asked to keep
 
 
 def plan_engine(
@@ -302,7 +304,10 @@ def _assemble(
 def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     config, budget, device = plan.config, plan.memory_budget, plan.device
     cache = CACHES[config.cache_type](
-        budget.num_blocks, config.block_size, layout=budget.layout, num_units=budget.num_units
+        *(budget.num_blocks, config.block_size),
+        layout=budget.layout,
+        num_units=budget.num_units,
+        evicted=lambda: kept_files,  # which need the runner, and so the cache
     )
     units = UnitMap(cache.units, device) if cache.units is not None else None
     specs = {name: part.spec for name, part in plan.parts.items()}
@@ -344,14 +349,35 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     if config.draft_model == SELF:
         models = {**models, DRAFT: _self_draft(config, models[POLICY])}
         storages[DRAFT] = storages[POLICY]
+    runner, heads = _runner(plan, models, storages), _load_heads(plan)
+    kept_files = _kept_files(plan, runner, cache)
     return Parts(
         config=config,
         folder=plan.folders[POLICY],
-        runner=_runner(plan, models, storages),
+        runner=runner,
         cache=cache,
         memory_budget=budget,
         numerics=plan.numerics,
-        heads=_load_heads(plan),
+        heads=heads,
+        kept_files=kept_files,
+    )
+
+
+def _kept_files(
+    plan: EnginePlan, runner: ModelRunner, cache: PagedKVCache | RadixKVCache
+) -> KeptFiles | None:
+    config = plan.config
+    if config.kept_cache_folder is None:
+        return None
+    if plan.rank.gate is not None:
+        raise ConfigError("kept_cache_folder is not possible for engines in lockstep.")
+    return KeptFiles(
+        Path(config.kept_cache_folder),
+        config.kept_cache_bytes or DEFAULT_BYTES,
+        cache,
+        runner,
+        f"{plan.folders[POLICY]} {plan.numerics.fingerprint}",
+        lambda: cache.kept.clock(),
     )
 
 
