@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from nano_inference.fleet.errors import Draining, NoReplica
 from nano_inference.fleet.failover import MOST_MOVES, Failover, FleetRequest
 from nano_inference.fleet.operations import FleetOperations
-from nano_inference.fleet.router import NoReplica, Router, Ticket
+from nano_inference.fleet.router import Router, Ticket
 from nano_inference.fleet.supervisor import ReplicaStatus, Supervisor
 from nano_inference.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
 from nano_inference.remote.client import STOPPING, EngineClient
-from nano_inference.remote.errors import ApiError, retry_after
 from nano_inference.remote.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.remote.operations import Operation
 from nano_inference.remote.temporary import temporary_folder
@@ -157,14 +157,15 @@ class FleetClient(EngineClient):
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
         """Give a replica nothing new; with `move` others go on with what it has. With
         `draining=False` it takes requests again. Returns how many requests it still has. Raises
-        `ApiError`.
+        `ReplicaNotFound` or `ReplicaConflict`.
         """
         client = self.supervisor.drain(replica, move=move, draining=draining)
         return len(self._requests_of(client))
 
     async def remove(self, replica: str) -> int:
         """Take a replica out for good; others go on with what it has. Returns how many requests
-        those were. Raises `ApiError`.
+        those were. Raises
+        `ReplicaNotFound` or `ReplicaConflict`.
         """
         return await self.supervisor.remove(replica)
 
@@ -221,8 +222,7 @@ class FleetClient(EngineClient):
             self.place(request)
         except NoReplica:
             self._forget(request)
-            text = "no replica takes requests now; all of them are about to leave."
-            raise ApiError(503, text, code="draining", headers=retry_after(1.0)) from None
+            raise Draining from None
         except BaseException:
             self._forget(request)
             raise

@@ -14,9 +14,9 @@ import msgspec
 
 from nano_inference.drafts.joined import counted, joined
 from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.fleet.errors import ReplicaConflict, ReplicaNotFound
 from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import ReplicaStatus, State
 from nano_inference.remote.tasks import start_task
@@ -274,8 +274,8 @@ class Supervisor:
             was_there = self.replicas.pop(each.name, None) is not None
             await each.client.close()
             if not was_there and isinstance(problem, Exception):
-                raise ApiError(
-                    409, f"replica {each.name!r} was removed before it served."
+                raise ReplicaConflict(
+                    f"replica {each.name!r} was removed before it served."
                 ) from problem
             raise
         return each.name
@@ -284,7 +284,7 @@ class Supervisor:
         """See `FleetClient.drain`; returns its client."""
         each = self._named(replica)
         if not each.is_alive:
-            raise ApiError(409, f"replica {replica!r} does not serve: it is {each.state}.")
+            raise ReplicaConflict(f"replica {replica!r} does not serve: it is {each.state}.")
         if move:
             self._require_others(each)
         self._router.drain(replica, draining)
@@ -521,7 +521,7 @@ class Supervisor:
 
     def _named(self, replica: str) -> Replica:
         if replica not in self.replicas:
-            raise ApiError(404, f"there is no replica {replica!r}.")
+            raise ReplicaNotFound(replica)
         return self.replicas[replica]
 
     def _require_there(self, each: Replica, client: EngineClient) -> None:
@@ -533,7 +533,7 @@ class Supervisor:
 
     def _require_awake(self) -> None:
         if "weights" in self.asleep and self.living():
-            raise ApiError(409, "the weights of the other replicas are asleep; wake them first.")
+            raise ReplicaConflict("the weights of the other replicas are asleep; wake them first.")
 
     def _require_same(self, each: Replica) -> None:
         info, first = each.client.info, self._first
@@ -547,8 +547,8 @@ class Supervisor:
 
     def _require_others(self, each: Replica) -> None:
         if not any(other is not each and other.is_alive for other in self.replicas.values()):
-            raise ApiError(
-                409, "it is the last replica that serves; no other could go on with what it has."
+            raise ReplicaConflict(
+                "it is the last replica that serves; no other could go on with what it has."
             )
 
     def _require_independent(self) -> None:
@@ -557,7 +557,7 @@ class Supervisor:
                 "engines in lockstep share their experts: none can come or go; start a server "
                 "with another number."
             )
-            raise ApiError(409, text)
+            raise ReplicaConflict(text)
 
     # -- now and then ------------------------------------------------------------------------------
 
