@@ -12,7 +12,7 @@ from nano_inference.fleet.errors import Draining, NoReplica
 from nano_inference.fleet.failover import MOST_MOVES, Failover, FleetRequest
 from nano_inference.fleet.operations import FleetOperations
 from nano_inference.fleet.router import Router, Ticket
-from nano_inference.fleet.supervisor import ReplicaStatus, Supervisor
+from nano_inference.fleet.supervisor import FleetEvents, ReplicaStatus, Supervisor
 from nano_inference.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
 from nano_inference.remote.client import STOPPING, EngineClient
 from nano_inference.remote.messages import Abort, EngineInfo, Generate, Ready, ToEngine
@@ -71,7 +71,15 @@ class FleetClient(EngineClient):
         self.requests: dict[int, FleetRequest] = {}
         self.router = Router()
         self.supervisor = Supervisor(
-            self,
+            FleetEvents(
+                opened=self._opened,
+                lost=self._lost,
+                left=self._move_requests,
+                died=self._replica_died,
+                changed=self.replicas_changed,
+            ),
+            self.router,
+            self.bring_weights,
             make,
             restart=restart,
             stall_timeout=stall_timeout,
@@ -169,15 +177,15 @@ class FleetClient(EngineClient):
         """
         return await self.supervisor.remove(replica)
 
-    # -- what the supervisor tells -----------------------------------------------------------------
+    # -- events of the supervisor ------------------------------------------------------------------
 
-    def opened(self, info: EngineInfo, version: int, again: bool) -> None:
+    def _opened(self, info: EngineInfo, version: int, again: bool) -> None:
         """A first replica serves this weight version; `again`: after all had died."""
         if again:
             self.num_restarts += 1
         self._receive(Ready(msgspec.structs.replace(info, weight_version=version)))
 
-    def lost(self, why: str, public: str, coming: bool) -> None:
+    def _lost(self, why: str, public: str, coming: bool) -> None:
         """No replica is left, as when an engine dies; `coming`: another one is on its way."""
         self.restarting = self._restart or coming
         self.requests.clear()
@@ -185,13 +193,16 @@ class FleetClient(EngineClient):
         self._operations.forget()
         self._die(why, public)
 
-    def move_requests(self, client: EngineClient) -> int:
+    def _move_requests(self, client: EngineClient) -> int:
         """Let others go on with what a replica has; returns how many requests that is."""
         requests = self._requests_of(client)
         for request in requests:
             request.let_go()
             self.failover.move(request)
         return len(requests)
+
+    def _replica_died(self) -> None:
+        self.failover.deaths += 1
 
     def replicas_changed(self) -> None:
         """Other replicas serve than before, or they have reported."""
