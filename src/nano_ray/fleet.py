@@ -16,7 +16,8 @@ from nano_inference.checkpoints.shard_checks import require_shardable
 from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.engine.requests import checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
-from nano_inference.remote.errors import ApiError, EngineReplaced
+from nano_inference.fleet.errors import FleetError
+from nano_inference.remote.errors import EngineReplaced, EngineRestarting
 from nano_inference.structured.backend import backend_named
 from nano_inference.types import (
     EngineStats,
@@ -306,8 +307,8 @@ class RayFleet:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except ApiError as problem:
-            raise EngineDead(problem.message) from problem
+        except (FleetError, EngineRestarting) as problem:
+            raise EngineDead(str(problem)) from problem
         except BaseException:
             future.cancel()
             raise
@@ -345,11 +346,8 @@ class RayFleet:
         while True:
             try:
                 return await self._samples_once(prompt)
-            except EngineReplaced:
+            except (EngineReplaced, EngineRestarting):
                 pass
-            except ApiError as problem:
-                if problem.code != "engine_restarting":
-                    raise
             while self._client.restarting:
                 await asyncio.sleep(LOOK)
 

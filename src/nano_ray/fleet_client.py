@@ -10,7 +10,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.errors import WeightUpdateError
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
+from nano_inference.remote.errors import EngineRestarting
 from nano_inference.types import KvPolicy
 from nano_ray.client import BUCKET_SECONDS, RayClient
 from nano_ray.cluster import RankNeeds
@@ -159,6 +159,6 @@ class RayUpdate:
 
 def _raise_refusal(problem: BaseException) -> NoReturn:
     """Raise the error for the caller, after `problem`."""
-    if isinstance(problem, ApiError):
-        raise WeightUpdateError(f"no replica serves: {problem.message}") from problem
+    if isinstance(problem, EngineRestarting):
+        raise WeightUpdateError(f"no replica serves: {problem}") from problem
     raise problem

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig
-from nano_inference.remote import paths
+from nano_inference.server import paths
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.http.layers import LEVELS, RL_LEVELS, Level
 from nano_inference.server.main import running_server

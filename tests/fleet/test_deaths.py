@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from nano_inference.errors import EngineDead, NanoInferenceError, WeightUpdateError
-from nano_inference.remote.errors import ApiError
+from nano_inference.fleet.errors import ReplicaConflict
+from nano_inference.remote.errors import EngineRestarting
 from nano_inference.server.http.admission import Lifecycle
 from nano_inference.types import EngineStats, SamplingParams, SpeculationStats
 from tests.fleet.fleets import Engine, Made, fleet, play, told
@@ -155,7 +156,7 @@ def test_one_that_is_removed_while_it_is_brought_up_serves_nobody() -> None:
                     )
                 )
                 await made.client.remove("1")
-            with pytest.raises(ApiError, match="'1' was removed before it served"):
+            with pytest.raises(ReplicaConflict, match="'1' was removed before it served"):
                 await adding
             assert made.client.router.replicas == ("0",)
             assert [each.name for each in made.client.supervisor.statuses()] == ["0"]
@@ -188,7 +189,7 @@ def test_a_server_that_ends_does_not_wait_for_one_that_is_being_built() -> None:
             made.on_made = lambda engine: engine.is_built.clear()
             adding = asyncio.create_task(made.client.add())
             await asyncio.sleep(0)
-            made.client.end_calls(ApiError(503, "the server is shutting down."))
+            made.client.end_calls(EngineDead("the server is shutting down."))
             with pytest.raises(EngineDead, match="stopping"):
                 await asyncio.wait_for(adding, 5)
             await asyncio.sleep(0.8)
@@ -290,7 +291,7 @@ def test_engines_in_lockstep_are_started_again_when_the_last_has_died_all_at_onc
             assert len(made.engines) == 3, "one still lives"
             made.on_made = lambda engine: engine.is_built.clear()
             made.engines[2].die("it lost the others, too")
-            with pytest.raises(ApiError, match="started again"):
+            with pytest.raises(EngineRestarting, match="started again"):
                 made.client.submit([1], PARAMS, stream=True)
             await until(lambda: len(made.engines) == 6)
             made.on_made = lambda _: None

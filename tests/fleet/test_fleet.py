@@ -9,8 +9,14 @@ import msgspec
 import pytest
 
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, WeightUpdateError
+from nano_inference.fleet.errors import (
+    Draining,
+    ReplicaConflict,
+    ReplicaNotFound,
+    WeightsChanged,
+)
 from nano_inference.remote.client import RequestStream
-from nano_inference.remote.errors import ApiError
+from nano_inference.remote.errors import EngineRestarting
 from nano_inference.remote.messages import Generate
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 from tests.fleet.fleets import Engine, Made, fleet, plain, play, told
@@ -106,7 +112,7 @@ def test_a_repetition_that_differs_ends_with_an_error() -> None:
             for engine in made.engines:
                 engine.script = Script([7] * 20)
             first.die()
-            with pytest.raises(ApiError, match="weights have changed"):
+            with pytest.raises(WeightsChanged, match="weights have changed"):
                 await all_of(stream, deltas)
             assert not made.client.requests
 
@@ -152,7 +158,7 @@ def test_a_moved_sample_with_other_logprobs_ends_with_an_error(
             deltas = await stream.next()
             monkeypatch.setattr(scripted, "logprob", lambda place: logprob(place) - 1e-7)
             at(made).die()
-            with pytest.raises(ApiError, match="weights have changed"):
+            with pytest.raises(WeightsChanged, match="weights have changed"):
                 await all_of(stream, deltas)
             assert not made.client.requests
 
@@ -348,7 +354,7 @@ def test_after_the_last_one_the_first_new_one_is_a_new_engine() -> None:
             )
             for engine in made.engines[:2]:
                 engine.die()
-            with pytest.raises(ApiError, match="started again"):
+            with pytest.raises(EngineRestarting, match="started again"):
                 made.client.submit([1], PARAMS, stream=True)
             await until(lambda: len(made.client.supervisor.living()) == 2)
             assert (made.client.num_restarts, made.client.supervisor.version) == (1, 0)
@@ -392,13 +398,13 @@ def test_draining_moving_removing_and_adding_change_no_token() -> None:
                 assert told(await all_of(stream)) == quiet
             assert [status.name for status in made.client.supervisor.statuses()] == ["0", "2"]
             for bad in (lambda: made.client.drain("7"), lambda: made.client.drain("1")):
-                with pytest.raises(ApiError):
+                with pytest.raises(ReplicaNotFound):
                     bad()
             await made.client.remove("2")
-            with pytest.raises(ApiError, match="last replica"):
+            with pytest.raises(ReplicaConflict, match="last replica"):
                 await made.client.remove("0")
             made.client.drain("0")
-            with pytest.raises(ApiError, match="no replica takes requests"):
+            with pytest.raises(Draining, match="no replica takes requests"):
                 made.client.submit([1], PARAMS, stream=True)
 
     play(test())

@@ -10,9 +10,10 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.errors import ConfigError, EngineDead
+from nano_inference.fleet.errors import ReplicaConflict
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
+from nano_inference.remote.errors import EngineRestarting
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import engine_client
 from tests.models.tiny import tiny_model
@@ -84,12 +85,12 @@ def test_two_processes_share_experts(tmp_path: Path) -> None:
                 == expected[1]
             )
             for change in (client.add, lambda: client.remove("1")):
-                with pytest.raises(ApiError, match="in lockstep share their experts"):
+                with pytest.raises(ReplicaConflict, match="in lockstep share their experts"):
                     await change()
             assert await complete(client, PROMPTS[1]) == expected[1][1]
             began = time.monotonic()
             next(iter(client.supervisor.replicas.values())).client.kill()
-            with pytest.raises((EngineDead, ApiError)):
+            with pytest.raises((EngineDead, EngineRestarting)):
                 await complete(client, PROMPTS[0])
             assert time.monotonic() - began < 20
             await until(lambda: client.why_dead is None and len(client.supervisor.living()) == 2)

@@ -191,8 +191,6 @@ def test_each_policy_has_a_branch_and_each_own_row_its_method() -> None:
         async with fleet() as made:
             operations = made.client._operations  # pyright: ignore
             assert set(operations._policies) == set(get_args(FleetPolicy))  # pyright: ignore
-            own = {each.name for each in OPERATIONS.values() if each.fleet == "own"}
-            assert set(operations._own) == own  # pyright: ignore
             for each in OPERATIONS.values():
                 assert (each.fleet != "undone") or each.undo in OPERATIONS
                 assert (each.fleet == "joined") == (each.join is not None)

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from nano_inference.fleet.errors import EnginesDied
 from nano_inference.fleet.failover import FleetRequest
 from nano_inference.remote.client import RequestStream
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.messages import Generate, Refused
+from nano_inference.server.errors import api_error_of
 from nano_inference.types import Delta, SamplingParams
 from tests.fleet.fleets import Engine, Made, fleet, play, told
 from tests.server.engines import until
@@ -43,11 +44,12 @@ def test_what_kills_each_engine_kills_three(tokens: int, is_masked: bool) -> Non
             params = SamplingParams(max_tokens=20, seed=1, top_k=5, sampling_mask=is_masked)
             killer = made.client.submit(KILLER, params, stream=True)
             with pytest.raises(
-                ApiError, match="3 engines died while they had this request"
+                EnginesDied, match="3 engines died while they had this request"
             ) as refused:
                 await all_of(killer)
-            assert (refused.value.status, refused.value.code) == (500, "engines_died")
-            assert refused.value.headers["x-should-retry"] == "false"
+            answer = api_error_of(refused.value)
+            assert (answer.status, answer.code) == (500, "engines_died")
+            assert answer.headers["x-should-retry"] == "false"
             ends = [(await all_of(stream))[-1].finished for stream in innocents]
             assert [end and end.completion_tokens for end in ends] == [tuple(range(100, 120))] * 15
             assert made.client.failover.deaths == 3
@@ -112,7 +114,7 @@ def test_only_the_suspect_that_it_had_ends_with_a_third_engine() -> None:
             made.client.drain("3", draining=False)
             made.engines[2].die()
             failed = streams[suspect.message.prompt[0]]
-            with pytest.raises(ApiError, match="3 engines died"):
+            with pytest.raises(EnginesDied, match="3 engines died"):
                 await all_of(failed)
             made.engines[3].go.set()
             for stream in streams:

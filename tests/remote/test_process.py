@@ -26,9 +26,10 @@ from nano_inference.remote import client as client_module
 from nano_inference.remote import engine_process, process_client
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.engine_host import encoded
-from nano_inference.remote.errors import ApiError, EngineReplaced, api_error_of
+from nano_inference.remote.errors import EngineReplaced, EngineRestarting
 from nano_inference.remote.messages import FromEngine, Outputs, Refused
 from nano_inference.remote.process_client import ProcessClient
+from nano_inference.server.errors import ApiError, api_error_of
 from nano_inference.server.http.admission import Lifecycle
 from nano_inference.types import Delta, SamplingParams
 from tests.models.tiny import tiny_llama
@@ -131,10 +132,11 @@ def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path)
                 await call
             assert client.num_samples == 0
 
-            with pytest.raises(ApiError) as refused:
+            with pytest.raises(EngineRestarting) as restarting:
                 client.submit([1], params_of(0), stream=True)
-            assert refused.value.status == 503
-            assert int(refused.value.headers["retry-after"]) > 0
+            refusal = api_error_of(restarting.value)
+            assert refusal.status == 503
+            assert int(refusal.headers["retry-after"]) > 0
             await until(lambda: client.why_dead is None)
             assert client.num_restarts == 1
             assert child_of(client).pid != pid

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nano_inference.errors import EngineDead
-from nano_inference.remote.errors import api_error_of
 from nano_inference.remote.process_client import ProcessClient
+from nano_inference.server.errors import api_error_of
 from nano_inference.server.http.admission import Lifecycle
 from tests.server.engines import PATIENCE, child_of, config_of, finished, params_of, until
 

@@ -22,9 +22,9 @@ from starlette.responses import PlainTextResponse, Response
 from uvicorn.server import ServerState
 
 from nano_inference.errors import ConfigError
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.messages import Ready
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.http import connection
 from nano_inference.server.http.admission import Admission
 from nano_inference.server.http.replies import EventStream

@@ -16,7 +16,6 @@ from fastapi.routing import APIRoute
 from msgspec.structs import replace
 
 from nano_inference.checkpoints.generation_defaults import generation_defaults
-from nano_inference.remote.paths import CHANGING, PAGE, PAGE_FILES
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.app import build_routes
@@ -41,6 +40,7 @@ from nano_inference.server.page.api_docs import (
     routes_of,
 )
 from nano_inference.server.page.routes import FILES, page_settings
+from nano_inference.server.paths import CHANGING, PAGE, PAGE_FILES
 from nano_inference.server.server import Server
 from nano_inference.types import SamplingParams
 from tests.fleet.fleets import Made

@@ -10,9 +10,9 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 
-from nano_inference.remote.paths import CONTROL
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
+from nano_inference.server.paths import CONTROL
 from tests.server.scripted import ScriptedClient
 
 

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from nano_inference.remote.errors import ApiError
+from nano_inference.remote.errors import ReaderTooSlow
 from nano_inference.remote.messages import Outputs
 from nano_inference.server.main import running_server
 from nano_inference.types import Delta, SamplingParams
@@ -40,7 +40,7 @@ def test_the_backlog_is_bounded_by_the_sample() -> None:
         client._receive(Outputs(unread, [0] * 40))
         assert await stream.next() == unread
         client._receive(Outputs([*unread, unread[0]], [0] * 41))
-        with pytest.raises(ApiError, match="41 tokens unread"):
+        with pytest.raises(ReaderTooSlow, match="41 tokens unread"):
             await stream.next()
         assert client.num_samples == 0
         await client.close()

@@ -12,7 +12,6 @@ import pytest
 
 from nano_inference import Grammar, InvalidRequest
 from nano_inference.config import EngineConfig
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.api.anthropic.messages import PROTOCOL as MESSAGES
 from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
 from nano_inference.server.api.openai.completions import PROTOCOL as TEXTS
@@ -21,6 +20,7 @@ from nano_inference.server.api.parsing import AT_ONCE, Behind, ChatFormat, reaso
 from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.requests import behind_reasoning, may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.main import running_server
 from nano_inference.server.trainers.sglang_generate import PROTOCOL as SGLANG
 from nano_inference.server.trainers.vllm_generate import PROTOCOL as VLLM

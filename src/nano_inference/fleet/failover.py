@@ -13,9 +13,9 @@ import msgspec
 
 from nano_inference.core.sequence import Context
 from nano_inference.errors import EngineDead
-from nano_inference.fleet.router import NoReplica, Ticket
+from nano_inference.fleet.errors import EnginesDied, NoReplica, WeightsChanged
+from nano_inference.fleet.router import Ticket
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import NO_RETRY, ApiError
 from nano_inference.remote.messages import Generate, Resume
 from nano_inference.types import (
     ContextVersions,
@@ -33,11 +33,6 @@ log = logging.getLogger("nano_inference.server")
 
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MOST_MOVES = 2  # of one request, away from engines that died
-CHANGED = ApiError(
-    503,
-    "its engine has died, and another one cannot go on with this request: the weights have "
-    "changed meanwhile.",
-)
 # What a delta, and a sample so far, have for each token.
 _PER_TOKEN = ("token_ids", "logprobs", "log_kept_mass", "raw_logprobs", "top_logprobs")
 
@@ -399,7 +394,7 @@ class FleetRequest:
 
     def _lose(self) -> None:
         self.let_go()
-        self._fleet.ended(self, CHANGED)
+        self._fleet.ended(self, WeightsChanged())
 
     def _still_wanted(self) -> int | None:
         if self.message.num_wanted is None:
@@ -444,15 +439,11 @@ class FleetRequest:
         )
 
 
-def _given_up(request: FleetRequest) -> ApiError:
+def _given_up(request: FleetRequest) -> EnginesDied:
     """Why a suspect ends that another engine has died with."""
     log.error(
         "request %d was with %d engines that died, and is not tried again.",
         request.request_id,
         request.deaths,
     )
-    text = (
-        f"{request.deaths} engines died while they had this request; it may be why, and is not "
-        "tried again."
-    )
-    return ApiError(500, text, code="engines_died", headers=NO_RETRY)
+    return EnginesDied(request.deaths)

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from nano_inference.fleet.errors import Draining, NoReplica
 from nano_inference.fleet.failover import MOST_MOVES, Failover, FleetRequest
 from nano_inference.fleet.operations import FleetOperations
-from nano_inference.fleet.router import NoReplica, Router, Ticket
-from nano_inference.fleet.supervisor import ReplicaStatus, Supervisor
+from nano_inference.fleet.router import Router, Ticket
+from nano_inference.fleet.supervisor import FleetEvents, ReplicaStatus, Supervisor
 from nano_inference.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
 from nano_inference.remote.client import STOPPING, EngineClient
-from nano_inference.remote.errors import ApiError, retry_after
 from nano_inference.remote.messages import Abort, EngineInfo, Generate, Ready, ToEngine
 from nano_inference.remote.operations import Operation
 from nano_inference.remote.temporary import temporary_folder
@@ -71,7 +71,15 @@ class FleetClient(EngineClient):
         self.requests: dict[int, FleetRequest] = {}
         self.router = Router()
         self.supervisor = Supervisor(
-            self,
+            FleetEvents(
+                opened=self._opened,
+                lost=self._lost,
+                left=self._move_requests,
+                died=self._replica_died,
+                changed=self.replicas_changed,
+            ),
+            self.router,
+            self.bring_weights,
             make,
             restart=restart,
             stall_timeout=stall_timeout,
@@ -157,26 +165,27 @@ class FleetClient(EngineClient):
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
         """Give a replica nothing new; with `move` others go on with what it has. With
         `draining=False` it takes requests again. Returns how many requests it still has. Raises
-        `ApiError`.
+        `ReplicaNotFound` or `ReplicaConflict`.
         """
         client = self.supervisor.drain(replica, move=move, draining=draining)
         return len(self._requests_of(client))
 
     async def remove(self, replica: str) -> int:
         """Take a replica out for good; others go on with what it has. Returns how many requests
-        those were. Raises `ApiError`.
+        those were. Raises
+        `ReplicaNotFound` or `ReplicaConflict`.
         """
         return await self.supervisor.remove(replica)
 
-    # -- what the supervisor tells -----------------------------------------------------------------
+    # -- events of the supervisor ------------------------------------------------------------------
 
-    def opened(self, info: EngineInfo, version: int, again: bool) -> None:
+    def _opened(self, info: EngineInfo, version: int, again: bool) -> None:
         """A first replica serves this weight version; `again`: after all had died."""
         if again:
             self.num_restarts += 1
         self._receive(Ready(msgspec.structs.replace(info, weight_version=version)))
 
-    def lost(self, why: str, public: str, coming: bool) -> None:
+    def _lost(self, why: str, public: str, coming: bool) -> None:
         """No replica is left, as when an engine dies; `coming`: another one is on its way."""
         self.restarting = self._restart or coming
         self.requests.clear()
@@ -184,13 +193,16 @@ class FleetClient(EngineClient):
         self._operations.forget()
         self._die(why, public)
 
-    def move_requests(self, client: EngineClient) -> int:
+    def _move_requests(self, client: EngineClient) -> int:
         """Let others go on with what a replica has; returns how many requests that is."""
         requests = self._requests_of(client)
         for request in requests:
             request.let_go()
             self.failover.move(request)
         return len(requests)
+
+    def _replica_died(self) -> None:
+        self.failover.deaths += 1
 
     def replicas_changed(self) -> None:
         """Other replicas serve than before, or they have reported."""
@@ -221,8 +233,7 @@ class FleetClient(EngineClient):
             self.place(request)
         except NoReplica:
             self._forget(request)
-            text = "no replica takes requests now; all of them are about to leave."
-            raise ApiError(503, text, code="draining", headers=retry_after(1.0)) from None
+            raise Draining from None
         except BaseException:
             self._forget(request)
             raise

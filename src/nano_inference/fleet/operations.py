@@ -56,34 +56,27 @@ class FleetOperations:
             "any": self._any,
             "joined": self._joined,
             "undone": self._undone,
-            "members": self._receive,
-            "own": self._do_own,
             "replica": self._refuse,
-        }
-        self._own: dict[str, Callable[[str, float, Arguments], Awaitable[Any]]] = {
             "stats": self._stats,
-            "flush_cache": self._flush_cache,
+            "flush": self._flush_cache,
             "pause": self._pause,
             "resume": self._resume,
-            "sleep": self._change_memory,
-            "wake": self._change_memory,
-            "join_group": self._join_group,
-            "leave_group": self._leave_group,
-            "has_group": self._has_group,
-            "begin_update": self._begin_update,
-            "finish_update": self._finish_update,
-            "cancel_update": self._cancel_update,
-            "load_adapter": self._load_adapter,
-            "load_adapter_file": self._load_adapter,
-            "unload_adapter": self._unload_adapter,
+            "sleep": self._sleep,
+            "wake": self._wake,
+            "join": self._join_group,
+            "leave": self._leave_group,
+            "joined all": self._has_group,
+            "begin": self._begin_update,
+            "receive": self._receive,
+            "finish": self._finish_update,
+            "cancel": self._cancel_update,
+            "load": self._load_adapter,
+            "unload": self._unload_adapter,
         }
 
     async def call(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         """As `EngineClient.call`, of the whole fleet."""
         return await self._policies[operation.fleet](operation, seconds, arguments)
-
-    async def _do_own(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
-        return await self._own[operation.name](operation.name, seconds, arguments)
 
     async def _first(self, operation: Operation, seconds: float, arguments: Arguments) -> Any:
         found = await self._all(operation.name, seconds, arguments)
@@ -118,7 +111,7 @@ class FleetOperations:
     def patience(operation: Operation, seconds: float) -> float:
         """The time that an operation may take in all: one of several calls gets it for each."""
         patience, _ = operation.timed(seconds, {})
-        return (4 if operation.name == "finish_update" else 2) * patience
+        return operation.rounds * patience
 
     def forget(self) -> None:
         """All replicas are gone, and what they had with them."""
@@ -218,17 +211,21 @@ class FleetOperations:
             if _failed(found[replica]):
                 self._supervisor.left_behind(replica, f"{why}: {found[replica]}")
 
-    async def _stats(self, name: str, seconds: float, arguments: Arguments) -> EngineStats:
-        found = await self._all(name, seconds, arguments)
+    async def _stats(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> EngineStats:
+        found = await self._all(operation.name, seconds, arguments)
         return self._supervisor.joined_stats(list(found.values()))
 
-    async def _flush_cache(self, name: str, seconds: float, arguments: Arguments) -> None:
-        await self._all(name, seconds, arguments)
+    async def _flush_cache(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> None:
+        await self._all(operation.name, seconds, arguments)
         self._router.forget()
 
     # -- pauses and memory -------------------------------------------------------------------------
 
-    async def _pause(self, name: str, seconds: float, arguments: Arguments) -> bool:
+    async def _pause(self, operation: Operation, seconds: float, arguments: Arguments) -> bool:
         if arguments.get("mode") != "wait":
             async with self._lock:
                 return await self._pause_now(seconds, arguments)
@@ -259,7 +256,7 @@ class FleetOperations:
         _raise_first(found)
         return False
 
-    async def _resume(self, name: str, seconds: float, arguments: Arguments) -> None:
+    async def _resume(self, operation: Operation, seconds: float, arguments: Arguments) -> None:
         async with self._lock:
             await self._go_on(seconds)
             self._supervisor.paused = False
@@ -273,23 +270,32 @@ class FleetOperations:
             _raise_first(found)
         self._leave_behind(found, "it does not go on after a pause")
 
-    async def _change_memory(self, name: str, seconds: float, arguments: Arguments) -> None:
-        """Sleep or wake. Each undoes the other."""
+    async def _sleep(self, operation: Operation, seconds: float, arguments: Arguments) -> None:
+        async with self._lock:
+            before = self._supervisor.asleep
+            awake = [part for part in ("kv_cache", "weights") if part not in before]
+            await self._change_memory(operation.name, seconds, arguments, awake)
+            if "kv_cache" in self._supervisor.asleep:
+                self._router.forget()
+
+    async def _wake(self, operation: Operation, seconds: float, arguments: Arguments) -> None:
         supervisor = self._supervisor
         async with self._lock:
             before = supervisor.asleep
-            awake = [part for part in ("kv_cache", "weights") if part not in before]
-            undo = {"memory": awake if name == "sleep" else list(before)}
-            await self._all_or_undone(name, seconds, arguments, undo, everywhere=True)
-            supervisor.asleep = next(iter((await self._all("sleeping", seconds, {})).values()))
-            if name == "sleep" and "kv_cache" in supervisor.asleep:
-                self._router.forget()
-            if name == "wake" and before and arguments.get("memory") is None:
+            await self._change_memory(operation.name, seconds, arguments, before)
+            if before and arguments.get("memory") is None:
                 supervisor.paused = supervisor.paused and bool(supervisor.asleep)
+
+    async def _change_memory(
+        self, name: str, seconds: float, arguments: Arguments, undo: Iterable[str]
+    ) -> None:
+        """Sleep or wake; each undoes the other, with these parts of the memory."""
+        await self._all_or_undone(name, seconds, arguments, {"memory": list(undo)}, everywhere=True)
+        self._supervisor.asleep = next(iter((await self._all("sleeping", seconds, {})).values()))
 
     # -- groups and updates ------------------------------------------------------------------------
 
-    async def _join_group(self, name: str, seconds: float, arguments: Arguments) -> None:
+    async def _join_group(self, operation: Operation, seconds: float, arguments: Arguments) -> None:
         """Replicas get rank, rank + 1, … in the order in which they came to the fleet."""
         count, rank = len(self._supervisor.living()), arguments["rank"]
         if count > 1 and rank + count > arguments["world_size"]:
@@ -301,7 +307,7 @@ class FleetOperations:
             )
         group = arguments["group"]
         found = await self._all_or_undone(
-            name,
+            operation.name,
             seconds,
             {key: value for key, value in arguments.items() if key != "rank"},
             {"group": group},
@@ -309,20 +315,26 @@ class FleetOperations:
         )
         self._groups[group] = self._serving(found)
 
-    async def _leave_group(self, name: str, seconds: float, arguments: Arguments) -> bool:
+    async def _leave_group(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> bool:
         self._groups.pop(arguments["group"], None)
-        return any((await self._all(name, seconds, arguments)).values())
+        return any((await self._all(operation.name, seconds, arguments)).values())
 
-    async def _has_group(self, name: str, seconds: float, arguments: Arguments) -> bool:
+    async def _has_group(self, operation: Operation, seconds: float, arguments: Arguments) -> bool:
         """Of those that joined it; a replica that came later gets its weights from them."""
         members = self._still(self._groups.get(arguments["group"], {}))
-        return all((await self._all(name, seconds, arguments, among=members or None)).values())
+        return all(
+            (await self._all(operation.name, seconds, arguments, among=members or None)).values()
+        )
 
-    async def _begin_update(self, name: str, seconds: float, arguments: Arguments) -> int:
+    async def _begin_update(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> int:
         reason = "another replica could not begin this weight update."
         undo = {"session": arguments["session"], "reason": reason}
         async with self._lock:
-            found = await self._all_or_undone(name, seconds, arguments, undo)
+            found = await self._all_or_undone(operation.name, seconds, arguments, undo)
             self._session = self._serving(found)
             return max(found.values())
 
@@ -359,12 +371,16 @@ class FleetOperations:
         self._session = self._still(members)
         return next(iter(kept.values()))
 
-    async def _cancel_update(self, name: str, seconds: float, arguments: Arguments) -> bool:
+    async def _cancel_update(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> bool:
         self._session = {}
-        found = await self._each(name, seconds, arguments)
+        found = await self._each(operation.name, seconds, arguments)
         return any(answer is True for answer in found.values())
 
-    async def _finish_update(self, name: str, seconds: float, arguments: Arguments) -> int:
+    async def _finish_update(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> int:
         supervisor, version = self._supervisor, arguments["version"]
         policy = arguments["kv_policy"]
         async with self._lock:
@@ -380,7 +396,7 @@ class FleetOperations:
                     f"the requests did not end in time for weight version {version}."
                 )
             try:
-                found = await self._each(name, seconds, arguments, members)
+                found = await self._each(operation.name, seconds, arguments, members)
                 if all(map(_failed, found.values())):
                     _raise_first(found)
                 supervisor.version, supervisor.keeps_old = version, policy == "finish_old"
@@ -397,7 +413,9 @@ class FleetOperations:
 
     # -- adapters ----------------------------------------------------------------------------------
 
-    async def _load_adapter(self, name: str, seconds: float, arguments: Arguments) -> AdapterInfo:
+    async def _load_adapter(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> AdapterInfo:
         """One replica reads the folder or file, which it may refuse; the others get what that one
         serves, whatever the folder holds by then. One that cannot have it comes back as the others
         are.
@@ -416,7 +434,7 @@ class FleetOperations:
                 if client is None:
                     raise EngineDead("no replica is left that could load it.")
                 try:
-                    info: AdapterInfo = await client.call(name, timeout=seconds, **told)
+                    info: AdapterInfo = await client.call(operation.name, timeout=seconds, **told)
                 except EngineDead:
                     if client.why_dead is None:
                         raise
@@ -433,9 +451,11 @@ class FleetOperations:
             self._leave_behind(dict(zip(others, answers, strict=True)), f"no adapter {adapter!r}")
             return info
 
-    async def _unload_adapter(self, name: str, seconds: float, arguments: Arguments) -> None:
+    async def _unload_adapter(
+        self, operation: Operation, seconds: float, arguments: Arguments
+    ) -> None:
         async with self._lock:
-            found = await self._each(name, seconds, arguments)
+            found = await self._each(operation.name, seconds, arguments)
             if all(map(_failed, found.values())):
                 _raise_first(found)
             self._supervisor.adapters.pop(arguments["name"], None)

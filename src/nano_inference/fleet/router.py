@@ -7,16 +7,12 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from nano_inference.errors import NanoInferenceError
+from nano_inference.fleet.errors import NoReplica
 
 WAITING = 4  # a sample that waits weighs as much as so many that run
 # Only every so many tokens of a piece are in its key: prompts hardly ever differ in others alone.
 STRIDE = 4
 KEYS = 4096  # prefixes that are remembered for every replica
-
-
-class NoReplica(NanoInferenceError):
-    """There is no replica that takes requests."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,23 +8,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Protocol, get_args
 
 import msgspec
 
 from nano_inference.drafts.joined import counted, joined
 from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.fleet.errors import ReplicaConflict, ReplicaNotFound
+from nano_inference.fleet.router import Router
 from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import ReplicaStatus, State
 from nano_inference.remote.tasks import start_task
 from nano_inference.remote.temporary import temporary_folder
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, SpeculationStats
-
-if TYPE_CHECKING:
-    from nano_inference.fleet.fleet_client import FleetClient
 
 log = logging.getLogger("nano_inference.server")
 
@@ -115,12 +113,48 @@ class Replica:
         return self.state in ("serving", "draining") and self.client.why_dead is None
 
 
+class Opened(Protocol):
+    """Called when a first replica serves: what it is, its weight version, and whether all replicas
+    had died before.
+    """
+
+    def __call__(self, info: EngineInfo, version: int, again: bool) -> None: ...
+
+
+class BringWeights(Protocol):
+    """Gives `client` the weights of this version, which `donor` serves."""
+
+    async def __call__(self, donor: EngineClient, client: EngineClient, version: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEvents:
+    """What a supervisor reports; the fleet acts on it.
+
+    Attributes:
+        opened: a first replica serves.
+        lost: no replica is left: why, why as strangers may hear it, and whether another replica is
+            being built.
+        left: a replica does not serve any more; returns how many requests went to others.
+        died: a replica that had been built has died.
+        changed: other replicas serve than before, or they have reported.
+    """
+
+    opened: Opened
+    lost: Callable[[str, str, bool], None]
+    left: Callable[[EngineClient], int]
+    died: Callable[[], None]
+    changed: Callable[[], None]
+
+
 class Supervisor:
     """Starts engines, ends those that hang, and lets a new one serve when it has what the others
     have: weights of the same version, the same pause, the same sleep.
 
     Args:
-        fleet: is told what becomes of them; its router is told which take requests.
+        events: called with what becomes of the engines.
+        router: gets the names of the replicas that take requests.
+        bring_weights: brings a replica to the weights of another one.
         make: a client of an engine that is not started yet, by the number of its place.
         restart: start a new engine in the place of one that has died.
         stall_timeout: seconds after which a replica that has something to do and gets nowhere is
@@ -141,7 +175,9 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: "FleetClient",
+        events: FleetEvents,
+        router: Router,
+        bring_weights: BringWeights,
         make: Callable[[int], EngineClient],
         *,
         restart: bool,
@@ -156,9 +192,10 @@ class Supervisor:
         self.keeps_old = False
         self.adapters: dict[str, AdapterInfo] = {}
         self.adapter_versions: dict[str, int] = {}
-        self._fleet = fleet
+        self._events = events
+        self._router = router
+        self._bring_weights = bring_weights
         self._make = make
-        self._router = fleet.router
         self._restart = restart
         self._stall_timeout = stall_timeout
         self._in_lockstep = in_lockstep
@@ -274,8 +311,8 @@ class Supervisor:
             was_there = self.replicas.pop(each.name, None) is not None
             await each.client.close()
             if not was_there and isinstance(problem, Exception):
-                raise ApiError(
-                    409, f"replica {each.name!r} was removed before it served."
+                raise ReplicaConflict(
+                    f"replica {each.name!r} was removed before it served."
                 ) from problem
             raise
         return each.name
@@ -284,13 +321,13 @@ class Supervisor:
         """See `FleetClient.drain`; returns its client."""
         each = self._named(replica)
         if not each.is_alive:
-            raise ApiError(409, f"replica {replica!r} does not serve: it is {each.state}.")
+            raise ReplicaConflict(f"replica {replica!r} does not serve: it is {each.state}.")
         if move:
             self._require_others(each)
         self._router.drain(replica, draining)
         each.state = "draining" if draining else "serving"
         if draining and move:
-            self._fleet.move_requests(each.client)
+            self._events.left(each.client)
         return each.client
 
     async def remove(self, replica: str) -> int:
@@ -302,7 +339,7 @@ class Supervisor:
         del self.replicas[replica]
         self._leave(each, "dead", "it was removed")
         self._look_whether_lost("it was removed.", "it was removed")
-        num_moved = self._fleet.move_requests(each.client)
+        num_moved = self._events.left(each.client)
         await each.client.close()
         log.info("replica %s was removed; %d request(s) went on elsewhere.", replica, num_moved)
         return num_moved
@@ -337,7 +374,7 @@ class Supervisor:
         for adapter in info.adapters if adapters is None else adapters:
             self.serves_adapter(adapter)
         info = msgspec.structs.replace(info, adapters=tuple(self.adapters.values()))
-        self._fleet.opened(info, self.version, again)
+        self._events.opened(info, self.version, again)
         for each in replicas:
             self._admit(each)
 
@@ -345,7 +382,7 @@ class Supervisor:
         each.state, each.why = "serving", ""
         each.backoff.ready(time.monotonic())
         self._router.add(each.name)
-        self._fleet.replicas_changed()
+        self._events.changed()
         log.info("replica %s serves weight version %d.", each.name, self.version)
 
     def _leave(self, each: Replica, state: State, why: str) -> None:
@@ -358,7 +395,7 @@ class Supervisor:
         each.state, each.why = state, why
         if each.name in self._router.replicas:
             self._router.remove(each.name)
-        self._fleet.replicas_changed()
+        self._events.changed()
 
     def _died(self, each: Replica, client: EngineClient, why: str | None = None) -> None:
         """An engine has died; its requests will fail next, and go on elsewhere."""
@@ -367,7 +404,7 @@ class Supervisor:
         why = why or client.why_dead or "it has died."
         log.error("replica %s has died (%s): %s", each.name, each.state, why)
         if each.state != "starting":
-            self._fleet.failover.deaths += 1
+            self._events.died()
         self._leave(each, "dead", why)
         self._end(client)
         self._look_whether_lost(why, client.public_reason)
@@ -384,7 +421,7 @@ class Supervisor:
         """
         if self._first is not None and not self.living():
             coming = any(other.state in ("starting", "syncing") for other in self.replicas.values())
-            self._fleet.lost(why, public, coming)
+            self._events.lost(why, public, coming)
 
     async def _start_again(self, each: Replica, delay: float) -> None:
         await asyncio.sleep(delay)
@@ -441,7 +478,7 @@ class Supervisor:
         each = self.replicas[replica]
         log.warning("replica %s is brought to the others: %s", replica, why)
         self._leave(each, "syncing", why)
-        self._fleet.move_requests(each.client)
+        self._events.left(each.client)
         self.spawn(self._bring_up(each))
 
     async def _sync(self, each: Replica, client: EngineClient) -> None:
@@ -487,7 +524,7 @@ class Supervisor:
             self._require_awake()
             began = time.monotonic()
             try:
-                await self._fleet.bring_weights(donor, client, self.version)
+                await self._bring_weights(donor, client, self.version)
             except EngineDead:
                 if donor.why_dead is None or client.why_dead is not None:
                     raise
@@ -521,7 +558,7 @@ class Supervisor:
 
     def _named(self, replica: str) -> Replica:
         if replica not in self.replicas:
-            raise ApiError(404, f"there is no replica {replica!r}.")
+            raise ReplicaNotFound(replica)
         return self.replicas[replica]
 
     def _require_there(self, each: Replica, client: EngineClient) -> None:
@@ -533,7 +570,7 @@ class Supervisor:
 
     def _require_awake(self) -> None:
         if "weights" in self.asleep and self.living():
-            raise ApiError(409, "the weights of the other replicas are asleep; wake them first.")
+            raise ReplicaConflict("the weights of the other replicas are asleep; wake them first.")
 
     def _require_same(self, each: Replica) -> None:
         info, first = each.client.info, self._first
@@ -547,8 +584,8 @@ class Supervisor:
 
     def _require_others(self, each: Replica) -> None:
         if not any(other is not each and other.is_alive for other in self.replicas.values()):
-            raise ApiError(
-                409, "it is the last replica that serves; no other could go on with what it has."
+            raise ReplicaConflict(
+                "it is the last replica that serves; no other could go on with what it has."
             )
 
     def _require_independent(self) -> None:
@@ -557,7 +594,7 @@ class Supervisor:
                 "engines in lockstep share their experts: none can come or go; start a server "
                 "with another number."
             )
-            raise ApiError(409, text)
+            raise ReplicaConflict(text)
 
     # -- now and then ------------------------------------------------------------------------------
 
@@ -565,7 +602,7 @@ class Supervisor:
         """Let the fleet gather what replicas report, and end those that hang."""
         while True:
             await asyncio.sleep(GLANCE)
-            self._fleet.replicas_changed()
+            self._events.changed()
             for name, client in self.living().items():
                 if client.stalled(self._stall_timeout):
                     log.error(

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nano_inference.errors import EngineDead
+from nano_inference.fleet.errors import NoReplica
 from nano_inference.fleet.failover import FleetRequest
-from nano_inference.fleet.router import NoReplica, Ticket
+from nano_inference.fleet.router import Ticket
 from nano_inference.fleet.supervisor import Supervisor
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.directory import (

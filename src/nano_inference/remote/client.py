@@ -14,7 +14,7 @@ import msgspec
 
 import nano_inference.errors as errors
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
-from nano_inference.remote.errors import ApiError, EngineReplaced
+from nano_inference.remote.errors import EngineReplaced, EngineRestarting, ReaderTooSlow
 from nano_inference.remote.log_lines import Rarely
 from nano_inference.remote.messages import (
     NOT_UNDERSTOOD,
@@ -101,12 +101,7 @@ class RequestStream:
         self._num_tokens += len(delta.token_ids)
         if self._num_tokens > self._max_backlog:
             self._deltas.clear()
-            self.fail(
-                ApiError(
-                    408,
-                    f"the client left {self._num_tokens} tokens unread, and the stream was ended.",
-                )
-            )
+            self.fail(ReaderTooSlow(self._num_tokens))
             self._abort()
             if self.on_overflow is not None:
                 self.on_overflow()
@@ -209,8 +204,8 @@ class EngineClient(ABC):
         `name` is what `abort` knows it by; others may have the same. Where there are several
         engines, requests of one `session` go to the same. Limits: `InferenceEngine.add_request`.
 
-        Raises `InvalidRequest` for what cannot even be said to it, `EngineDead`, and `ApiError`
-        (503, with `retry-after`) while a new engine is being built.
+        Raises `InvalidRequest` if the request cannot be encoded, `EngineDead`, and
+        `EngineRestarting` while a new engine is being built.
         """
         self._require_alive()
         request_id = next(self._ids)
@@ -413,13 +408,7 @@ class EngineClient(ABC):
 
     def _require_alive(self) -> None:
         if self.restarting:
-            raise ApiError(
-                503,
-                "the engine is being started again.",
-                None,
-                "engine_restarting",
-                {"retry-after": "5"},
-            )
+            raise EngineRestarting
         if self.why_dead is not None:
             raise EngineDead(self.why_dead, self._public)
 

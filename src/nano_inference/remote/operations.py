@@ -19,15 +19,31 @@ MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has p
 # Who keeps the deadline. caller: it stops waiting, and the engine goes on. engine: it is told the
 # seconds, gives up in time and undoes what it began.
 Deadline = Literal["caller", "engine"]
-# What a fleet does. one: asks one, by turns, and the next where it dies. first: asks all, returns
-# the answer of the first. same: all must give the same answer. any: whether one says yes. joined:
-# `Operation.join` makes one answer of all. undone: if one fails, the others undo it, by
-# `Operation.undo` with those of the arguments that it takes. members: by those replicas that take
-# part in the open weight update; what fails on one ends the update on all. own: by a method of
-# `FleetOperations`, which may undo it with other arguments. replica: never of a fleet, but of one
-# replica by another.
+# What a fleet does with an operation; `FleetOperations` has a method for each.
 FleetPolicy = Literal[
-    "one", "first", "same", "any", "joined", "undone", "members", "own", "replica"
+    "one",  # ask one replica, by turns, and the next one if it dies
+    "first",  # ask all; return the answer of the first
+    "same",  # all must give the same answer
+    "any",  # whether one says yes
+    "joined",  # `Operation.join` makes one answer of all
+    "undone",  # if one fails, the others run `Operation.undo` with the arguments that it takes
+    "replica",  # never of a fleet, but of one replica by another
+    # The following change what the replicas have in common:
+    "stats",
+    "flush",
+    "pause",
+    "resume",
+    "sleep",
+    "wake",
+    "join",  # a process group, each replica with its own rank
+    "leave",
+    "joined all",  # whether all members of a group are still in it
+    "begin",  # a weight update
+    "receive",  # by the replicas that take part in the open update; a failure ends it on all
+    "finish",
+    "cancel",
+    "load",  # an adapter
+    "unload",
 ]
 
 
@@ -65,6 +81,7 @@ class Operation:
         deadline: who keeps it; the engine is told it as `seconds`.
         undo: the operation that undoes it.
         join: what a fleet makes of the answers by replica, where `fleet` is "joined".
+        rounds: calls, one after the other, that a fleet may need; each of them has the deadline.
     """
 
     name: str
@@ -75,6 +92,7 @@ class Operation:
     deadline: Deadline = "caller"
     undo: str = ""
     join: Callable[[Mapping[str, Any]], Any] | None = None
+    rounds: int = 2
 
     def timed(self, seconds: float, arguments: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         """How long the caller waits, and what the engine is told, for a deadline of `seconds`."""
@@ -110,7 +128,7 @@ _TENSORS = Sequence[tuple[str, str, Sequence[int]]]  # name, dtype, shape
 
 _ROWS = (
     # -- questions
-    Operation("stats", "engine.stats", "own", returns=EngineStats),
+    Operation("stats", "engine.stats", "stats", returns=EngineStats),
     Operation("describe", "weights.describe", "joined", join=_of_the_first),
     Operation("get_weight_version", "engine.get_weight_version", "same"),
     Operation("weights_checksum", "engine.weights_checksum", "joined", join=_joined_checksums),
@@ -121,15 +139,15 @@ _ROWS = (
     Operation(
         "pause",
         "pause",
-        "own",
+        "pause",
         {"mode": PauseMode} | _IN_TIME,
         deadline="engine",
     ),
-    Operation("resume", "engine.shared.end_pause", "own"),
+    Operation("resume", "engine.shared.end_pause", "resume"),
     Operation("is_paused", "engine.is_paused", "any"),
-    Operation("flush_cache", "engine.flush_cache", "own"),
-    Operation("sleep", "engine.sleep", "own", {"memory": Sequence[Memory]}, undo="wake"),
-    Operation("wake", "engine.wake", "own", {"memory": Sequence[Memory] | None}, undo="sleep"),
+    Operation("flush_cache", "engine.flush_cache", "flush"),
+    Operation("sleep", "engine.sleep", "sleep", {"memory": Sequence[Memory]}, undo="wake"),
+    Operation("wake", "engine.wake", "wake", {"memory": Sequence[Memory] | None}, undo="sleep"),
     Operation("sleeping", "engine.sleeping", "first", returns=tuple[Memory, ...]),
     # what was said before it has happened when it returns
     Operation("take_in", "engine.shared.handle", "first"),
@@ -137,7 +155,7 @@ _ROWS = (
     Operation(
         "join_group",
         "weights.join_group",
-        "own",
+        "join",
         {
             "group": str,
             "named": bool,
@@ -151,20 +169,20 @@ _ROWS = (
         deadline="engine",
         undo="leave_group",
     ),
-    Operation("leave_group", "weights.leave_group", "own", {"group": str}),
-    Operation("has_group", "weights.has_group", "own", {"group": str}),
+    Operation("leave_group", "weights.leave_group", "leave", {"group": str}),
+    Operation("has_group", "weights.has_group", "joined all", {"group": str}),
     # -- weight updates
     Operation(
         "begin_update",
         "weights.begin_update",
-        "own",
+        "begin",
         _SESSION | {"known": int | None, "complete": bool, "check_finite": bool},
         undo="cancel_update",
     ),
     Operation(
         "receive_broadcast",
         "weights.receive_broadcast",
-        "members",
+        "receive",
         _RECEIVE | {"group": str, "tensors": _TENSORS, "packed_bytes": int | None},
         returns=Received,
         deadline="engine",
@@ -172,7 +190,7 @@ _ROWS = (
     Operation(
         "receive_stream",
         "weights.receive_stream",
-        "members",
+        "receive",
         _RECEIVE | {"group": str},
         returns=Received,
         deadline="engine",
@@ -180,7 +198,7 @@ _ROWS = (
     Operation(
         "receive_file",
         "weights.receive_file",
-        "members",
+        "receive",
         _RECEIVE | {"size": int, "content": memoryview},
         returns=Received,
         deadline="engine",
@@ -188,13 +206,13 @@ _ROWS = (
     Operation(
         "receive_folder",
         "weights.receive_folder",
-        "members",
+        "receive",
         _RECEIVE | {"path": str},
         returns=Received,
         deadline="engine",
     ),
     # on Ray, whose object store brings the bytes (`RayClient`)
-    Operation("receive_bucket", "", "members", _SESSION | {"bucket": Any}),
+    Operation("receive_bucket", "", "receive", _SESSION | {"bucket": Any}),
     Operation(
         "prepare_update",
         "weights.prepare_update",
@@ -205,11 +223,12 @@ _ROWS = (
     Operation(
         "finish_update",
         "weights.finish_update",
-        "own",
+        "finish",
         _SESSION | {"version": int, "kv_policy": KvPolicy} | _IN_TIME,
         deadline="engine",
+        rounds=4,
     ),
-    Operation("cancel_update", "weights.cancel_update", "own", _SESSION | {"reason": str}),
+    Operation("cancel_update", "weights.cancel_update", "cancel", _SESSION | {"reason": str}),
     Operation("save_weights", "weights.save_weights", "replica", {"path": str, "version": int}),
     # -- adapters
     Operation("adapters", "engine.adapters", "first", returns=tuple[AdapterInfo, ...]),
@@ -217,7 +236,7 @@ _ROWS = (
     Operation(
         "load_adapter",
         "engine.load_adapter",
-        "own",
+        "load",
         {"name": str, "source": str, "version": int | None, "kv_policy": KvPolicy},
         returns=AdapterInfo,
     ),
@@ -225,7 +244,7 @@ _ROWS = (
     Operation(
         "load_adapter_file",
         "engine.adapter_table.load_file",
-        "own",
+        "load",
         {
             "name": str,
             "path": str,
@@ -235,7 +254,7 @@ _ROWS = (
         },
         returns=AdapterInfo,
     ),
-    Operation("unload_adapter", "engine.unload_adapter", "own", {"name": str}),
+    Operation("unload_adapter", "engine.unload_adapter", "unload", {"name": str}),
     Operation(
         "save_adapter", "engine.adapter_table.copy_to", "replica", {"name": str, "path": str}
     ),

@@ -9,9 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from nano_inference.errors import NanoInferenceError
-from nano_inference.remote import paths
-from nano_inference.remote.errors import NO_RETRY, ApiError, api_error_of, shown
+from nano_inference.server import paths
 from nano_inference.server.api.shared.requests import ApiProtocol
+from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, shown
 from nano_inference.server.http.layers import in_layers
 from nano_inference.server.http.replies import error_reply_to, no_route
 from nano_inference.server.server import Server, generation_route

@@ -15,11 +15,11 @@ import msgspec
 
 from nano_inference.errors import NanoInferenceError
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError, api_error_of, bad_request, shown
 from nano_inference.remote.operations import Checks, Received
 from nano_inference.remote.tasks import start_task
 from nano_inference.remote.temporary import temporary_folder
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError, api_error_of, bad_request, shown
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
 
 MAX_NAME = 256  # characters

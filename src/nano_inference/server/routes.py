@@ -16,7 +16,6 @@ import nano_inference
 from nano_inference.errors import NanoInferenceError
 from nano_inference.fleet.failover import BUCKETS
 from nano_inference.fleet.fleet_client import FleetClient
-from nano_inference.remote.errors import ApiError, bad_request
 from nano_inference.server.api.anthropic import messages as anthropic
 from nano_inference.server.api.anthropic import schema as anthropic_schema
 from nano_inference.server.api.openai.chat import chat_prompt
@@ -44,6 +43,7 @@ from nano_inference.server.api.shared.requests import (
     read_body,
     require_possible_length,
 )
+from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.server.http.metrics import CONTENT_TYPE, leaked_blocks
 from nano_inference.server.http.replies import json_reply, reply_in_pieces
 from nano_inference.server.server import Server, read_request

@@ -18,9 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from nano_inference.checkpoints.generation_defaults import AUTO, as_text
-from nano_inference.remote import paths
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import NO_RETRY, ApiError, api_error_of, retry_after
+from nano_inference.server import paths
 from nano_inference.server.api.openai.kept_responses import KeptResponses
 from nano_inference.server.api.parsing import chat_format
 from nano_inference.server.api.shared.generation import (
@@ -34,6 +33,7 @@ from nano_inference.server.api.shared.generation import (
 from nano_inference.server.api.shared.requests import ApiProtocol, may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import Control
+from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, is_bug, retry_after
 from nano_inference.server.http.admission import Admission, Bodies, Lifecycle
 from nano_inference.server.http.grammar_readers import GrammarReaders
 from nano_inference.server.http.metrics import Metrics
@@ -372,7 +372,7 @@ def refusal(problem: Exception, record: RequestRecord) -> Response:
     if isinstance(problem, ClientDisconnect):
         problem = ApiError(499, "the client went away.")
     error = api_error_of(problem)
-    if error.status == 500 and not isinstance(problem, ApiError):
+    if is_bug(problem):
         log.error("request %s failed", record.request_id, exc_info=problem)
     return error_reply(error, record)
 

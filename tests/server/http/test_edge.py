@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.errors import ConfigError
-from nano_inference.remote.errors import ApiError
-from nano_inference.remote.paths import CONTROL
 from nano_inference.server.api.openai.schema import CompletionRequest
 from nano_inference.server.api.shared import requests
 from nano_inference.server.api.shared.requests import MAX_CONTAINERS, MAX_KEYS, check_json
 from nano_inference.server.app import build_routes
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.http.layers import LEVELS, Level
 from nano_inference.server.main import PROTOCOLS, ROUTES, running_server
+from nano_inference.server.paths import CONTROL
 from nano_inference.server.server import Server
 from tests.depth import at_depth
 from tests.server.scripted import ScriptedClient

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.http import grammar_readers
 from nano_inference.server.http.grammar_readers import SMALL, THREADS, GrammarReaders
 from nano_inference.server.main import running_server

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.errors import ConfigError
-from nano_inference.remote import paths
-from nano_inference.remote.errors import ApiError
+from nano_inference.server import paths
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.http.layers import Keys, host_name, is_address
 from nano_inference.server.main import PROTOCOLS, RL_PROTOCOLS, RL_ROUTES, running_server
 from nano_inference.server.runner import log_start

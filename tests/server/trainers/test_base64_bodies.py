@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.main import running_server
 from nano_inference.server.trainers import base64_bodies
 from nano_inference.server.trainers.base64_bodies import decoded, read_with_file

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from nano_inference.remote import paths
+from nano_inference.server import paths
 from nano_inference.server.main import running_server
 from tests.server.trainers.asking import NO_TLS
 from tests.server.trainers.conftest import RL, engine_config

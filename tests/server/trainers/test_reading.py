@@ -11,9 +11,9 @@ from fastapi.routing import APIRoute
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.remote import paths
-from nano_inference.remote.errors import ApiError
+from nano_inference.server import paths
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.main import RL_PROTOCOLS, RL_ROUTES
 from nano_inference.server.server import Server
 from nano_inference.server.trainers.reading import Fields

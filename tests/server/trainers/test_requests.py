@@ -17,11 +17,11 @@ from fastapi import APIRouter
 
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
 from nano_inference.server import main
 from nano_inference.server.api.shared.generation import Ask, Generation, answer
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import Control, Loads
+from nano_inference.server.errors import ApiError
 from nano_inference.server.server import Server
 from nano_inference.types import GROUP_COMPLETE, Delta, SamplingParams
 from tests.server.engines import PATIENCE, Run, config_of, core_of, finished, idle, params_of

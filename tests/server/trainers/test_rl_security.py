@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from nano_inference.remote import paths
+from nano_inference.server import paths
 from nano_inference.server.main import running_server
 from tests.ports import free_port
 from tests.server.trainers.conftest import RL, engine_config

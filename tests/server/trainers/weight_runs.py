@@ -21,8 +21,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.control import Control, TensorSpec
+from nano_inference.server.errors import ApiError
 from tests.ports import free_port
 from tests.server.engines import PATIENCE, core_of, finished, params_of
 from tests.server.trainers.group_trainer import new_weights

@@ -10,8 +10,8 @@ from typing import Literal
 from starlette.requests import Request
 
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import NO_RETRY, ApiError, retry_after
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import NO_RETRY, ApiError, retry_after
 
 # seconds without a step or a token while there is work; a long prompt's step on a CPU takes less
 STALLED = 60.0

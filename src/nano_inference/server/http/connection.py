@@ -22,7 +22,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from nano_inference.remote.errors import ApiError, bad_request, error_body, retry_after
+from nano_inference.server.errors import ApiError, bad_request, error_body, retry_after
 from nano_inference.server.http.layers import HEALTH
 from nano_inference.server.http.replies import request_id_of
 

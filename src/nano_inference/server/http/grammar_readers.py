@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from nano_inference.remote.errors import NO_RETRY, ApiError, retry_after
+from nano_inference.server.errors import NO_RETRY, ApiError, retry_after
 from nano_inference.structured.clocks import Spent, thread_clock
 
 THREADS = 2  # of a lane

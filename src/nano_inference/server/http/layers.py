@@ -18,9 +18,9 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano_inference.remote import paths
-from nano_inference.remote.errors import NO_RETRY, ApiError, api_error_of
+from nano_inference.server import paths
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.server.http.replies import (
     RequestRecord,
     error_reply,

@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nano_inference.remote.errors import NO_RETRY, ApiError, error_body, shown
 from nano_inference.remote.tasks import start_task
 from nano_inference.server.api.shared.answers import json_pieces
+from nano_inference.server.errors import NO_RETRY, ApiError, error_body, shown
 
 access = logging.getLogger("nano_inference.access")
 

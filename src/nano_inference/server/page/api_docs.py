@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from nano_inference.remote import paths
+from nano_inference.server import paths
 from nano_inference.server.http.layers import LEVELS, Level
 
 # path -> method -> what it does

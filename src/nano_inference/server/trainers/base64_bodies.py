@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nano_inference.remote.errors import bad_request
 from nano_inference.server.api.shared.requests import decode
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import bad_request
 
 LONG = 1 << 16  # bytes of a string that is taken out
 MOST_STRINGS = 1000  # that are looked at for a long one

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.remote.errors import NO_RETRY, ApiError, api_error_of, bad_request, shown
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import TensorSpec
+from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, bad_request, shown
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
 from nano_inference.server.trainers.reading import Fields, checks_of, fields_of, shape_of

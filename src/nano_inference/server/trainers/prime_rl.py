@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.remote.errors import ApiError, bad_request, retry_after
+from nano_inference.server.errors import ApiError, bad_request, retry_after
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
 from nano_inference.server.trainers.reading import Fields, checks_of, fields_of

@@ -26,7 +26,6 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from nano_inference.core.budget import Names
-from nano_inference.remote.errors import ApiError, bad_request, shown
 from nano_inference.server.api.parsing import AT_ONCE
 from nano_inference.server.api.shared.answers import (
     DONE,
@@ -72,6 +71,7 @@ from nano_inference.server.api.shared.requests import (
     too_long,
     version_number,
 )
+from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.text.token_texts import TokenTexts
 from nano_inference.types import Limits, SamplingParams, TopLogprobs, TrainingSample
 

@@ -24,9 +24,9 @@ from typing import Any, get_args
 from fastapi import APIRouter, Request, Response
 
 import nano_inference
-from nano_inference.remote.errors import NO_RETRY, ApiError, bad_request, shown
 from nano_inference.remote.operations import Checks, Received
 from nano_inference.server.control import Control, OpenUpdate
+from nano_inference.server.errors import NO_RETRY, ApiError, bad_request, shown
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server, read_request
 from nano_inference.server.trainers.base64_bodies import decoded, read_with_file

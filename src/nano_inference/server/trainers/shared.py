@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 
 import nano_inference
-from nano_inference.remote.errors import ApiError, bad_request
+from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.server.server import Server
 from nano_inference.server.trainers.reading import Answer, Fields, add_routes
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from nano_inference.core.budget import Names
-from nano_inference.remote.errors import bad_request, shown
 from nano_inference.server.api.openai.answers import stop_reason, usage_told, usage_wanted
 from nano_inference.server.api.openai.schema import StreamOptions, VersionName, Wanted
 from nano_inference.server.api.parsing import AT_ONCE
@@ -53,6 +52,7 @@ from nano_inference.server.api.shared.requests import (
     sampling_params,
     version_number,
 )
+from nano_inference.server.errors import bad_request, shown
 from nano_inference.types import Limits, SamplingParams, TrainingSample
 
 

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.remote.errors import ApiError, bad_request, shown
 from nano_inference.server.control import Control
+from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
 from nano_inference.server.trainers import prime_rl

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.server.api.anthropic import messages as anthropic
 from nano_inference.server.api.anthropic.messages import MessageBuilder, signature
@@ -19,6 +18,7 @@ from nano_inference.server.api.parsing import ChatFormat, Parsed, ToolCallDelta
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.generation import RequestUsage, Served
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Delta, FinishReason, TrainingSample
 from tests.server.api.anthropic.anthropic_stream import accumulated, events_of

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.api.anthropic.schema import (
     Conversation,
     CountRequest,
     conversation,
 )
+from nano_inference.server.errors import ApiError
 
 
 def converse(*messages: tuple[str, Any], **fields: Any) -> Conversation:

@@ -7,10 +7,10 @@ import pytest
 
 from nano_inference import SamplingParams
 from nano_inference.errors import InvalidRequest
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.api.anthropic import schema as anthropic_schema
 from nano_inference.server.api.openai.schema import CompletionRequest
 from nano_inference.server.api.shared import requests
+from nano_inference.server.errors import ApiError
 
 MESSAGES = {
     "model": "m",

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.api.anthropic.messages import count_tokens
 from nano_inference.server.api.anthropic.schema import CountRequest, encode
 from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.routes import tokenize
 from nano_inference.text import control_tokens
 from tests.depth import at_depth

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.api.openai.kept_responses import KeptResponse, KeptResponses
 from nano_inference.server.api.openai.responses import ItemStream
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.choices import ChoiceDelta
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import ApiError
 from nano_inference.server.main import running_server
 from tests.server.scripted import THINKS_AND_CALLS, Script, ScriptedClient
 

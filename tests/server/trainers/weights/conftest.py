@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import Control
+from nano_inference.server.errors import ApiError
 from tests.models.tiny import tiny_llama
 from tests.server.engines import Run, config_of
 from tests.server.trainers.weight_runs import TrainerProcess

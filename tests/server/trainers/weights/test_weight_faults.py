@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from nano_inference.fleet.fleet_client import FleetClient
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import Control
+from nano_inference.server.errors import ApiError
 from tests.server.engines import Run, config_of, finished, params_of, until
 from tests.server.trainers.group_trainer import new_weights
 from tests.server.trainers.weight_runs import (

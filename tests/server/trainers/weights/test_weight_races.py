@@ -15,10 +15,10 @@ from nano_inference import InferenceEngine
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.engine_weights import EngineWeights
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import Control
+from nano_inference.server.errors import ApiError
 from nano_inference.server.server import Server
 from nano_inference.weights.transports import Deadline
 from nano_inference.weights.transports.trainer_broadcasts import _watch

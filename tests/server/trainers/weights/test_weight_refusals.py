@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.control import Control, TensorSpec
+from nano_inference.server.errors import ApiError
 from tests.server.engines import Run, params_of
 from tests.server.trainers.group_trainer import new_weights
 from tests.server.trainers.weight_runs import (

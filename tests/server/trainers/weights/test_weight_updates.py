@@ -15,10 +15,10 @@ from safetensors.torch import save
 
 from nano_inference import InferenceEngine
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import ApiError
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import Control, TensorSpec, VersionNames
+from nano_inference.server.errors import ApiError
 from nano_inference.weights.transports import trainer_broadcasts
 from nano_inference.weights.transports.wire import TensorInfo
 from tests.depth import at_depth

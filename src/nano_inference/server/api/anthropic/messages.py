@@ -34,7 +34,6 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from nano_inference.remote.errors import ApiError, anthropic_error, bad_request
 from nano_inference.server.api.anthropic.blocks import Blocks, Event, Kind
 from nano_inference.server.api.anthropic.schema import (
     ERROR,
@@ -63,6 +62,7 @@ from nano_inference.server.api.shared.requests import (
     sampling_params,
 )
 from nano_inference.server.api.shared.tool_calls import call_format, with_calls
+from nano_inference.server.errors import ApiError, anthropic_error, bad_request
 from nano_inference.types import TrainingSample
 
 

@@ -15,7 +15,6 @@ from pydantic import (
     Tag,
 )
 
-from nano_inference.remote.errors import bad_request, shown
 from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand
 from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, nullable, thing
@@ -29,6 +28,7 @@ from nano_inference.server.api.shared.requests import (
     encode_conversation,
     require_at_most,
 )
+from nano_inference.server.errors import bad_request, shown
 
 
 class CacheControl(Strict):

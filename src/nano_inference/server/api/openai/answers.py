@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from nano_inference.core.budget import Names
-from nano_inference.remote.errors import bad_request
 from nano_inference.server.api.openai.schema import (
     BEYOND_OPENAI,
     OpenAIFields,
@@ -35,6 +34,7 @@ from nano_inference.server.api.shared.requests import (
     sampling_params,
     version_number,
 )
+from nano_inference.server.errors import bad_request
 from nano_inference.types import Limits, TrainingSample
 
 

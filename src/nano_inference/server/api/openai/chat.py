@@ -5,7 +5,6 @@ template writes these.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nano_inference.remote.errors import bad_request, shown
 from nano_inference.server.api.openai.answers import OpenAIBuilder
 from nano_inference.server.api.openai.schema import (
     CHAT,
@@ -32,6 +31,7 @@ from nano_inference.server.api.shared.requests import (
     text_of,
 )
 from nano_inference.server.api.shared.tool_calls import call_format, with_calls
+from nano_inference.server.errors import bad_request, shown
 from nano_inference.types import TopLogprobs, TrainingSample
 
 

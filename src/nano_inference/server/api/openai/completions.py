@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.remote.errors import bad_request
 from nano_inference.server.api.openai.answers import OpenAIBuilder
 from nano_inference.server.api.openai.schema import (
     COMPLETION,
@@ -33,6 +32,7 @@ from nano_inference.server.api.shared.requests import (
     require_possible_length,
     room,
 )
+from nano_inference.server.errors import bad_request
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
 

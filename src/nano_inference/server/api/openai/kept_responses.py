@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.remote.errors import ApiError, shown
 from nano_inference.server.api.shared.answers import encode
+from nano_inference.server.errors import ApiError, shown
 
 
 @dataclass(frozen=True)

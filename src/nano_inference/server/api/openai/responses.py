@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 from pydantic_core import from_json
 
 from nano_inference.core.budget import Names
-from nano_inference.remote.errors import ApiError
 from nano_inference.server.api.anthropic.blocks import Blocks, Event, Kind
 from nano_inference.server.api.openai.chat import ChatBuilder
 from nano_inference.server.api.openai.kept_responses import KeptResponse
@@ -42,6 +41,7 @@ from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.generation import Builder, RequestUsage, Served
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.requests import ApiProtocol
+from nano_inference.server.errors import ApiError
 
 # a chat's names of fields -> a response's, for errors
 _RENAMED: Mapping[str, str] = {

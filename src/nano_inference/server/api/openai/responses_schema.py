@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from nano_inference.remote.errors import bad_request, shown
 from nano_inference.server.api.openai.schema import ChatRequest, JsonSchemaFormat
 from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, nullable, thing
 from nano_inference.server.api.shared.requests import (
@@ -20,6 +19,7 @@ from nano_inference.server.api.shared.requests import (
     Strict,
     validated,
 )
+from nano_inference.server.errors import bad_request, shown
 
 Item = dict[str, Any]
 ChatMessage = dict[str, Any]

@@ -20,14 +20,6 @@ from nano_inference.checkpoints.generation_defaults import (
 from nano_inference.core.budget import IDS_OF_AN_ENTRY, Demand, Names, demand_of, require_affordable
 from nano_inference.errors import RequestTooLarge, VersionGone
 from nano_inference.remote.client import EngineClient, RequestStream
-from nano_inference.remote.errors import (
-    NO_RETRY,
-    ApiError,
-    api_error_of,
-    bad_request,
-    openai_error,
-    shown,
-)
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.server.api.openai.kept_responses import KeptResponses
 from nano_inference.server.api.parsing import ChatFormat, OutputParser
@@ -40,6 +32,15 @@ from nano_inference.server.api.shared.choices import (
     new_choice,
 )
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import (
+    NO_RETRY,
+    ApiError,
+    api_error_of,
+    bad_request,
+    is_bug,
+    openai_error,
+    shown,
+)
 from nano_inference.structured.grammar import REFUSED
 from nano_inference.text.chat import warm_up
 from nano_inference.text.detokenizer import Detokenizer
@@ -486,8 +487,7 @@ async def events(generation: Generation) -> AsyncGenerator[bytes]:
         if not started:
             raise
         error = api_error_of(problem)
-        # a bug; others have said what they are
-        if error.status == 500 and not isinstance(problem, ApiError):
+        if is_bug(problem):
             log.exception("a stream failed")
         yield builder.failure(error)
 

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.remote.errors import bad_request, shown
 from nano_inference.server.api.parsing import Behind
+from nano_inference.server.errors import bad_request, shown
 from nano_inference.structured.backend import backend_named
 from nano_inference.structured.grammar import COMPACT, BackendName, Grammar
 

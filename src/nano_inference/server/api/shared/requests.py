@@ -17,7 +17,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from nano_inference.fields.options import is_whole
-from nano_inference.remote.errors import SHOWN, ApiError, bad_request, shown
 from nano_inference.server.api.parsing import (
     AT_ONCE,
     Behind,
@@ -29,6 +28,7 @@ from nano_inference.server.api.parsing import (
 from nano_inference.server.api.shared.generation import Builder, Served
 from nano_inference.server.api.shared.grammars import ROWS, grammar_of
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import SHOWN, ApiError, bad_request, shown
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer
 from nano_inference.text.tokenizer import Tokenizer

@@ -1,0 +1,207 @@
+"""`ApiError`, the table that says which HTTP status answers which error, and the shapes that
+protocols give it.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from nano_inference.errors import (
+    AdapterError,
+    AdapterNotFound,
+    EngineDead,
+    InvalidRequest,
+    RequestAborted,
+    RequestTooLarge,
+    VersionGone,
+    WeightTransferError,
+    WeightUpdateConflict,
+    WeightUpdateError,
+)
+from nano_inference.fleet.errors import (
+    Draining,
+    EnginesDied,
+    ReplicaConflict,
+    ReplicaNotFound,
+    WeightsChanged,
+)
+from nano_inference.remote.errors import EngineReplaced, EngineRestarting, ReaderTooSlow
+from nano_inference.server import paths
+
+SHOWN = 80  # characters of a value or name that a message repeats
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+NO_RETRY: Mapping[str, str] = MappingProxyType({"x-should-retry": "false"})  # both SDKs obey it
+
+
+@dataclass
+class ApiError(Exception):
+    """What goes wrong at the edge.
+
+    Attributes:
+        status: HTTP status.
+        message: one sentence for the client: no paths, no tracebacks.
+        param: the field that is at fault.
+        code: a word that programs look for, such as `context_length_exceeded`.
+        headers: to send along, such as `retry-after`.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=lambda: _NONE)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400."""
+    return ApiError(400, message, param, code)
+
+
+def shown(value: object) -> str:
+    """A client's value as a message may repeat it: one short line of ASCII."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+        return "an integer of many digits"
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'mapping'} of {len(value)}"
+    text = json.dumps(
+        value[: SHOWN + 1] if isinstance(value, str) else value, default=lambda _: "..."
+    )
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def retry_after(seconds: float) -> Mapping[str, str]:
+    """Headers that tell a client when to come again: both SDKs obey the milliseconds, others know
+    the seconds.
+    """
+    milliseconds = max(1, round(seconds * 1000))
+    return {"retry-after": str(-(-milliseconds // 1000)), "retry-after-ms": str(milliseconds)}
+
+
+def _public_reason(problem: BaseException) -> str:
+    public = problem.public if isinstance(problem, EngineDead) else ""
+    return f"the engine is not running: {public}" if public else "the engine is not running."
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """How the server answers an error. The fields are those of `ApiError`."""
+
+    status: int
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    text: Callable[[BaseException], str] = str
+
+
+# The answer to each error that an engine, a fleet or a text function raises on purpose. An error
+# without its own row has the row of its nearest base class.
+ANSWERS: Mapping[type[BaseException], _Answer] = {
+    InvalidRequest: _Answer(400),
+    RequestTooLarge: _Answer(400, "context_length_exceeded"),
+    VersionGone: _Answer(409, "weight_version_gone"),
+    AdapterError: _Answer(400),
+    AdapterNotFound: _Answer(404, "model_not_found"),
+    WeightUpdateError: _Answer(400),
+    WeightUpdateConflict: _Answer(409),
+    WeightTransferError: _Answer(504),
+    RequestAborted: _Answer(499),
+    EngineDead: _Answer(503, "engine_dead", NO_RETRY, _public_reason),
+    EngineReplaced: _Answer(
+        503,
+        "engine_restarting",
+        retry_after(5.0),
+        lambda _: "the engine has died, and is being started again.",
+    ),
+    EngineRestarting: _Answer(503, "engine_restarting", MappingProxyType({"retry-after": "5"})),
+    ReaderTooSlow: _Answer(408),
+    Draining: _Answer(503, "draining", retry_after(1.0)),
+    ReplicaNotFound: _Answer(404),
+    ReplicaConflict: _Answer(409),
+    WeightsChanged: _Answer(503),
+    EnginesDied: _Answer(500, "engines_died", NO_RETRY),
+}
+_BUG = _Answer(
+    500, headers=NO_RETRY, text=lambda _: "something went wrong in the server; its log says what."
+)
+
+
+def _row_of(problem: BaseException) -> _Answer:
+    rows = (ANSWERS[kind] for kind in type(problem).__mro__ if kind in ANSWERS)
+    return next(rows, _BUG)
+
+
+def is_bug(problem: BaseException) -> bool:
+    """Return whether nobody raised this error on purpose: log it, and say nothing to the client."""
+    return not isinstance(problem, ApiError) and _row_of(problem) is _BUG
+
+
+def api_error_of(problem: BaseException) -> ApiError:
+    """Return the answer to an error of an engine, a fleet or a text function, by `ANSWERS`."""
+    if isinstance(problem, ApiError):
+        return problem
+    row = _row_of(problem)
+    return ApiError(row.status, row.text(problem), code=row.code, headers=row.headers)
+
+
+# status -> OpenAI's `type`, OpenAI's `code` where the error has none of its own, Anthropic's
+# `error.type`
+_WORDS: Mapping[int, tuple[str, str | None, str]] = {
+    400: ("invalid_request_error", None, "invalid_request_error"),
+    401: ("authentication_error", "invalid_api_key", "authentication_error"),
+    403: ("permission_error", None, "permission_error"),
+    404: ("not_found_error", None, "not_found_error"),
+    405: ("invalid_request_error", "method_not_allowed", "invalid_request_error"),
+    408: ("timeout_error", "request_timeout", "timeout_error"),
+    409: ("conflict_error", None, "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    431: ("invalid_request_error", "headers_too_large", "request_too_large"),
+    500: ("server_error", None, "api_error"),
+    501: ("not_implemented_error", None, "api_error"),
+    503: ("service_unavailable_error", None, "overloaded_error"),
+    504: ("timeout_error", "request_timeout", "timeout_error"),
+}
+
+
+def openai_error(problem: ApiError) -> dict[str, Any]:
+    """OpenAI's shape; all four keys are required by its document."""
+    kind, code, _ = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
+    return {
+        "error": {
+            "message": problem.message,
+            "type": kind,
+            "param": problem.param,
+            "code": problem.code or code,
+        },
+    }
+
+
+def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """Anthropic's shape. An error event in a stream has no `request_id`."""
+    _, _, kind = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": problem.message}}
+    return body if request_id is None else body | {"request_id": request_id}
+
+
+def error_body(
+    path: str, problem: ApiError, request_id: str, *, has_version: bool = False
+) -> dict[str, Any]:
+    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere
+    OpenAI's.
+
+    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header
+    (`has_version`). Trainers' routes say beside it what SGLang's clients look for.
+    """
+    route = "/".join(path.split("/", 3)[:3])
+    if route == "/v1/messages" or (route == "/v1/models" and has_version):
+        return anthropic_error(problem, request_id)
+    if path in paths.CONTROL or path in paths.GENERATION:
+        return openai_error(problem) | {"success": False, "message": problem.message}
+    return openai_error(problem)
