@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops import flex
+from nano_inference.ops.interface import AttentionArgs
 from nano_inference.ops.reference import attention as reference_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -78,15 +79,17 @@ def measure(name: str, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
         reference_attention.plan_attention(step, BLOCK_SIZE),
     )
     began = time.perf_counter()
-    flex.attention(q, view, 0, plan, scale)
+    flex.attention(q, view, 0, plan, AttentionArgs(scale))
     compile_s = time.perf_counter() - began
     return {
         "what": name,
         "dtype": str(dtype).removeprefix("torch."),
         "reference_ms": milliseconds(
-            lambda: reference_attention.attention(q, view, 0, tiles, scale), repeats
+            lambda: reference_attention.attention(q, view, 0, tiles, AttentionArgs(scale)), repeats
         ),
-        "flex_ms": milliseconds(lambda: flex.attention(q, view, 0, plan, scale), repeats),
+        "flex_ms": milliseconds(
+            lambda: flex.attention(q, view, 0, plan, AttentionArgs(scale)), repeats
+        ),
         "reference_plan_ms": milliseconds(
             lambda: reference_attention.plan_attention(step, BLOCK_SIZE), repeats
         ),

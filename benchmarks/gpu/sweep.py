@@ -23,7 +23,7 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
 from nano_inference.models.spec.model import spec_from_config
 from nano_inference.ops.cuda import attention, few_rows, filters, sampling, softmax
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.interface import AttentionArgs, Norm
 from nano_inference.sampling.columns import to_device
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def decode_attention(sweep: Sweep, run: "Run", rows: int, context: int) -> None:
         with patch.object(attention, "PROGRAMS_A_PROCESSOR", programs):
             tuned = _Tuned(tile, warps, buffers, split)
             yield lambda: tuned.attend(
-                q, storage, 0, tuned.plan(batch, BLOCK_SIZE), spec.head_dim**-0.5
+                q, storage, 0, tuned.plan(batch, BLOCK_SIZE), AttentionArgs(spec.head_dim**-0.5)
             )
 
     names = "tile {}, warps {}, buffers {}, split {}, programs {}"

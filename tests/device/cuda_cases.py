@@ -19,7 +19,7 @@ from nano_inference.core.batch import ForwardBatch
 from nano_inference.device import cuda_runner
 from nano_inference.device.queues import Captured, Copies, Event, HostQueue, Pool
 from nano_inference.ops.cuda import backend
-from nano_inference.ops.interface import KvcacheView, Ops
+from nano_inference.ops.interface import KvcacheView, Ops, RopeArgs
 from nano_inference.ops.reference import attention as reference_attention
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.backend import reference_ops
@@ -110,9 +110,10 @@ class _WithoutPadding:
 
 
 def _rope_and_store(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, view: Any, *rest: Any
+    qkv: Tensor, rope: RopeArgs, positions: Tensor, slots: Tensor, view: Any, layer: int
 ) -> Tensor:
-    return reference.rope_and_store(qkv, cos, sin, positions, _WithoutPadding(view), *rest)  # pyright: ignore
+    stored: Any = _WithoutPadding(view)
+    return reference.rope_and_store(qkv, rope, positions, slots, stored, layer)
 
 
 def _plan(batch: ForwardBatch, block_size: int, window: int = 0) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArgs
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
 BLOCK_SIZE = 16
@@ -158,8 +158,8 @@ def _rope(shape: Shape, *, full: bool = False, units: bool = False) -> None:
     for batch in (decode_batch(1), decode_batch(2), prefill_batch(4)):
         view, qkv = kv_view(shape), shape.empty(len(batch.input_ids), shape.qkv)
         view.unit_map = unit_map if units else None  # type: ignore[assignment]
-        where = (batch.positions, view, 0, batch.slot_mapping)
-        rope_and_store(qkv, angles, angles, *where, shape.heads, shape.kv_heads, norms)
+        rope = RopeArgs(angles, angles, shape.heads, shape.kv_heads, HeadNorms(*(norms or ())))
+        rope_and_store(qkv, rope, batch.positions, batch.slot_mapping, view, 0)
 
 
 def _rope_full(shape: Shape) -> None:
@@ -184,7 +184,8 @@ def _attention(
     plan = attention.plan(batch, BLOCK_SIZE, window)
     q = shape.empty(len(batch.positions), shape.heads, shape.head_dim)
     sinks = shape.empty(shape.heads, dtype=torch.float32) if has_sinks else None
-    attention.attend(q, kv_view(shape), 0, plan, shape.head_dim**-0.5, sinks, cap)
+    scores = AttentionArgs(shape.head_dim**-0.5, sinks, cap)
+    attention.attend(q, kv_view(shape), 0, plan, scores)
 
 
 def _attention_decode(shape: Shape) -> None:

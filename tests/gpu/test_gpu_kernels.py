@@ -16,7 +16,7 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import CudaOps
-from nano_inference.ops.interface import FEW_ROWS, Norm
+from nano_inference.ops.interface import FEW_ROWS, AttentionArgs, HeadNorms, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
@@ -209,7 +209,9 @@ def test_attention(
         texts.append((keys, values))
     q = numbers(9, len(batch.input_ids), heads, width, device=target.device, dtype=dtype)
     scale = width**-0.5
-    got = ops.attention(q, storage, 0, ops.plan_attention(batch, BLOCK, window), scale)
+    got = ops.attention(
+        q, storage, 0, ops.plan_attention(batch, BLOCK, window), AttentionArgs(scale)
+    )
     for chunk, (keys, values), rows in zip(chunks, texts, rows_of_chunks(batch), strict=True):
         exact = attention_of(
             q[rows].double(), keys.double(), values.double(), chunk.start, window, scale
@@ -263,7 +265,12 @@ def test_rope_and_store(target: Target, shape: tuple[int, ...], dtype: torch.dty
         storage.values.zero_()
         kept = slice(None) if run else slice(0, rows - 1)  # the reference knows no padding
         q = rope(
-            qkv[kept], cos, sin, positions[kept], storage, 0, slots[kept], heads, kv_heads, norms
+            qkv[kept],
+            RopeArgs(cos, sin, heads, kv_heads, HeadNorms(*norms)),
+            positions[kept],
+            slots[kept],
+            storage,
+            0,
         )
         results.append((q[: rows - 1].double(), storage.keys.double(), storage.values.double()))
     for got, exact in zip(*results, strict=True):

@@ -20,6 +20,7 @@ from nano_inference.models.spec.model import spec_from_config
 from nano_inference.ops.cuda import sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.matmul import invariant_product
+from nano_inference.ops.interface import AttentionArgs
 from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
@@ -123,7 +124,7 @@ class Context:
             queries.append(own[first : first + rows])
         batch = moved(batch_of_rows(chunks, BLOCK), self.device)
         plan = attention.plan(batch, BLOCK, window)
-        out = attention.attend(torch.cat(queries), self.storage, 0, plan, self.scale)
+        out = attention.attend(torch.cat(queries), self.storage, 0, plan, AttentionArgs(self.scale))
         return list(out.split([rows for _, _, rows in parts]))
 
 

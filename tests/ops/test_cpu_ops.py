@@ -18,7 +18,7 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.interface import HeadNorms, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
@@ -238,17 +238,11 @@ def test_every_instruction_set_turns_heads_as_the_reference_does(
         storage.values.zero_()
         q = operation(
             qkv,
-            angles.cos(),
-            angles.sin(),
+            RopeArgs(angles.cos(), angles.sin(), heads, kv_heads, HeadNorms(), interleaved, scales),
             positions,
+            slots,
             storage,
             0,
-            slots,
-            heads,
-            kv_heads,
-            None,
-            interleaved,
-            scales,
         )
         return [q.to(dtype), storage.keys, storage.values]
 

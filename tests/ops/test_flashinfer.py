@@ -19,6 +19,7 @@ from nano_inference.device.backends import captures_graphs
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError
 from nano_inference.ops.flashinfer import FlashInferAttention
+from nano_inference.ops.interface import AttentionArgs
 from nano_inference.ops.reference import attention as reference_attention
 from tests.depth import at_depth
 from tests.models.tiny import tiny_model
@@ -90,7 +91,7 @@ def test_it_agrees_with_the_reference(
     ours = FlashInferAttention()
     found = ours.attend(q, view, layer, ours.plan(batch, block_size, window), 0.3)
     plan = reference_attention.plan_attention(batch, block_size, window)
-    expected = reference_attention.attention(q, view, layer, plan, 0.3)
+    expected = reference_attention.attention(q, view, layer, plan, AttentionArgs(0.3))
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 

@@ -25,7 +25,7 @@ from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.ops import flex
 from nano_inference.ops.flex import HeadShape, flex_ops, require_flex
-from nano_inference.ops.interface import Ops
+from nano_inference.ops.interface import AttentionArgs, Ops
 from nano_inference.ops.reference import attention as reference_attention
 from nano_inference.ops.reference.backend import reference_ops
 from tests.depth import at_depth
@@ -151,13 +151,15 @@ class Paged:
     def attend(self, pieces: Sequence[Piece], window: int = 0) -> Tensor:
         batch = self.store(pieces)
         plan = flex.plan_attention(self.num_blocks, batch, self.block_size, window)
-        return flex.attention(self.rows(pieces), self.storage, 1, plan, self.heads.scale)
+        return flex.attention(
+            self.rows(pieces), self.storage, 1, plan, AttentionArgs(self.heads.scale)
+        )
 
     def reference(self, pieces: Sequence[Piece], window: int = 0) -> Tensor:
         batch = self.store(pieces)
         plan = reference_attention.plan_attention(batch, self.block_size, window)
         return reference_attention.attention(
-            self.rows(pieces), self.storage, 1, plan, self.heads.scale
+            self.rows(pieces), self.storage, 1, plan, AttentionArgs(self.heads.scale)
         )
 
     def rows(self, pieces: Sequence[Piece]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from nano_inference.config import KVCacheDType
 from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.ops.interface import Ops
+from nano_inference.ops.interface import AttentionArgs, Ops, RopeArgs
 from nano_inference.ops.kv_codes import KvFormat
 from tests.invariance.scenario import spoil
 from tests.ops.test_partial_attention import backend
@@ -72,9 +72,10 @@ def attended(ops: Ops, shape: Shape, kept: KVCacheDType, q: Tensor, *given: Tens
     batch = batch_of_rows([Rows([0] * count, 0, range(1, 2 + count // BLOCK))], BLOCK)
     still = torch.ones(count, shape.head_dim // 2), torch.zeros(count, shape.head_dim // 2)
     qkv = torch.cat([q, *given], dim=1).flatten(1)
-    where = batch.positions, storage, 1, batch.slot_mapping, shape.num_heads, shape.num_kv_heads
-    turned = ops.rope_and_store(qkv, *still, *where)
-    return ops.attention(turned, storage, 1, ops.plan_attention(batch, BLOCK, 0), 0.3)
+    rope = RopeArgs(*still, shape.num_heads, shape.num_kv_heads)
+    turned = ops.rope_and_store(qkv, rope, batch.positions, batch.slot_mapping, storage, 1)
+    plan = ops.plan_attention(batch, BLOCK, 0)
+    return ops.attention(turned, storage, 1, plan, AttentionArgs(0.3))
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -16,7 +16,7 @@ from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
-from nano_inference.ops.interface import Ops
+from nano_inference.ops.interface import AttentionArgs, Ops, RopeArgs
 from nano_inference.ops.reference.attention import SoftmaxState, _merge
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.context import SEGMENT, SegmentRows
@@ -104,9 +104,8 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
             torch.ones(num_tokens, shape.head_dim // 2),
             torch.zeros(num_tokens, shape.head_dim // 2),
         )
-        ops.rope_and_store(
-            qkv, *still, positions, view, 1, slots, shape.num_heads, shape.num_kv_heads, None
-        )
+        rope = RopeArgs(*still, shape.num_heads, shape.num_kv_heads)
+        ops.rope_and_store(qkv, rope, positions, slots, view, 1)
 
     written(write, shape, torch.tensor(blocks), block_size, num_tokens)
     rows = [Rows([0] * n, start, blocks[: -(-(start + n) // block_size)]) for start, n in starts]
@@ -121,7 +120,8 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
     sinks = data.draw(st.sampled_from([None, torch.linspace(200, -40, shape.num_heads)]))
     cap = data.draw(st.sampled_from([0.0, 1.5]))
     plan = ops.plan_attention(batch, block_size, shape.window)
-    whole = ops.attention(q, view, 1, plan, 0.3, sinks, cap)
+    scores = AttentionArgs(0.3, sinks, cap)
+    whole = ops.attention(q, view, 1, plan, scores)
     assert torch.isfinite(whole).all()
 
     order = torch.tensor(data.draw(st.permutations(range(len(q)))))
@@ -133,7 +133,7 @@ def test_states_of_segments_merge_to_the_bits_of_the_whole(name: str, data: st.D
     parts = SegmentRows(
         batch.positions[order], begins[order], batch.row_chunks[order], batch.block_tables
     )
-    states = ops.partial.states(q[order], view, 1, ops.partial.plan(parts, block_size), 0.3, cap)
+    states = ops.partial.states(q[order], view, 1, ops.partial.plan(parts, block_size), scores)
     assert states.shape == (
         int(parts.counts.sum()),
         shape.num_heads,

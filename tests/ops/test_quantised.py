@@ -58,7 +58,7 @@ def as_codes(weight: Tensor, form: Format, segments: tuple[int, ...] | None = No
 
 
 def stored(backend: str, weight: Tensor, form: Format, segments: Any = None) -> Any:
-    found = ops_of(backend).allocate(
+    found: Any = ops_of(backend).allocate(
         tuple(weight.shape), weight.dtype, CPU, form=form, segments=segments
     )
     found.write(0, weight)
@@ -117,7 +117,7 @@ def test_codes_of_a_file_are_stored_as_they_are(form: Format, backend: str) -> N
     given = as_codes(random(40, 288), form)
     wide = widest([form, FORMATS["int8-16-min"]])
     for own in (form, wide):
-        weight = ops_of(backend).allocate((40, 288), torch.float32, CPU, form=own)
+        weight: Any = ops_of(backend).allocate((40, 288), torch.float32, CPU, form=own)
         for first, last in ((0, 17), (17, 40)):
             weight.write_codes(first, given.rows(first, last))
         assert torch.equal(weight.read(), given.numbers())

@@ -18,7 +18,7 @@ from nano_inference.core.batch import ForwardBatch
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.rope import RopeSpec
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.interface import AttentionArgs, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.attention import attention, plan_attention
 from nano_inference.ops.reference.backend import reference_ops
@@ -388,11 +388,8 @@ class Paged:
 
         self.storage.write(1, slots, rows("k"), rows("v"))
         plan = plan_attention(batch, self.block_size, self.shape.window)
-        out = attention(
-            *(rows("q"), self.storage, 1, plan, self.shape.head_dim**-0.5),
-            self.shape.sinks,
-            self.shape.cap,
-        )
+        scores = AttentionArgs(self.shape.head_dim**-0.5, self.shape.sinks, self.shape.cap)
+        out = attention(rows("q"), self.storage, 1, plan, scores)
         assert out.shape == (len(positions), self.shape.num_heads * self.shape.head_dim)
         return list(out.split(lengths.tolist()))
 
@@ -550,7 +547,7 @@ def test_rope_and_store_row_by_row(num: int, shape: Shape, data: st.DataObject) 
         storage = KVStorage(shape.spec(), 4, 16, shape.dtype, torch.device("cpu"))
         storage.keys.zero_()
         own = rows[:, 1:].to(shape.dtype)
-        q = reference.rope_and_store(own, cos, sin, at, storage, 1, at, heads, kv_heads)
+        q = reference.rope_and_store(own, RopeArgs(cos, sin, heads, kv_heads), at, at, storage, 1)
         keys, values = storage.gather(1, at)
         assert not storage.gather(0, at)[0].any(), "another layer was written"
         stored = [part.transpose(0, 1).flatten(1) for part in (keys, values)]

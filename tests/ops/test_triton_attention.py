@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nano_inference.ops.cuda import attention
 from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.interface import AttentionArgs
 from tests.depth import at_depth
 from tests.ops.triton_attention import (
     Heads,
@@ -117,7 +118,9 @@ def test_layers_share_a_plan_and_its_workspace(batch_invariant: bool) -> None:
     q, batch, view = place(draw([130, 80], heads), pieces, heads, 0, Memory())
     attention = small(batch_invariant=batch_invariant)
     plan = attention.plan(batch, 16)
-    first, second = (attention.attend(q, view, 1, plan, heads.scale) for _ in range(2))
+    first, second = (
+        attention.attend(q, view, 1, plan, AttentionArgs(heads.scale)) for _ in range(2)
+    )
     assert torch.equal(first, second)
     (work,) = next(iter(plan.work.values()))
     items = work.items.items[: int(work.items.count)]
@@ -206,7 +209,7 @@ def test_padding_alone_is_no_work() -> None:
     batch.seq_lens.zero_()
     attention = small(batch_invariant=False)
     plan = attention.plan(batch, 16)
-    attention.attend(q, view, 1, plan, heads.scale)
+    attention.attend(q, view, 1, plan, AttentionArgs(heads.scale))
     assert [int(work.items.count) for works in plan.work.values() for work in works] == [0]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.interface import HeadNorms, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from tests.depth import at_depth
 from tests.ops.exactness import assert_close
@@ -127,16 +127,18 @@ def called(case: Case, operation, qkv: Tensor, positions: Tensor, slots: Tensor,
     view, norms = case.view(), case.norms()
     q = operation(
         qkv,
-        angles.cos(),
-        angles.sin(),
+        RopeArgs(
+            angles.cos(),
+            angles.sin(),
+            case.heads,
+            case.kv_heads,
+            HeadNorms(*(norms or ())),
+            *case.rotation(),
+        ),
         positions,
+        slots,
         view,
         layer,
-        slots,
-        case.heads,
-        case.kv_heads,
-        norms,
-        *case.rotation(),
     )
     return q, view.keys, view.values
 
@@ -266,7 +268,7 @@ def test_blocks_beyond_two_billion_numbers_are_found():
     )  # never touched but for one block: the rest of it is address space
     slot = torch.tensor([blocks * BLOCK_SIZE - 2])
     angles = torch.zeros(POSITIONS, 8)
-    rope_and_store(qkv, angles + 1, angles, positions, storage, 0, slot, 1, 1)
+    rope_and_store(qkv, RopeArgs(angles + 1, angles, 1, 1), positions, slot, storage, 0)
     assert torch.equal(storage.keys[0, 0, blocks - 1, 1], qkv[0, 16:32].half())
     assert torch.equal(storage.values[0, 0, blocks - 1, 1], qkv[0, 32:].half())
 
@@ -275,5 +277,6 @@ def test_a_norm_of_another_width_is_refused():
     case = Case()
     norm = Norm(torch.ones(8, device=DEVICE), 1e-6, 0.0, torch.float32)
     angles, (qkv, positions, slots) = torch.zeros(POSITIONS, 8, device=DEVICE), case.rows(1)
+    rope = RopeArgs(angles, angles, 4, 2, HeadNorms(norm, norm))
     with pytest.raises(ValueError, match="norm of 8 weights"):
-        rope_and_store(qkv, angles, angles, positions, case.view(), 0, slots, 4, 2, (norm, norm))
+        rope_and_store(qkv, rope, positions, slots, case.view(), 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.ops.cuda.attention import Attention
+from nano_inference.ops.interface import AttentionArgs
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.reference import attention as reference_attention
 
@@ -181,7 +182,7 @@ def attend(
     wider, batch = padded(q, batch, memory)
     found = attention.attend(
         *(wider, view, LAYER, attention.plan(batch, memory.block_size, window)),
-        *heads.scores,
+        AttentionArgs(*heads.scores),
     )
     assert found.shape == (len(wider), q.shape[1] * q.shape[2])
     assert found.dtype == q.dtype
@@ -198,4 +199,4 @@ def reference(
     """The same by the specification."""
     q, batch, view = place(seqs, pieces, heads, window, memory)
     plan = reference_attention.plan_attention(batch, memory.block_size, window)
-    return reference_attention.attention(q, view, LAYER, plan, *heads.scores)
+    return reference_attention.attention(q, view, LAYER, plan, AttentionArgs(*heads.scores))

@@ -58,7 +58,7 @@ class Ranks:
         return expected
 
     def _stored(self, tensor: Tensor) -> Any:
-        stored = self.ops.allocate(tuple(tensor.shape), tensor.dtype, tensor.device)
+        stored: Any = self.ops.allocate(tuple(tensor.shape), tensor.dtype, tensor.device)
         stored.copy_(tensor) if isinstance(stored, Tensor) else stored.write(0, tensor)
         return stored
 

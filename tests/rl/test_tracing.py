@@ -131,9 +131,9 @@ def test_the_stored_keys_and_values_count(build: Callable[..., InferenceEngine])
         def rope_and_store(*arguments: Any) -> Tensor:
             q = ops.rope_and_store(*arguments)
             if len(q) == 1 and arguments[5] == 1:
-                keys, values = arguments[4].gather(1, arguments[6])
+                keys, values = arguments[4].gather(1, arguments[3])
                 arguments[4].write(
-                    1, arguments[6], other_bits(keys).transpose(0, 1), values.transpose(0, 1)
+                    1, arguments[3], other_bits(keys).transpose(0, 1), values.transpose(0, 1)
                 )
             return q
 

@@ -176,8 +176,8 @@ def _beside(ops: Ops, reference: Ops) -> Ops:
     )
     attend = _compared(
         "attention",
-        lambda q, view, layer, plan, *how: ops.attention(q, view, layer, plan[0], *how),
-        (lambda q, view, layer, plan, *how: reference.attention(q, view, layer, plan[1], *how)),
+        lambda q, view, layer, plan, scores: ops.attention(q, view, layer, plan[0], scores),
+        (lambda q, view, layer, plan, scores: reference.attention(q, view, layer, plan[1], scores)),
     )
     draws = {
         name: _drawn(name, getattr(ops, name), getattr(reference, name))

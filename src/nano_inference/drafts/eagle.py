@@ -34,7 +34,16 @@ from nano_inference.drafts.source import Guess
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.rope import rope_table
 from nano_inference.models.taps import Taps
-from nano_inference.ops.interface import KvcacheView, Norm, Operations
+from nano_inference.ops.interface import (
+    AttentionArgs,
+    HeadNorms,
+    KvcacheView,
+    Norm,
+    Operations,
+    RopeArgs,
+    Trunk,
+    X,
+)
 from nano_inference.sampling.columns import to_device
 
 UNKNOWN = 256  # sequences more than four times those of a step whose progress is remembered
@@ -210,7 +219,7 @@ class EagleDrafts:
             given = torch.cat([rows for part in parts for rows in part.given])
             self._run(self._projected, [part.rows for part in parts], given)
 
-    def _run(self, trunk: Callable[..., Any], rows: Listed[Rows], given: Tensor) -> Tensor:
+    def _run(self, trunk: Trunk, rows: Listed[Rows], given: Tensor) -> Tensor:
         ops, storage, policy = self.policy.ops, self._storage, self.policy
         batch = batch_of_rows(rows, storage.block_size, weight_set=DRAFT)
         batch = to_device(batch, policy.device)
@@ -223,11 +232,11 @@ class EagleDrafts:
 
     # -- the layer, by operations that a backend may record ----------------------------------------
 
-    def _projected(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Any:
+    def _projected(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
         """Queries; keys and values are stored."""
         return self._attending(ops, batch, view)[0]
 
-    def _attending(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Any:
+    def _attending(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> tuple[X, X]:
         """Queries, and what the layer adds to."""
         layer, params, dtype = self.spec.layer, self.weights.params, self.policy.dtype
         hidden = layer.hidden_size
@@ -241,26 +250,19 @@ class EagleDrafts:
             norm = Norm(None, 0.0, 0.0, dtype)
         normed = ops.rms_norm(None, residual, norm, 1.0)[0]
         x = ops.call(batch, _side_by_side, (embedded, normed), 2 * hidden, dtype)
-        cos, sin = self._rope
-        q = ops.rope_and_store(
-            ops.linear(x, params["qkv"], params.get("qkv_bias")),
-            cos,
-            sin,
-            batch.positions,
-            view,
-            0,
-            batch.slot_mapping,
-            layer.num_heads,
-            layer.num_kv_heads,
-            (self._norm("q_norm"), self._norm("k_norm")) if layer.qk_norm else None,
-        )
-        return q, residual
+        norms = HeadNorms()
+        if layer.qk_norm:
+            norms = HeadNorms(self._norm("q_norm"), self._norm("k_norm"))
+        rope = RopeArgs(*self._rope, layer.num_heads, layer.num_kv_heads, norms)
+        qkv = ops.linear(x, params["qkv"], params.get("qkv_bias"))
+        where = batch.positions, batch.slot_mapping, view, 0
+        return ops.rope_and_store(qkv, rope, *where), residual
 
-    def _layer(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Any:
+    def _layer(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
         layer, params = self.spec.layer, self.weights.params
         q, residual = self._attending(ops, batch, view)
         plan = ops.plan_attention(batch, view.block_size, 0)
-        attended = ops.attention(q, view, 0, plan, layer.attention_scale)
+        attended = ops.attention(q, view, 0, plan, AttentionArgs(layer.attention_scale))
         x = ops.linear(attended, params["o"], params.get("o_bias"))
         normed, residual = ops.rms_norm(x, residual, self._norm("mlp_norm"), 1.0)
         x = ops.gate(ops.linear(normed, params["gate_up"], None), layer.activation)

@@ -553,7 +553,7 @@ class InferenceEngine:
     def _make_adapters(self) -> Adapters:
         config = self.config
         most = max(config.max_loras, len(config.loras))
-        if most and (self.model.ops.lora is None or self.model.device.type != "cpu"):
+        if most and (not self.model.ops.has_adapters or self.model.device.type != "cpu"):
             raise ConfigError(
                 f"the operations of {self.model.ops.name!r} on {self.model.device} compute no "
                 'adapters; leave max_loras out, or take backend="cpu" or "reference" on a CPU.'

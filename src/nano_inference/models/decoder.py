@@ -20,7 +20,7 @@ from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
-from nano_inference.ops.interface import KvcacheView, Operations, Ops
+from nano_inference.ops.interface import KvcacheView, Operations, Ops, X
 from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.ops.reference.backend import lora, scaled
 from nano_inference.parallel.head import ShardedHead
@@ -327,7 +327,7 @@ class Decoder:
             self.recorded[key] = self.ops.compile(self.trunk, batch, view, self.dtype)
         return self.recorded[key](batch)
 
-    def trunk(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> Tensor:
+    def trunk(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView) -> X:
         """Everything but the head, by calls of `ops` only: a backend may record them once and
         replay them.
         """
@@ -341,21 +341,21 @@ class Decoder:
             routes=self.routes,
             taps=self.taps,
         )
-        x: Tensor | None = None
+        x: X | None = None
         for layer in self.blocks:
             x, residual = layer(step, x, residual)
         return self._leave(ops, batch, x, residual)
 
-    def _plans(self, ops: Operations, batch: ForwardBatch, view: KvcacheView) -> dict[int, Any]:
+    def _plans(
+        self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView
+    ) -> dict[int, object]:
         """The plans of attention, by window; none if ranks share the keys of a sequence."""
         if self.context is not None:
             return {}
         windows = set(self.spec.windows)
         return {each: ops.plan_attention(batch, view.block_size, each) for each in windows}
 
-    def _leave(
-        self, ops: Operations, batch: ForwardBatch, x: Tensor | None, residual: Tensor
-    ) -> Tensor:
+    def _leave(self, ops: Operations[X], batch: ForwardBatch, x: X | None, residual: X) -> X:
         """The rows after the last norm, or the residual stream for the next stage."""
         scale = self.spec.residual_scale
         if self.is_last_stage:
@@ -364,7 +364,7 @@ class Decoder:
         send, hidden = self.rank_exchange.send, self.spec.hidden_size
         return ops.call(batch, send, (residual,), hidden, torch.float32)
 
-    def _enter(self, ops: Operations, batch: ForwardBatch) -> Tensor:
+    def _enter(self, ops: Operations[X], batch: ForwardBatch) -> X:
         """The residual stream before the first layer that is here."""
         rank_exchange, hidden = self.rank_exchange, self.spec.hidden_size
         if not self.part.place.is_first_stage:
@@ -377,7 +377,7 @@ class Decoder:
         rows = ops.call(batch, rank_exchange.add_up, (rows,), hidden, torch.float32)
         return self._embedded(ops, rows)
 
-    def _embedded(self, ops: Operations, rows: Tensor) -> Tensor:
+    def _embedded(self, ops: Operations[X], rows: X) -> X:
         """Embeddings, normalised where the model does that."""
         if not self.spec.embed_norm:
             return rows

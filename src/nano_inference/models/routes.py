@@ -5,14 +5,14 @@ A row that comes from the prefix cache was routed when its block was computed. A
 those rows too, and follows blocks where they are copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.spec.experts import MoeSpec
-from nano_inference.ops.moe import Moe
+from nano_inference.ops.moe import Note
 
 
 def bytes_per_token(moe: MoeSpec) -> int:
@@ -39,7 +39,7 @@ class RouteRecord:
     def compute(
         self,
         layer: int,
-        moe: Moe,
+        moe: Callable[[Tensor, Note, Tensor | None], Tensor],
         batch: ForwardBatch,
         out: Tensor,
         x: Tensor,
@@ -49,8 +49,7 @@ class RouteRecord:
         chosen by rows of the router's own where there are such. Its choices are noted.
         """
         found: list[Tensor] = []
-        options = {} if routed is None else {"routed": routed}
-        out.copy_(moe(x, note=found.append, **options))
+        out.copy_(moe(x, found.append, routed))
         ids = torch.cat(found)
         if len(ids) != len(batch.slot_mapping):
             raise RuntimeError(

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.errors import ConfigError
-from nano_inference.ops.interface import KvcacheView, Ops
+from nano_inference.ops.interface import AttentionArgs, KvcacheView, Ops
 
 # Rows of a tile: one for decodes; for chunks 32, since from 64 on the CPU kernel packs the whole KV
 # storage into another layout in every call (bfloat16 and float16).
@@ -383,7 +383,9 @@ def _bucket(num_tiles: int) -> int:
 
 
 @torch.inference_mode()
-def attention(q: Tensor, view: KvcacheView, layer: int, plan: FlexPlan, scale: float) -> Tensor:
+def attention(
+    q: Tensor, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs
+) -> Tensor:
     """Attention of q [N, heads, D] over each row's own context; returns [N, heads * D] in q's
     dtype.
 
@@ -392,13 +394,14 @@ def attention(q: Tensor, view: KvcacheView, layer: int, plan: FlexPlan, scale: f
     0 * NaN is NaN. Everything else that a tile visits was written by its own sequence, or by one
     that it shares the prefix with.
     """
+    plan = cast("FlexPlan", plan)
     keys, values = view.stored(layer)
     zeros = keys.new_zeros((len(plan.tails), keys.shape[0], keys.shape[2]))
     view.write(layer, plan.tails, zeros, zeros)
     out = torch.empty_like(q)
     for tiles in plan.tiles:
         out[tiles.rows] = _attend(
-            q[tiles.rows], keys, values, tiles, plan.block_starts, view.block_size, scale
+            q[tiles.rows], keys, values, tiles, plan.block_starts, view.block_size, scores.scale
         )
     return out.view(len(q), -1)
 

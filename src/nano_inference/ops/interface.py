@@ -1,17 +1,25 @@
-"""`Ops`: one signature for each operation, and what a backend promises about its bits."""
+"""`Ops`: the operations of a backend, and what it promises about their bits.
+
+`Operations` are those of a trunk. They work on `X`, which stands for rows: tensors in `Ops`,
+buffers in a recorder (`ops/cpu/recorder.py`), values that are computed later in
+`ops/cuda/few_rows.py`. Each operation is a Protocol below, with its signature and its meaning.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Concatenate, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.formats import Format
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Place, placed
-from nano_inference.ops.moe import Moe
+from nano_inference.ops.moe import Exchange, Experts, Note
+from nano_inference.ops.settings import Latent
+from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 from nano_inference.parallel.context import SegmentRows
 from nano_inference.sampling.logit_scale import LogitScale
 from nano_inference.sampling.parts import VocabPart
@@ -20,8 +28,34 @@ from nano_inference.sampling.sampling_batch import SamplingBatch
 
 FEW_ROWS = 8  # what `Ops.few_rows` may be given at most
 
+X = TypeVar("X")  # rows
+X_co = TypeVar("X_co", covariant=True)
 
-Joint = Callable[..., None]  # (batch, out, *inputs); see `Ops.call`
+# Fills `out` from the inputs, in the middle of a trunk: (batch, out, *inputs); see `Call`.
+Joint = Callable[Concatenate[ForwardBatch, Tensor, ...], None]
+Segments = tuple[int, ...]  # bounds of columns that are added up by themselves
+
+
+class Weight(Protocol):
+    """A matrix that `Ops.allocate` made: a tensor, or a class of the backend that made it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what products read."""
+        ...
+
+
+class UnitRows(Protocol):
+    """Which units stand behind which blocks."""
+
+    def units(self) -> Tensor:
+        """Units [units of a block, blocks] as they are now."""
+        ...
 
 
 class KvcacheView(Protocol):
@@ -44,9 +78,17 @@ class KvcacheView(Protocol):
     head_dim: int
     keys: Tensor
     values: Tensor
-    states: Any
     places: list[tuple[int, int]]
-    unit_map: Any
+
+    @property
+    def states(self) -> StateView | None:
+        """See the attributes."""
+        ...
+
+    @property
+    def unit_map(self) -> UnitRows | None:
+        """See the attributes."""
+        ...
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [N, num_kv_heads, head_dim] at slots [N]."""
@@ -80,8 +122,339 @@ class Norm(NamedTuple):
     dtype: torch.dtype
 
 
-# of queries, of keys and of values; those that come last may be left out
-HeadNorms = Sequence[Norm | None] | None
+class HeadNorms(NamedTuple):
+    """Norms of heads before they turn. A norm of D weights is of each head, a wider one of all
+    heads of a row; None: they stay as they are.
+    """
+
+    queries: Norm | None = None
+    keys: Norm | None = None
+    values: Norm | None = None
+
+
+class RopeArgs(NamedTuple):
+    """How a layer's queries and keys turn; the same in every step.
+
+    Attributes:
+        cos, sin: float32 [positions, R / 2]. The first R <= D numbers of a head turn, the rest
+            stays as it is.
+        num_heads: of queries.
+        num_kv_heads: of keys and values; 0: the layer reads another layer's keys and stores none.
+        norms: of heads, before they turn.
+        interleaved: pairs that turn together are neighbours; else they are (i, i + R / 2).
+        query_scales: float32 [positions]: queries are multiplied by that of their position before
+            they are rounded; None: they are not.
+        joint: values are the keys as they come, and the rows have them once.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    num_heads: int
+    num_kv_heads: int
+    norms: HeadNorms = HeadNorms()
+    interleaved: bool = False
+    query_scales: Tensor | None = None
+    joint: bool = False
+
+
+class AttentionArgs(NamedTuple):
+    """How a layer scores keys; the same in every step.
+
+    Attributes:
+        scale: multiplies queries times keys.
+        sinks: float32 [heads]: scores, neither scaled nor capped, that belong to no key and are the
+            last term of the softmax's sum; None: there are none.
+        cap: makes of a scaled score s cap * tanh(s / cap); 0: it does not.
+    """
+
+    scale: float
+    sinks: Tensor | None = None
+    cap: float = 0.0
+
+
+# -- the operations of a trunk ---------------------------------------------------------------------
+
+
+class Embed(Protocol[X_co]):
+    """Rows of the embedding [V, H], scaled, as the residual stream [N, H]."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        weight: Weight,
+        scale: float = 1.0,
+        part: tuple[int, int] | None = None,
+        /,
+    ) -> X_co:
+        """With a part (first, vocab_size) the weight holds the tokens from `first` on only; the
+        rows of others are zeros, negative ones: a sum over ranks changes no bit.
+        """
+        ...
+
+
+class Linear(Protocol[X]):
+    """A product x @ weight.T + bias."""
+
+    def __call__(
+        self,
+        x: X,
+        weight: Weight,
+        bias: Tensor | None = None,
+        segments: Segments | None = None,
+        /,
+    ) -> X:
+        """Compute [N, in] -> [N, out], in the weight's dtype or in float32.
+
+        Segments are bounds of 1, 2, 4 or 8 pieces of the input's columns. Each is added up by
+        itself and they are merged neighbours first (`parallel.segments`), in float32: a rank's
+        part of a sum over ranks.
+        """
+        ...
+
+
+class RmsNorm(Protocol[X]):
+    """An addition to the residual stream, and its norm."""
+
+    def __call__(self, x: X | None, residual: X, norm: Norm, scale: float = 1.0, /) -> tuple[X, X]:
+        """Add scale * x [N, H] to the residual stream [N, H], in float32; return both, the stream
+        normed first.
+        """
+        ...
+
+
+class RopeAndStore(Protocol[X]):
+    """Rotary embedding, and the keys and values of rows into the cache."""
+
+    def __call__(
+        self,
+        qkv: X,
+        rope: RopeArgs,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        view: KvcacheView,
+        layer: int,
+        /,
+    ) -> X:
+        """Compute queries, keys and values side by side, [N, (heads + 2 kv heads) * D] -> queries
+        [N, heads, D] rotated; keys and values are written to their slots.
+        """
+        ...
+
+
+class PlanAttention(Protocol):
+    """What `Attention` wants to know of a batch."""
+
+    def __call__(self, batch: ForwardBatch, block_size: int, window: int = 0, /) -> object:
+        """Return a plan, made once a step for each window of the model. A row at position p sees
+        the keys above p - window; 0: all before it.
+        """
+        ...
+
+
+class Attention(Protocol[X]):
+    """Causal attention of rows over their own contexts."""
+
+    def __call__(
+        self, q: X, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs, /
+    ) -> X:
+        """Compute queries [N, heads, D] -> [N, heads * D]."""
+        ...
+
+
+class Moe(Protocol[X]):
+    """A layer of experts; see `ops.moe.mixture`."""
+
+    def __call__(
+        self,
+        x: X,
+        experts: Experts,
+        exchange: Exchange | None = None,
+        note: Note | None = None,
+        routed: X | None = None,
+        /,
+    ) -> X:
+        """Compute rows [N, H] -> float32 [N, H]."""
+        ...
+
+
+class ShortConv(Protocol[X]):
+    """A gated short convolution; see `ops.reference.state`."""
+
+    def __call__(
+        self,
+        projected: X,
+        weights: ShortConvWeights,
+        batch: ForwardBatch,
+        view: StateView,
+        layer: int,
+        /,
+    ) -> X:
+        """Compute three projections b, c and x of each row, [N, 3 * C] -> c * conv(b * x) [N, C],
+        where b * x of the rows before it in its sequence is read from the view.
+        """
+        ...
+
+
+class DeltaNet(Protocol[X]):
+    """The gated delta rule; see `ops.reference.state`."""
+
+    def __call__(
+        self,
+        projected: X,
+        weights: DeltaWeights,
+        batch: ForwardBatch,
+        view: StateView,
+        layer: int,
+        /,
+    ) -> X:
+        """Compute the inputs of a convolution, a gate, and two numbers a value head, [N, C + V + 2
+        * heads] -> [N, V], normalised by head and gated.
+        """
+        ...
+
+
+class Lora(Protocol[X]):
+    """What adapters add to a product; see `ops.lora`."""
+
+    def __call__(self, y: X, x: X, name: str, batch: ForwardBatch, /) -> X:
+        """Return the product y [N, out] of x [N, in] and the weight `name` with what the adapter of
+        each row adds, in the dtype of y, which may be written.
+        """
+        ...
+
+
+class Call(Protocol[X]):
+    """A Python function in the middle of a trunk, such as what ranks exchange."""
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        function: Joint,
+        inputs: Sequence[X],
+        columns: int,
+        dtype: torch.dtype,
+        /,
+    ) -> X:
+        """Return rows [N, columns] that `function(batch, out, *inputs)` fills. It is called also
+        for a batch without rows.
+        """
+        ...
+
+
+class Operations(Protocol[X]):
+    """The calls of a trunk. N rows; weights are [out, in]; the residual stream is float32, products
+    read the weights' dtype.
+    """
+
+    @property
+    def embed(self) -> Embed[X]:
+        """See `Embed`."""
+        ...
+
+    @property
+    def linear(self) -> Linear[X]:
+        """See `Linear`."""
+        ...
+
+    @property
+    def rms_norm(self) -> RmsNorm[X]:
+        """See `RmsNorm`."""
+        ...
+
+    @property
+    def rope_and_store(self) -> RopeAndStore[X]:
+        """See `RopeAndStore`."""
+        ...
+
+    @property
+    def plan_attention(self) -> PlanAttention:
+        """See `PlanAttention`."""
+        ...
+
+    @property
+    def attention(self) -> Attention[X]:
+        """See `Attention`."""
+        ...
+
+    @property
+    def latent(self) -> LatentOps[X]:
+        """See `LatentOps`."""
+        ...
+
+    @property
+    def gate(self) -> Callable[[X, str], X]:
+        """Gate and up [N, 2 * inner] and an activation -> activation(gate) * up [N, inner]."""
+        ...
+
+    @property
+    def moe(self) -> Moe[X]:
+        """See `Moe`."""
+        ...
+
+    @property
+    def short_conv(self) -> ShortConv[X]:
+        """See `ShortConv`."""
+        ...
+
+    @property
+    def delta_net(self) -> DeltaNet[X]:
+        """See `DeltaNet`."""
+        ...
+
+    @property
+    def sigmoid_gate(self) -> Callable[[X, X], X]:
+        """Rows x and gates, [N, C] each -> x * sigmoid(gate)."""
+        ...
+
+    @property
+    def lora(self) -> Lora[X]:
+        """See `Lora`."""
+        ...
+
+    @property
+    def call(self) -> Call[X]:
+        """See `Call`."""
+        ...
+
+    @property
+    def columns(self) -> Callable[[X, int, int], X]:
+        """Rows [N, C], start, stop -> some of the columns, not copied."""
+        ...
+
+
+class Trunk(Protocol):
+    """Everything of a model but its head, by calls of `ops` only."""
+
+    def __call__(self, ops: Operations[X], batch: ForwardBatch, view: KvcacheView, /) -> X:
+        """Compute the rows of a batch."""
+        ...
+
+
+# -- other operations ------------------------------------------------------------------------------
+
+
+class States(Protocol):
+    """Attention over the keys that are here."""
+
+    def __call__(
+        self, q: Tensor, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs, /
+    ) -> Tensor:
+        """Compute queries [M, heads, D] -> float32 [states, heads, width], row by row, each row's
+        in order of keys. Sinks do not count yet.
+        """
+        ...
+
+
+class Merge(Protocol):
+    """Attention from all states of rows."""
+
+    def __call__(
+        self, states: Tensor, counts: Tensor, dtype: torch.dtype, sinks: Tensor | None = None, /
+    ) -> Tensor:
+        """Return [N, heads * D] with the bits of undivided attention, from all states of each row
+        in order of keys, `counts` [N] of them, and its heads' sinks.
+        """
+        ...
 
 
 class PartialAttention(NamedTuple):
@@ -89,24 +462,76 @@ class PartialAttention(NamedTuple):
     owner merges them.
 
     Attributes:
-        plan: (rows, block_size) -> whatever `states` wants to know; once a step for each window.
-        states: (q [M, heads, D], view, layer, plan, scale, cap) -> float32 [states, heads, width],
-            row by row, each row's in order of keys.
-        merge: (states, counts [N], dtype, sinks) -> [N, heads * D]: all states of each row in
-            order of keys, and its heads' sinks, become the bits of undivided attention.
+        plan: (rows, block_size) -> what `states` wants to know; once a step for each window.
+        states, merge: see `States` and `Merge`.
         width: (D) -> numbers of a state.
     """
 
-    plan: Callable[[SegmentRows, int], Any]
-    states: Callable[..., Tensor]  # the cap may be left out
-    merge: Callable[..., Tensor]  # sinks may be left out
+    plan: Callable[[SegmentRows, int], object]
+    states: States
+    merge: Merge
     width: Callable[[int], int]
+
+
+class Allocate(Protocol):
+    """Memory of a weight."""
+
+    def __call__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        latent: Latent | None = None,
+        form: Format | None = None,
+        segments: Segments | None = None,
+    ) -> Weight:
+        """Return a weight [out, in] as the products read it, not initialised: a tensor, or what
+        keeps the numbers in an order of its own, like `ops.cpu.weights.PackedWeight`.
+
+        Args:
+            shape: [out, in].
+            dtype: of its numbers; with a format, what products round their inputs to first.
+            device: where it lies.
+            latent: sizes of attention over latents, if it is the weight that `LatentOps` reads.
+            form: format of its codes (`ops.quantised`), like `ops.reference.quantised`: products
+                have the bits of `quantised.product`.
+            segments: those that `linear` will be given.
+        """
+        ...
+
+
+class Compile(Protocol):
+    """A trunk as a function of a batch."""
+
+    def __call__(
+        self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype, /
+    ) -> Callable[[ForwardBatch], Tensor]:
+        """Return a function that gives what `trunk(ops, batch, view)` gives."""
+        ...
+
+
+class Lacking:
+    """An operation that a backend does not have. Models that need it are rejected before they are
+    built.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise NotImplementedError(f"this backend has no {self.name}; use backend='cpu'.")
+
+
+_NO_CONVOLUTIONS = Lacking("short convolutions")
+_NO_DELTA_RULE = Lacking("gated delta rule")
+_NO_GATES = Lacking("gates of attention")
+_NO_LATENTS = LatentOps[Tensor](Lacking("latents"), Lacking("latents"))
+_NO_ADAPTERS = Lacking("adapters")
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """A backend. N rows; weights are [out, in]; the residual stream is float32, products read the
-    weights' dtype.
+    """A backend: `Operations` on tensors, heads, and the memory of weights.
 
     Attributes:
         name: of the backend; part of the numerics fingerprint.
@@ -116,117 +541,61 @@ class Ops:
         in_segments: whether `linear` adds up in the segments that it is given, so that 1, 2, 4 and
             8 ranks agree to the bit. Else a rank adds up its columns in one piece, and the number
             of ranks is part of the fingerprint.
-        sums: the order in which products of bfloat16 are added up, `"pairs"` or `"tiles"`, where
-            there is a choice (`EngineConfig.cpu_sums`).
-        embed: (input_ids [N], weight [V, H], scale, part) -> scaled rows as the residual [N, H].
-            With a part (first, vocab_size) the weight holds the tokens from `first` on alone; of
-            others the row is zeros, negative ones: a sum over ranks changes no bit.
-        linear: (x [N, in], weight, bias [out] or None, segments) -> [N, out], in the weights' dtype
-            or in float32. Where segments are given, bounds of 1, 2, 4 or 8 pieces of the input's
-            columns, each is added up by itself and they are merged neighbours first
-            (`parallel.segments`), in float32: a rank's part of a sum over ranks.
-        rms_norm: (x [N, H] to be added or None, residual [N, H], norm, scale) -> (normed [N, H],
-            residual). scale * x is added, in float32.
-        rope_and_store: (qkv [N, (heads + 2 kv heads) * D], cos, sin [positions, R / 2], positions
-            [N], view, layer, slot_mapping [N], heads, kv heads, norms, interleaved, query scales,
-            joint) -> q [N, heads, D] rotated; k and v are written to their slots. With joint v is
-            k as it comes, and qkv has it once. With 0 kv heads qkv are queries and nothing is
-            written: the layer reads another's keys. A norm of D weights is of each head, a wider
-            one of all heads of a row. The first R <= D numbers of a head turn, the rest is as it
-            was; a pair is (i, i + R / 2), or neighbours where they are interleaved. Queries are
-            multiplied by the scale of their position, where there are scales [positions], before
-            they are rounded.
-        plan_attention: (batch, block_size, window) -> whatever `attention` wants to know; once a
-            step for each window that the model has (0: none). A row at position p sees the keys
-            above p - window.
-        attention: (q [N, heads, D], view, layer, plan, scale, sinks, cap) -> [N, heads * D]. Sinks
-            are None, or float32 [heads]: scores, neither scaled nor capped, that belong to no key
-            and are the last term of the softmax's sum. A cap that is not 0 makes of a scaled score
-            s cap * tanh(s / cap).
-        short_conv: (projected [N, 3 * C], weights, batch, state view, layer) -> [N, C]: of three
-            projections b, c and x of a row, c * conv(b * x), where b * x of the rows before it in
-            its sequence is read from the view. See `ops.reference.state`. None: the backend has no
-            such layers.
-        delta_net: (projected [N, C + V + 2 * heads], weights, batch, state view, layer) -> [N, V]:
-            of the inputs of a convolution, a gate, and two numbers a value head, what the gated
-            delta rule gives, normalised by head and gated. See `ops.reference.state`.
-        sigmoid_gate: (x [N, C], gate [N, C]) -> x * sigmoid(gate) [N, C].
-        gate: (gate and up [N, 2 * inner], activation) -> activation(gate) * up [N, inner]; with
-            `"clamped_swiglu"` both are bounded and up has 1 added: see `ops.reference.gate`.
-        moe: (x [N, H], experts, exchange or None, note or None, routed or None) -> float32 [N, H]:
-            a layer of experts; see `ops.moe.mixture`.
+        gate: with `"clamped_swiglu"` gate and up are bounded and up has 1 added: see
+            `ops.reference.backend.gate`.
         logits: (hidden [L, H], weight [V, H], `LogitScale`) -> float32 [L, V].
         sample: (hidden [L, H], weight, scale, batch) -> `Draw` from these logits.
         sample_logits: (logits [L, V], batch) -> the same `Draw`, from logits that are there
-            already.
-        gather_logprobs: (hidden [L, H], weight, scale, token_ids [L], temperatures [L]) ->
+        already. gather_logprobs: (hidden [L, H], weight, scale, token_ids [L], temperatures [L]) ->
             float32 [L], under softmax of these logits over the temperature (above 0): the same bits
             as `sample` reports of that token.
         score_logits: (logits [L, V], token_ids [L], temperatures [L]) -> the same, from logits that
             are there already.
-        allocate: ([out, in], dtype, device, latent, form, segments) -> a weight as the products
-            read it, not initialised: a tensor, or what keeps the numbers in an order of its own,
-            like `ops.cpu.weights.PackedWeight`. With the sizes of attention over latents it is the
-            one that `LatentOps` reads. With a format (`ops.quantised`) it keeps codes, like
-            `ops.reference.quantised.QuantisedWeight`: products have the bits of
-            `quantised.product`, in the segments that `linear` will be given; `dtype` is then what
-            they round their inputs to first.
-        compile: (trunk, batch, view, dtype) -> a function of a batch that gives what `trunk(ops,
-            batch, view)` gives; None: the trunk is called in every step.
-        call: (batch, function, inputs, columns, dtype) -> [N, columns]: a Python function in the
-            middle of a trunk, such as what ranks tell each other. It is called as `function(batch,
-            out, *inputs)` and fills `out`; also where a batch has no rows.
-        columns: (x [N, C], start, stop) -> some of the columns, not copied.
+        compile: None: the trunk is called in every step.
+        has_adapters: whether it has `lora`.
         few_rows: (trunk, batch, view) -> what `trunk(ops, batch, view)` gives but for roundings, of
             at most `FEW_ROWS` rows, in fewer kernels; for steps that are captured. None: there is
             no other way.
         partial: attention over a part of the keys. None: the backend computes it whole.
         head_parts: draws and scores where each rank holds a part of the head. None: ranks gather
             the logits.
-        latent: what attention over latents needs beside the others. None: the backend lacks it.
-        lora: (y [N, out], x [N, in], name of the weight, batch) -> the products y of x with what
-            the adapter of each row adds (`ops.lora`), in the dtype of y, which may be written.
-            None: the backend has no adapters.
         placed: (places, each `ops.lora.Place`) -> a function of as many matrices, which copies each
             to its place, and returns the first that has a number that is not finite, -1 if none
             has.
+        sums: the order in which products of bfloat16 are added up, `"pairs"` or `"tiles"`, where
+            there is a choice (`EngineConfig.cpu_sums`).
     """
 
     name: str
     version: int
     schedule_invariant: bool
     in_segments: bool
-    embed: Callable[..., Tensor]  # part may be left out
-    linear: Callable[..., Tensor]  # segments may be left out
-    rms_norm: Callable[[Tensor | None, Tensor, Norm, float], tuple[Tensor, Tensor]]
-    rope_and_store: Callable[..., Tensor]  # norms and what follows may be left out
-    plan_attention: Callable[[ForwardBatch, int, int], Any]
-    attention: Callable[..., Tensor]  # sinks and cap may be left out
+    embed: Embed[Tensor]
+    linear: Linear[Tensor]
+    rms_norm: RmsNorm[Tensor]
+    rope_and_store: RopeAndStore[Tensor]
+    plan_attention: PlanAttention
+    attention: Attention[Tensor]
     gate: Callable[[Tensor, str], Tensor]
-    moe: Moe  # exchange and what follows may be left out
-    logits: Callable[[Tensor, Any, LogitScale], Tensor]
-    sample: Callable[[Tensor, Any, LogitScale, SamplingBatch], Draw]
+    moe: Moe[Tensor]
+    logits: Callable[[Tensor, Weight, LogitScale], Tensor]
+    sample: Callable[[Tensor, Weight, LogitScale, SamplingBatch], Draw]
     sample_logits: Callable[[Tensor, SamplingBatch], Draw]
-    gather_logprobs: Callable[[Tensor, Any, LogitScale, Tensor, Tensor], Tensor]
+    gather_logprobs: Callable[[Tensor, Weight, LogitScale, Tensor, Tensor], Tensor]
     score_logits: Callable[[Tensor, Tensor, Tensor], Tensor]
-    allocate: Callable[..., Any]  # latent and what follows may be left out
-    compile: (
-        Callable[
-            [Callable[..., Tensor], ForwardBatch, KvcacheView, torch.dtype],
-            Callable[[ForwardBatch], Tensor],
-        ]
-        | None
-    )
-    call: Callable[[ForwardBatch, Joint, Sequence[Tensor], int, torch.dtype], Tensor]
+    allocate: Allocate
+    compile: Compile | None
+    call: Call[Tensor]
     columns: Callable[[Tensor, int, int], Tensor]
-    short_conv: Callable[..., Tensor] | None = None
-    delta_net: Callable[..., Tensor] | None = None
-    sigmoid_gate: Callable[[Tensor, Tensor], Tensor] | None = None
-    few_rows: Callable[[Callable[..., Any], ForwardBatch, KvcacheView], Tensor] | None = None
+    short_conv: ShortConv[Tensor] = _NO_CONVOLUTIONS
+    delta_net: DeltaNet[Tensor] = _NO_DELTA_RULE
+    sigmoid_gate: Callable[[Tensor, Tensor], Tensor] = _NO_GATES
+    latent: LatentOps[Tensor] = _NO_LATENTS
+    lora: Lora[Tensor] = _NO_ADAPTERS
+    has_adapters: bool = False
+    few_rows: Callable[[Trunk, ForwardBatch, KvcacheView], Tensor] | None = None
     partial: PartialAttention | None = None
     head_parts: "HeadParts | None" = None
-    latent: LatentOps | None = None
-    lora: Callable[[Any, Any, str, Any], Any] | None = None
     placed: Callable[[Sequence[Place]], Callable[[Sequence[Tensor]], int]] = placed
     sums: Literal["pairs", "tiles"] | None = None
 
@@ -248,10 +617,11 @@ class HeadParts(NamedTuple):
 
     block: int
     sample: Callable[
-        [Tensor, Any, LogitScale, SamplingBatch, VocabPart], Generator[Tensor, list[Tensor], Draw]
+        [Tensor, Weight, LogitScale, SamplingBatch, VocabPart],
+        Generator[Tensor, list[Tensor], Draw],
     ]
     score: Callable[
-        [Tensor, Any, LogitScale, Tensor, Tensor, VocabPart],
+        [Tensor, Weight, LogitScale, Tensor, Tensor, VocabPart],
         Generator[Tensor, list[Tensor], Tensor],
     ]
 
@@ -266,9 +636,9 @@ def call(
 
 
 def embed_part(
-    embed: Callable[[Tensor, Any, float], Tensor],
+    embed: Callable[[Tensor, Weight, float], Tensor],
     input_ids: Tensor,
-    weight: Any,
+    weight: Weight,
     scale: float,
     part: tuple[int, int],
 ) -> Tensor:
@@ -282,9 +652,6 @@ def embed_part(
 def columns(x: Tensor, start: int, stop: int) -> Tensor:
     """`Ops.columns` of tensors."""
     return x[:, start:stop]
-
-
-Operations = Any  # an `Ops`, or what takes the same calls and records them
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,17 @@ whose values are its keys.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from nano_inference.ops.settings import Latent
+
+if TYPE_CHECKING:
+    from nano_inference.ops.interface import Norm, Weight
+
+X = TypeVar("X")  # rows; see `ops/interface.py`
 
 
-class LatentOps(NamedTuple):
+class LatentOps(NamedTuple, Generic[X]):
     """`kv` is a weight [heads * (plain + value), rank]: of each head the rows that make its keys
     of a latent, then those that make its values.
 
@@ -21,5 +28,5 @@ class LatentOps(NamedTuple):
         values: (attended [N, heads * key], kv, sizes) -> [N, heads * value].
     """
 
-    meet: Callable[..., Any]  # norm is a `Norm`, sizes are a `Latent`
-    values: Callable[..., Any]
+    meet: "Callable[[X, X, Weight, Norm, Latent], X]"
+    values: "Callable[[X, Weight, Latent], X]"

@@ -82,8 +82,6 @@ Note = Callable[[Tensor], None]
 # H].
 Exchange = Callable[[MoeSteps, Tensor, Experts], Tensor]
 
-Moe = Callable[..., Tensor]  # `Ops.moe`; exchange and what follows may be left out
-
 
 def mixture(
     steps: MoeSteps,

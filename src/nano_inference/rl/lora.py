@@ -92,7 +92,7 @@ class LoraPolicy(ScoringModule):
             raise ConfigError(
                 f"LoraPolicy has no gradients for {spec.architecture}: it has {kind}."
             )
-        if own.ops.lora is None or own.device.type != "cpu":
+        if not own.ops.has_adapters or own.device.type != "cpu":
             raise ConfigError(
                 f"the operations of {own.ops.name!r} on {own.device} compute no adapters; take "
                 'backend="cpu" or "reference" on a CPU.'

@@ -1,10 +1,9 @@
 """The gated delta rule (arXiv:2412.06464; Qwen3-Next, Qwen3.5)."""
 
-from torch import Tensor
-
 from nano_inference.models.blocks.linear import Linear
 from nano_inference.models.blocks.step import ModelPart, Step
 from nano_inference.models.spec.states import DeltaNet as DeltaNetSpec
+from nano_inference.ops.interface import X
 from nano_inference.ops.state import DeltaWeights
 
 
@@ -28,7 +27,8 @@ class DeltaNet:
             net.value_dim,
         )
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         projected, states = self.mix_in(step, x), step.view.states
+        assert states is not None
         mixed = step.ops.delta_net(projected, self.weights, step.batch, states, self.layer)
         return self.mix_out(step, mixed)

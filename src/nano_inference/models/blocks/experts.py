@@ -7,8 +7,8 @@ from torch import Tensor
 
 from nano_inference.models.blocks.step import ModelPart, Step
 from nano_inference.models.spec.experts import MoeSpec
-from nano_inference.ops.interface import Ops
-from nano_inference.ops.moe import Biases, Experts, Shared
+from nano_inference.ops.interface import Ops, X
+from nano_inference.ops.moe import Biases, Experts, Note, Shared
 
 # as `Biases` has them
 EXPERT_BIASES = ("router_logits_bias", "experts_gate_up_bias", "experts_down_bias")
@@ -23,17 +23,18 @@ class Mixture:
         self.exchange = part.exchange.exchange
         self.hidden_size = part.spec.hidden_size
 
-    def __call__(self, step: Step, x: Tensor, routed: Tensor | None = None) -> Tensor:
+    def __call__(self, step: Step[X], x: X, routed: X | None = None) -> X:
         """Compute rows through their experts, which the router chooses by the rows `routed` if it
         reads others.
         """
-        beside = () if routed is None else (routed,)
         if step.routes is None:
-            arguments = (None, routed) if beside else ()
-            return step.ops.moe(x, self.experts, self.exchange, *arguments)
-        moe = partial(self.ops.moe, experts=self.experts, exchange=self.exchange)
-        noted = partial(step.routes.compute, self.layer, moe)
-        return step.ops.call(step.batch, noted, (x, *beside), self.hidden_size, torch.float32)
+            return step.ops.moe(x, self.experts, self.exchange, None, routed)
+        noted = partial(step.routes.compute, self.layer, self._noting)
+        rows = (x,) if routed is None else (x, routed)
+        return step.ops.call(step.batch, noted, rows, self.hidden_size, torch.float32)
+
+    def _noting(self, x: Tensor, note: Note, routed: Tensor | None) -> Tensor:
+        return self.ops.moe(x, self.experts, self.exchange, note, routed)
 
     def serve(self, ops: Ops, nothing: Tensor) -> None:
         """Compute the rows of other ranks; `nothing` are this rank's: none."""

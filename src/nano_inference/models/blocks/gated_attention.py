@@ -1,10 +1,9 @@
 """Attention with a gate on its output (Qwen3-Next, Qwen3.5)."""
 
-from torch import Tensor
-
 from nano_inference.models.blocks.attention import Attend, output
 from nano_inference.models.blocks.linear import Linear
 from nano_inference.models.blocks.step import ModelPart, Step
+from nano_inference.ops.interface import X
 
 
 class GatedAttention:
@@ -20,7 +19,7 @@ class GatedAttention:
         self.width = spec.num_heads * spec.head_dim
         self.end = 2 * self.width + 2 * spec.num_kv_heads * spec.head_dim
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         ops, made = step.ops, self.qkv(step, x)
         gate = ops.columns(made, 0, self.width)
         attended = self.attend(step, ops.columns(made, self.width, self.end))

@@ -11,7 +11,7 @@ from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.blocks.experts import Mixture
 from nano_inference.models.blocks.layer import Layer
 from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
-from nano_inference.ops.interface import Norm, Operations
+from nano_inference.ops.interface import Norm, Operations, X
 from nano_inference.ops.reference import backend as reference
 
 
@@ -34,9 +34,7 @@ class Gemma4Layer:
     ) -> None:
         self.layer, self.beside, self.own, self.factor = layer, beside, own, factor
 
-    def __call__(
-        self, step: Step, x: Tensor | None, residual: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
+    def __call__(self, step: Step[X], x: X | None, residual: X) -> tuple[X | None, X]:
         x, residual = self.layer(step, x, residual)
         if self.beside is not None:
             x = self.beside(step, x, residual)
@@ -64,7 +62,7 @@ class ExpertsBeside:
         self.experts_out_norm = part.norm_after(name + "experts_out_norm")
         self.out_norm = part.norm(name + "mlp_out_norm")._replace(dtype=torch.float32)
 
-    def __call__(self, step: Step, dense: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], dense: X, residual: X) -> X:
         """Compute the MLP's output [N, H] and the residual stream -> what both add to it."""
         ops = step.ops
         rows = ops.rms_norm(None, residual, self.experts_norm, 1.0)[0]
@@ -90,7 +88,7 @@ class LayerInputs:
         self.join = partial(_join, norm, spec.hidden_size**-0.5)
         self.width = spec.num_layers * spec.layer_inputs
 
-    def __call__(self, ops: Operations, batch: ForwardBatch, rows: Tensor) -> Tensor:
+    def __call__(self, ops: Operations[X], batch: ForwardBatch, rows: X) -> X:
         """Compute embeddings [N, H] -> the inputs side by side, float32 [N, layers * width]."""
         rounded = ops.rms_norm(None, rows, self.rounding, self.residual_scale)[0]
         projected = ops.linear(rounded, self.project, None)
@@ -110,11 +108,12 @@ class OwnInput:
         self.apply = partial(_gate, spec.activation)
         self.dtype = part.dtype
 
-    def __call__(self, step: Step, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: Step[X], x: X, residual: X) -> tuple[X, X]:
         """Compute (what the blocks before add, residual) -> (what the input adds, residual)."""
         ops, batch = step.ops, step.batch
         rows, residual = ops.rms_norm(x, residual, self.rounding, self.residual_scale)
         gates = ops.linear(rows, self.gate, None)
+        assert step.inputs is not None
         own = ops.columns(step.inputs, self.first, self.first + self.width)
         gated = ops.call(batch, self.apply, (gates, own), self.width, self.dtype)
         x = ops.linear(gated, self.out, None)

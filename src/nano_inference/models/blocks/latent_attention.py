@@ -1,10 +1,9 @@
 """Attention over latents (DeepSeek-V2, arXiv:2405.04434); see `ops/latent.py`."""
 
-from torch import Tensor
-
 from nano_inference.models.blocks.attention import Attend, output
 from nano_inference.models.blocks.linear import Linear
 from nano_inference.models.blocks.step import ModelPart, Step
+from nano_inference.ops.interface import X
 
 
 class LatentAttention:
@@ -25,14 +24,14 @@ class LatentAttention:
         self.attend = Attend(part, layer)
         self.o = output(part, layer)
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         latent = step.ops.latent
         q = self.q_b(step, self._query_input(step, x))
         qkv = latent.meet(q, self.kv_a(step, x), self.kv_b, self.kv_a_norm, self.sizes)
         attended = self.attend(step, qkv)
         return self.o(step, latent.values(attended, self.kv_b, self.sizes))
 
-    def _query_input(self, step: Step, x: Tensor) -> Tensor:
+    def _query_input(self, step: Step[X], x: X) -> X:
         """Return what the queries are made of: the rows, or a latent of their own."""
         if self.q_a is None:
             return x

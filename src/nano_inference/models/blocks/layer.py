@@ -2,10 +2,8 @@
 
 from typing import Protocol
 
-from torch import Tensor
-
 from nano_inference.models.blocks.step import Block, ModelPart, Step
-from nano_inference.ops.interface import Norm
+from nano_inference.ops.interface import Norm, X
 
 
 class AnyLayer(Protocol):
@@ -13,9 +11,7 @@ class AnyLayer(Protocol):
     it yet, as the addition is part of the next norm.
     """
 
-    def __call__(
-        self, step: Step, x: Tensor | None, residual: Tensor
-    ) -> tuple[Tensor | None, Tensor]:
+    def __call__(self, step: Step[X], x: X | None, residual: X) -> tuple[X | None, X]:
         """Compute (what the layer before adds, residual) -> (what this layer adds, residual)."""
         ...
 
@@ -36,7 +32,7 @@ class Layer:
         self.mlp_norm = part.norm(f"layers.{index}.mlp_norm")
         self.scale, self.hidden_size = part.spec.residual_scale, part.spec.hidden_size
 
-    def __call__(self, step: Step, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: Step[X], x: X | None, residual: X) -> tuple[X, X]:
         normed, residual = step.ops.rms_norm(x, residual, self.mixer_norm, self.scale)
         residual = step.tapped(self.index, residual, self.hidden_size)
         x = self.mixer(step, normed)
@@ -50,5 +46,5 @@ class NormedAfter:
     def __init__(self, block: Block, norm: Norm) -> None:
         self.block, self.norm = block, norm
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         return step.ops.rms_norm(None, self.block(step, x), self.norm, 1.0)[0]

@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from nano_inference.models.blocks.step import Block, ModelPart, Step
+from nano_inference.ops.interface import X
 
 
 class Linear:
@@ -21,7 +21,7 @@ class Linear:
         self.name, self.segments = name, segments
         self.weight, self.bias = part.params[name], part.params.get(name + "_bias")
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         y = step.ops.linear(x, self.weight, self.bias, self.segments)
         return step.ops.lora(y, x, self.name, step.batch) if step.batch.adapters else y
 
@@ -37,7 +37,7 @@ class SummedLinear:
         self.hidden_size = part.spec.hidden_size
         self.exchange = part.exchange
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         bias = None if self.bias is None else self.bias.float()
         add_up = partial(self.exchange.add_up, bias=bias)
         own = step.ops.linear(x, self.weight, None, self.segments)

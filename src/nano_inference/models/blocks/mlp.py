@@ -8,6 +8,7 @@ from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.activations import UNGATED
 from nano_inference.models.blocks.linear import Linear, row_parallel
 from nano_inference.models.blocks.step import ModelPart, Step
+from nano_inference.ops.interface import X
 
 
 class GatedMlp:
@@ -19,7 +20,7 @@ class GatedMlp:
         self.gate_up = Linear(part, name + "gate_up")
         self.down = row_parallel(part, name + "down", part.exchange.part.inner_segments_of(layer))
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         return self.down(step, step.ops.gate(self.gate_up(step, x), self.activation))
 
 
@@ -33,7 +34,7 @@ class Mlp:
         self.down = row_parallel(part, name + "down", part.exchange.part.inner_segments_of(layer))
         self.width, self.dtype = spec.intermediate_size, part.dtype
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         up = self.up(step, x)
         inner = step.ops.call(step.batch, self.activate, (up,), self.width, self.dtype)
         return self.down(step, inner)

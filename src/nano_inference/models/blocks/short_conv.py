@@ -1,9 +1,8 @@
 """The gated short convolution (LFM2)."""
 
-from torch import Tensor
-
 from nano_inference.models.blocks.linear import Linear
 from nano_inference.models.blocks.step import ModelPart, Step
+from nano_inference.ops.interface import X
 from nano_inference.ops.state import ShortConvWeights
 
 
@@ -18,7 +17,8 @@ class ShortConv:
             part.params[name + "conv"], part.params.get(name + "conv_bias")
         )
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         projected, states = self.mix_in(step, x), step.view.states
+        assert states is not None
         mixed = step.ops.short_conv(projected, self.weights, step.batch, states, self.layer)
         return self.mix_out(step, mixed)

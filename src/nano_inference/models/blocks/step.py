@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from nano_inference.models.sharding.context import SharedContext
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
-from nano_inference.ops.interface import KvcacheView, Norm, Operations, Ops
+from nano_inference.ops.interface import KvcacheView, Norm, Operations, Ops, X
 
 NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)  # only adds to the residual stream
 
@@ -62,7 +62,7 @@ class ModelPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(Generic[X]):
     """One forward pass.
 
     Attributes:
@@ -75,15 +75,15 @@ class Step:
         taps: notes the residual stream before some layers; None: nobody wants it.
     """
 
-    ops: Operations
+    ops: Operations[X]
     batch: ForwardBatch
     view: KvcacheView
-    plans: Mapping[int, Any]
-    inputs: Tensor | None
+    plans: Mapping[int, object]
+    inputs: X | None
     routes: RouteRecord | None
     taps: Taps | None
 
-    def tapped(self, layer: int, residual: Tensor, hidden_size: int) -> Tensor:
+    def tapped(self, layer: int, residual: X, hidden_size: int) -> X:
         """Return the residual stream before a layer, noted if it is wanted."""
         if self.taps is None or layer not in self.taps.layers:
             return residual
@@ -94,6 +94,6 @@ class Step:
 class Block(Protocol):
     """What a layer adds to the residual stream, as a function of its normed rows."""
 
-    def __call__(self, step: Step, x: Tensor) -> Tensor:
+    def __call__(self, step: Step[X], x: X) -> X:
         """Compute rows [N, columns in] -> [N, columns out]."""
         ...

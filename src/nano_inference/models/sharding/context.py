@@ -3,14 +3,13 @@ with it.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ops.interface import Joint, KvcacheView, Ops, PartialAttention
+from nano_inference.ops.interface import AttentionArgs, Joint, KvcacheView, Ops, PartialAttention
 from nano_inference.parallel.context import (
     MOST_NUMBERS,
     ContextSplit,
@@ -46,7 +45,7 @@ class SharedContext:
             1, MOST_NUMBERS // (spec.num_heads * ops.partial.width(spec.head_dim))
         )
         self._step: ContextStep | None = None
-        self._plans: dict[int, list[Any]] = {}  # of the step, by window: one for each piece
+        self._plans: dict[int, list[object]] = {}  # of the step, by window: one for each piece
 
     def own_rows(self, batch: ForwardBatch, block_size: int) -> ForwardBatch:
         """This rank's rows of a batch; `block_size` is that of its storage."""
@@ -68,9 +67,7 @@ class SharedContext:
         view: KvcacheView,
         layer: int,
         window: int,
-        scale: float,
-        sinks: Tensor | None = None,
-        cap: float = 0.0,
+        scores: AttentionArgs,
     ) -> Joint:
         """A function for `Ops.call`: q [N, heads * D] of own rows -> attention over the keys of all
         ranks. The sinks [heads] are added by the rows' owners, once.
@@ -81,10 +78,10 @@ class SharedContext:
             plans = self._plans_of(batch, window, view.block_size)
             for piece, plan in zip(batch.context.pieces[window], plans, strict=True):
 
-                def states(rows: Tensor, plan: Any = plan) -> Tensor:
-                    return self._partial.states(rows, view, layer, plan, scale, cap)
+                def states(rows: Tensor, plan: object = plan) -> Tensor:
+                    return self._partial.states(rows, view, layer, plan, scores)
 
-                out[piece.own] = self._merged(piece, heads, states, sinks)
+                out[piece.own] = self._merged(piece, heads, states, scores.sinks)
 
         return attend
 
@@ -103,7 +100,7 @@ class SharedContext:
         )
         return self._partial.merge(answers[piece.order], piece.counts, q.dtype, sinks)
 
-    def _plans_of(self, batch: ForwardBatch, window: int, block_size: int) -> list[Any]:
+    def _plans_of(self, batch: ForwardBatch, window: int, block_size: int) -> list[object]:
         """One plan a step and window, for all layers."""
         if self._step is not batch.context:
             self._step, self._plans = batch.context, {}

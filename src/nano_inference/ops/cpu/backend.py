@@ -24,7 +24,16 @@ from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.ops.formats import Format
-from nano_inference.ops.interface import HeadNorms, KvcacheView, Norm, Ops, call
+from nano_inference.ops.interface import (
+    AttentionArgs,
+    KvcacheView,
+    Norm,
+    Ops,
+    RopeArgs,
+    Trunk,
+    Weight,
+    call,
+)
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Place
 from nano_inference.ops.settings import Latent
@@ -38,7 +47,7 @@ class CpuOps:
     """The operations on tensors, each one call. See `Ops` for what they do."""
 
     def __init__(self, num_threads: int, instruction_set: str | None = None) -> None:
-        self.num_threads = num_threads
+        self.num_threads, self.has_adapters = num_threads, True
         self.sums = law_of(instruction_set or best_instruction_set())
         self.kernels = library.load(instruction_set)
         self.moe = CpuMoe(self.kernels, num_threads)
@@ -122,31 +131,25 @@ class CpuOps:
     def rope_and_store(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rope: RopeArgs,
         positions: Tensor,
+        slot_mapping: Tensor,
         view: KvcacheView,
         layer: int,
-        slot_mapping: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        norms: HeadNorms = None,
-        interleaved: bool = False,
-        query_scales: Tensor | None = None,
-        joint: bool = False,
     ) -> Tensor:
         """See `Ops.rope_and_store`."""
-        where = positions, view, layer, slot_mapping, num_heads, num_kv_heads
-        how = norms, interleaved, query_scales, joint
+        rows = qkv.float()
+        if any(norm is not None for norm in rope.norms):
+            rows = rows.clone()  # norms work in place
         q = self._run(
-            lambda r, x: r.rope_and_store(x, cos, sin, *where, *how),
-            qkv.float() if norms is None else qkv.float().clone(),  # norms work in place
+            lambda r, x: r.rope_and_store(x, rope, positions, slot_mapping, view, layer),
+            rows,
             dtype=view.format.dtype,
             storage=view,
             positions=positions,
             slot_mapping=slot_mapping,
         )[0]
-        return q.view(len(q), num_heads, -1)
+        return q.view(len(q), rope.num_heads, -1)
 
     def plan_attention(
         self, batch: ForwardBatch, _block_size: int, window: int = 0
@@ -160,14 +163,12 @@ class CpuOps:
         view: KvcacheView,
         layer: int,
         plan: tuple[ForwardBatch, int],
-        scale: float,
-        sinks: Tensor | None = None,
-        cap: float = 0.0,
+        scores: AttentionArgs,
     ) -> Tensor:
         """See `Ops.attention`."""
         batch, window = plan
         return self._run(
-            lambda r, x: r.attention(x, view, layer, window, scale, sinks, cap),
+            lambda r, x: r.attention(x, view, layer, window, scores),
             q.flatten(1).contiguous(),
             dtype=q.dtype,
             storage=view,
@@ -178,7 +179,7 @@ class CpuOps:
         """See `Ops.gate`; `dtype` is what it is rounded to, by default that of x."""
         return self._run(lambda r, x: r.gate(x, activation), x.float(), dtype=dtype or x.dtype)[0]
 
-    def _meet(self, q: Tensor, c: Tensor, kv: LatentWeight, norm: Norm, sizes: Latent) -> Tensor:
+    def _meet(self, q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
         return self._run(
             lambda r, q, c: r.latent.meet(q, c, kv, norm, sizes),
             q.float().contiguous(),
@@ -186,7 +187,7 @@ class CpuOps:
             dtype=kv.dtype,
         )[0]
 
-    def _latent_values(self, attended: Tensor, kv: LatentWeight, sizes: Latent) -> Tensor:
+    def _latent_values(self, attended: Tensor, kv: Weight, sizes: Latent) -> Tensor:
         return self._run(lambda r, x: r.latent.values(x, kv, sizes), attended, dtype=kv.dtype)[0]
 
     def allocate(
@@ -208,7 +209,7 @@ class CpuOps:
         return PackedWeight(rows, columns, dtype, self.num_threads, self.arena)
 
     def compile(
-        self, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype
+        self, trunk: Trunk, batch: ForwardBatch, view: KvcacheView, dtype: torch.dtype
     ) -> Program:
         """Record what `trunk` calls; returns a function of a batch that replays it."""
         recorder = Recorder(dtype, self.moe, self.states)

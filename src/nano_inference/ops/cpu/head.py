@@ -6,14 +6,14 @@ import ctypes
 from collections.abc import Generator
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.interface import HeadParts
+from nano_inference.ops.interface import HeadParts, Weight
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
@@ -124,7 +124,7 @@ class CpuHead:
     def _sample_part(
         self,
         hidden: Tensor,
-        weight: PackedWeight,
+        weight: Weight,
         scale: LogitScale,
         batch: SamplingBatch,
         part: VocabPart,
@@ -132,7 +132,7 @@ class CpuHead:
         """See `HeadParts.sample`."""
         call = DrawCall()
         drawn = call.bind(batch, part.vocab_size)
-        given = _part_of(self._products(hidden, weight, scale), part)
+        given = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
         calls = self.kernels.nano_draw_part, self.kernels.nano_draw_whole
         yield from _exchange(calls, given, call.address, len(batch), part)
         return drawn
@@ -140,7 +140,7 @@ class CpuHead:
     def _score_part(
         self,
         hidden: Tensor,
-        weight: PackedWeight,
+        weight: Weight,
         scale: LogitScale,
         token_ids: Tensor,
         temperatures: Tensor,
@@ -148,7 +148,7 @@ class CpuHead:
     ) -> Generator[Tensor, list[Tensor], Tensor]:
         """See `HeadParts.score`."""
         targets = Targets(token_ids, temperatures)
-        given = _part_of(self._products(hidden, weight, scale), part)
+        given = _part_of(self._products(hidden, cast("PackedWeight", weight), scale), part)
         calls = self.kernels.nano_score_part, self.kernels.nano_score_whole
         yield from _exchange(calls, given, targets.address, len(token_ids), part)
         return targets.logprobs

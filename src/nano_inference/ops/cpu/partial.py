@@ -4,13 +4,13 @@
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.interface import KvcacheView, PartialAttention
+from nano_inference.ops.interface import AttentionArgs, KvcacheView, PartialAttention
 from nano_inference.parallel.context import SegmentRows
 
 LANES = 16  # sums of a state
@@ -73,10 +73,10 @@ def partial_attention(kernels: ctypes.CDLL, num_threads: int) -> PartialAttentio
         q: Tensor,
         view: KvcacheView,
         layer: int,
-        plan: SegmentPlan,
-        scale: float,
-        cap: float = 0.0,
+        plan: object,
+        scores: AttentionArgs,
     ) -> Tensor:
+        plan, (scale, _, cap) = cast("SegmentPlan", plan), scores
         (num_rows, num_heads, head_dim), keys = q.shape, view.keys
         unit, place = view.places[layer]
         units = None if view.unit_map is None else view.unit_map.units()[unit].data_ptr()

@@ -4,7 +4,7 @@ operations.
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -178,7 +178,10 @@ class Program:
         """Run a function of Python on views of its buffers."""
         assert operation.function is not None
         inputs = [self._view(buffer, num_rows) for buffer in operation.inputs]
-        operation.function(batch, self._view(operation.output, num_rows), *inputs)
+        # functions stand in trunks only, which run on a batch
+        operation.function(
+            cast("ForwardBatch", batch), self._view(operation.output, num_rows), *inputs
+        )
 
     def _grow(self, num_rows: int) -> None:
         if num_rows <= self._capacity:

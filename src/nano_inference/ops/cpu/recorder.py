@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Concatenate, NamedTuple
+from typing import Any, Concatenate, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,15 @@ from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.quantised import QuantisedWeight
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
-from nano_inference.ops.interface import HeadNorms, Joint, KvcacheView, Norm
+from nano_inference.ops.interface import (
+    AttentionArgs,
+    Joint,
+    KvcacheView,
+    Moe,
+    Norm,
+    RopeArgs,
+    Weight,
+)
 from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
@@ -96,7 +104,7 @@ class Recorder:
     def __init__(
         self,
         dtype: torch.dtype,
-        moe: Callable[..., Tensor] | None = None,
+        moe: Moe[Tensor] | None = None,
         states: CpuStates | None = None,
     ) -> None:
         self.dtype = dtype
@@ -116,11 +124,12 @@ class Recorder:
     def embed(
         self,
         _input_ids: Any,
-        weight: PackedWeight | QuantisedWeight,
+        weight: Weight,
         scale: float = 1.0,
         part: tuple[int, int] | None = None,
     ) -> Buffer:
         """See `Ops.embed`."""
+        weight = cast("PackedWeight | QuantisedWeight", weight)
         out = self.new(weight.columns, torch.float32)
         values = {"scale": scale, "rows": weight.rows, "columns": weight.columns}
         values["codes"] = weight.codes
@@ -132,11 +141,12 @@ class Recorder:
     def linear(
         self,
         x: Buffer,
-        weight: PackedWeight | QuantisedWeight,
+        weight: Weight,
         bias: Tensor | None = None,
         segments: tuple[int, ...] | None = None,
     ) -> Buffer:
         """See `Ops.linear`; the sums stay in float32."""
+        weight = cast("PackedWeight | QuantisedWeight", weight)
         _require(
             x.columns == weight.columns, f"x has {x.columns} columns, the weight {weight.columns}."
         )
@@ -196,21 +206,16 @@ class Recorder:
     def rope_and_store(
         self,
         qkv: Buffer,
-        cos: Tensor,
-        sin: Tensor,
-        _positions: Any,
-        _view: Any,
+        rope: RopeArgs,
+        _positions: Tensor,
+        _slot_mapping: Tensor,
+        _view: KvcacheView,
         layer: int,
-        _slot_mapping: Any,
-        num_heads: int,
-        num_kv_heads: int,
-        norms: HeadNorms = None,
-        interleaved: bool = False,
-        query_scales: Tensor | None = None,
-        joint: bool = False,
     ) -> Buffer:
         """See `Ops.rope_and_store`."""
-        count = num_heads + (1 if joint else 2) * num_kv_heads
+        cos, sin, query_scales = rope.cos, rope.sin, rope.query_scales
+        num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
+        count = num_heads + (1 if rope.joint else 2) * num_kv_heads
         head_dim, rest = divmod(qkv.columns, count)
         _require(
             not rest and qkv.dtype == torch.float32,
@@ -237,18 +242,18 @@ class Recorder:
         self.num_positions = min(len(cos), self.num_positions or len(cos))
         out = self.new(num_heads * head_dim, self.dtype)
         wide = (head_dim, num_heads * head_dim, num_kv_heads * head_dim)
-        checked = tuple(norm and _checked(norm, *wide) for norm in norms or ())
+        checked = tuple(norm and _checked(norm, *wide) for norm in rope.norms)
         values = {
             "layer": layer,
             "cos": cos.data_ptr(),
             "sin": sin.data_ptr(),
             "query_scales": None if query_scales is None else query_scales.data_ptr(),
             "turning": 2 * cos.shape[1],
-            "interleaved": int(interleaved),
+            "interleaved": int(rope.interleaved),
             "query_heads": num_heads,
             "kv_heads": num_kv_heads,
             "head_dim": head_dim,
-            "joint": int(joint),
+            "joint": int(rope.joint),
         }
         self.operations.append(Operation(ROPE_AND_STORE, (qkv,), out, norms=checked, values=values))
         return out
@@ -262,12 +267,11 @@ class Recorder:
         q: Buffer,
         view: KvcacheView,
         layer: int,
-        window: int,
-        scale: float,
-        sinks: Tensor | None = None,
-        cap: float = 0.0,
+        plan: object,
+        scores: AttentionArgs,
     ) -> Buffer:
         """See `Ops.attention`; its plan is the window."""
+        window, sinks = cast("int", plan), scores.sinks
         kv_heads, _, _, row = view.lie(layer)[0].shape
         head_dim = view.format.head_dim(row)
         heads, rest = divmod(q.columns, head_dim)
@@ -281,7 +285,7 @@ class Recorder:
                 sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous(),
                 f"sinks are {sinks.dtype} {tuple(sinks.shape)}, expected float32 ({heads},).",
             )
-        shape = Window(window, scale, cap, heads, kv_heads, head_dim)
+        shape = Window(window, scores.scale, scores.cap, heads, kv_heads, head_dim)
         if shape not in self.windows:
             self.windows.append(shape)
         out = self.new(q.columns, self.dtype)
@@ -289,8 +293,9 @@ class Recorder:
         self.operations.append(Operation(ATTENTION, (q,), out, bias=sinks, values=values))
         return out
 
-    def _meet(self, q: Buffer, c: Buffer, kv: LatentWeight, norm: Norm, sizes: Latent) -> Buffer:
+    def _meet(self, q: Buffer, c: Buffer, kv: Weight, norm: Norm, sizes: Latent) -> Buffer:
         """See `LatentOps.meet`. One product a head, then a pass over the rows."""
+        assert isinstance(kv, LatentWeight)
         query = sizes.plain + sizes.rotary
         _require(
             kv.sizes == sizes and q.columns == kv.heads * query and c.columns == sizes.key,
@@ -305,8 +310,9 @@ class Recorder:
         self.operations.append(Operation(MEET, (c,), out, q, norms=norms, values=values))
         return out
 
-    def _latent_values(self, attended: Buffer, kv: LatentWeight, sizes: Latent) -> Buffer:
+    def _latent_values(self, attended: Buffer, kv: Weight, sizes: Latent) -> Buffer:
         """See `LatentOps.values`. One product a head."""
+        assert isinstance(kv, LatentWeight)
         _require(
             kv.sizes == sizes and attended.columns == kv.heads * sizes.key,
             f"rows of {attended.columns} numbers are not those of {kv.heads} heads of {sizes}.",

@@ -29,7 +29,7 @@ from torch import Tensor
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.ops.cuda.attention_plan import FIELDS, Bounds, Items, plan_items
 from nano_inference.ops.cuda.matmul import shared_memory
-from nano_inference.ops.interface import KvcacheView
+from nano_inference.ops.interface import AttentionArgs, KvcacheView
 
 KEY_TILE = 64  # keys of one step of the recurrence
 SPLIT = 256  # keys whose sum may be computed on its own
@@ -121,13 +121,12 @@ class Attention:
         view: KvcacheView,
         layer: int,
         plan: Plan,
-        scale: float,
-        sinks: Tensor | None = None,
-        cap: float = 0.0,
+        scores: AttentionArgs,
     ) -> Tensor:
         """See `Ops.attention`. Rows beyond `cu_seqlens_q[-1]` are padding: their results mean
         nothing.
         """
+        scale, sinks, cap = scores
         num_rows, num_heads, head_dim = q.shape
         unit, place = view.places[layer]
         # [kv heads, units, block_size, D]

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
-from nano_inference.ops.flashinfer import FlashInferAttention
-from nano_inference.ops.interface import Ops, call, columns
+from nano_inference.ops.flashinfer import FlashInferAttention, FlashInferPlan
+from nano_inference.ops.interface import Attention as Attend
+from nano_inference.ops.interface import AttentionArgs, KvcacheView, Ops, call, columns
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.backend import scaled
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
@@ -55,6 +56,8 @@ class CudaOps:
             else Attention(batch_invariant=batch_invariant)
         )
         self.plan_attention, self.attention = kernels.plan, kernels.attend
+        if isinstance(kernels, FlashInferAttention):
+            self.attention = _without_scores(kernels)
 
     def linear(
         self,
@@ -102,6 +105,17 @@ class CudaOps:
         return torch.cat(
             [sampling.score(self.logits(rows, weight, scale), ids, own) for rows, ids, own in tiles]
         )
+
+
+def _without_scores(kernels: FlashInferAttention) -> Attend[Tensor]:
+    """Return FlashInfer's attention, which knows neither sinks nor caps."""
+
+    def attend(
+        q: Tensor, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs
+    ) -> Tensor:
+        return kernels.attend(q, view, layer, cast("FlashInferPlan", plan), scores.scale)
+
+    return attend
 
 
 def cuda_ops(

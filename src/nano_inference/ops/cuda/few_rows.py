@@ -41,9 +41,9 @@ its shape and dtype alone.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnreachable=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import triton
@@ -53,8 +53,22 @@ from torch import Tensor
 from nano_inference.core.batch import ForwardBatch
 from nano_inference.ops.cuda.matmul import shared_memory
 from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
-from nano_inference.ops.interface import FEW_ROWS, KvcacheView, Norm, Operations
-from nano_inference.ops.moe import Exchange, Experts
+from nano_inference.ops.interface import (
+    FEW_ROWS,
+    AttentionArgs,
+    Joint,
+    KvcacheView,
+    Norm,
+    Operations,
+    Ops,
+    RopeArgs,
+    Trunk,
+    Weight,
+)
+from nano_inference.ops.latent import LatentOps
+from nano_inference.ops.moe import Exchange, Experts, Note
+from nano_inference.ops.settings import Latent
+from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,10 +99,10 @@ class FewRows:
         ops: the plain operations.
     """
 
-    def __init__(self, ops: Operations) -> None:
+    def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self.embed: Callable[..., Tensor] = ops.embed
-        self.plan_attention: Callable[..., Any] = ops.plan_attention
+        self.embed, self.plan_attention = ops.embed, ops.plan_attention
+        self.latent = LatentOps[Value](self._meet, self._latent_values)
 
     def made(self, value: Value) -> Tensor:
         """The value as a tensor."""
@@ -136,35 +150,94 @@ class FewRows:
             return product_gated(x.x, x.norm, x.weight, x.bias, activation)
         return self._ops.gate(self.made(x), activation)
 
-    def moe(self, x: Value, experts: Experts, exchange: Exchange | None = None) -> Tensor:
+    def moe(
+        self,
+        x: Value,
+        experts: Experts,
+        exchange: Exchange | None = None,
+        note: Note | None = None,
+        routed: Value | None = None,
+    ) -> Tensor:
         """See `Ops.moe`."""
-        return self._ops.moe(self.made(x), experts, exchange)
+        read = None if routed is None else self.made(routed)
+        return self._ops.moe(self.made(x), experts, exchange, note, read)
 
-    def rope_and_store(self, qkv: Value, *where: Any) -> Tensor:
+    def rope_and_store(
+        self,
+        qkv: Value,
+        rope: RopeArgs,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        view: KvcacheView,
+        layer: int,
+    ) -> Tensor:
         """See `Ops.rope_and_store`."""
-        return self._ops.rope_and_store(self.made(qkv), *where)
+        rows = self.made(qkv)
+        return self._ops.rope_and_store(rows, rope, positions, slot_mapping, view, layer)
 
     def call(
-        self, batch: ForwardBatch, function: Any, inputs: Sequence[Value], *out: Any
+        self,
+        batch: ForwardBatch,
+        function: Joint,
+        inputs: Sequence[Value],
+        columns: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         """See `Ops.call`."""
-        return self._ops.call(batch, function, [self.made(value) for value in inputs], *out)
+        made = [self.made(value) for value in inputs]
+        return self._ops.call(batch, function, made, columns, dtype)
 
     def columns(self, x: Value, start: int, stop: int) -> Tensor:
         """See `Ops.columns`."""
         return self._ops.columns(self.made(x), start, stop)
 
-    def attention(self, q: Value, *where: Any) -> Tensor:
+    def attention(
+        self, q: Value, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs
+    ) -> Tensor:
         """See `Ops.attention`."""
-        return self._ops.attention(self.made(q), *where)
+        return self._ops.attention(self.made(q), view, layer, plan, scores)
+
+    def short_conv(
+        self,
+        projected: Value,
+        weights: ShortConvWeights,
+        batch: ForwardBatch,
+        view: StateView,
+        layer: int,
+    ) -> Tensor:
+        """See `Ops.short_conv`."""
+        return self._ops.short_conv(self.made(projected), weights, batch, view, layer)
+
+    def delta_net(
+        self,
+        projected: Value,
+        weights: DeltaWeights,
+        batch: ForwardBatch,
+        view: StateView,
+        layer: int,
+    ) -> Tensor:
+        """See `Ops.delta_net`."""
+        return self._ops.delta_net(self.made(projected), weights, batch, view, layer)
+
+    def sigmoid_gate(self, x: Value, gate: Value) -> Tensor:
+        """See `Ops.sigmoid_gate`."""
+        return self._ops.sigmoid_gate(self.made(x), self.made(gate))
+
+    def lora(self, y: Value, x: Value, name: str, batch: ForwardBatch) -> Tensor:
+        """See `Ops.lora`."""
+        return self._ops.lora(self.made(y), self.made(x), name, batch)
+
+    def _meet(self, q: Value, c: Value, kv: Weight, norm: Norm, sizes: Latent) -> Value:
+        return self._ops.latent.meet(self.made(q), self.made(c), kv, norm, sizes)
+
+    def _latent_values(self, attended: Value, kv: Weight, sizes: Latent) -> Value:
+        return self._ops.latent.values(self.made(attended), kv, sizes)
 
 
-def few_rows(
-    ops: Operations, trunk: Callable[..., Any], batch: ForwardBatch, view: KvcacheView
-) -> Tensor:
+def few_rows(ops: Ops, trunk: Trunk, batch: ForwardBatch, view: KvcacheView) -> Tensor:
     """See `Ops.few_rows`: what `trunk(ops, batch, view)` gives, but for roundings."""
     fused = FewRows(ops)
-    return fused.made(trunk(fused, batch, view))
+    return fused.made(trunk(cast("Operations[Value]", fused), batch, view))
 
 
 VECTOR_ROWS = 2  # the largest number of rows that are multiplied without tensor cores

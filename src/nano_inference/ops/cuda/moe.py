@@ -39,10 +39,14 @@ class ExpertTiles(NamedTuple):
 
 
 def moe(
-    x: Tensor, experts: Experts, exchange: Exchange | None = None, note: Note | None = None
+    x: Tensor,
+    experts: Experts,
+    exchange: Exchange | None = None,
+    note: Note | None = None,
+    routed: Tensor | None = None,
 ) -> Tensor:
     """See `Ops.moe`."""
-    return mixture(STEPS, x, experts, exchange, ROW_BLOCK, note)
+    return mixture(STEPS, x, experts, exchange, ROW_BLOCK, note, routed)
 
 
 def route(x: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

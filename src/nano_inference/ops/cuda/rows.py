@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.ops.interface import KvcacheView, Norm, embed_part
+from nano_inference.ops.interface import KvcacheView, Norm, RopeArgs, embed_part
 from nano_inference.ops.settings import CLAMP, SLOPE
 
 _GATE_BLOCK = 1024  # columns of one program: 8 for each of 128 threads
@@ -244,30 +244,25 @@ _NO_NORM, _ROUNDED, _HEAD, _FULL = (tl.constexpr(kind) for kind in range(4))
 
 def rope_and_store(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    rope: RopeArgs,
     positions: Tensor,
+    slot_mapping: Tensor,
     view: KvcacheView,
     layer: int,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    norms: tuple[Norm, Norm] | None = None,
-    interleaved: bool = False,
-    query_scales: Tensor | None = None,
 ) -> Tensor:
     """See `Ops.rope_and_store`. A row whose slot is negative is padding: nothing of it is stored.
 
     Raises:
         ValueError: a norm is neither of one head nor of all heads of a row.
     """
+    num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
     rows, head_dim = len(qkv), qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     out = torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not rows:
         return out
     qkv = aligned(qkv)
-    q_norm = _norm_arguments(qkv, norms and norms[0], 0, num_heads, head_dim)
-    k_norm = _norm_arguments(qkv, norms and norms[1], num_heads, num_kv_heads, head_dim)
+    q_norm = _norm_arguments(qkv, rope.norms.queries, 0, num_heads, head_dim)
+    k_norm = _norm_arguments(qkv, rope.norms.keys, num_heads, num_kv_heads, head_dim)
     unit, place = view.places[layer]
     unit_map = view.unit_map
     # [kv heads, units, block_size, D]
@@ -276,10 +271,11 @@ def rope_and_store(
     group = min(triton.next_power_of_2(num_kv_heads), _MOST_HEADS)
     parts = triton.cdiv(num_heads, group) + 2 * triton.cdiv(num_kv_heads, group)
     _rope_kernel[(rows, parts)](
-        qkv, aligned(cos), aligned(sin), positions.contiguous(), slot_mapping.contiguous(),
-        None if unit_map is None else unit_map.units()[unit], keys, values, out, query_scales,
+        qkv, aligned(rope.cos), aligned(rope.sin), positions.contiguous(),
+        slot_mapping.contiguous(),
+        None if unit_map is None else unit_map.units()[unit], keys, values, out, rope.query_scales,
         *q_norm, *k_norm, keys.stride(0), keys.shape[2], num_heads, num_kv_heads, head_dim,
-        cos.shape[1], interleaved, group, half,
+        rope.cos.shape[1], rope.interleaved, group, half,
         num_warps=min(max(group * half // 256, 1), 4), enable_fp_fusion=False,
     )  # fmt: skip
     return out

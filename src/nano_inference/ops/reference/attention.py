@@ -10,14 +10,14 @@ lie (`attention_states`), and merged later (`merge_states`).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.core.batch import ForwardBatch
-from nano_inference.ops.interface import KvcacheView
+from nano_inference.ops.interface import AttentionArgs, KvcacheView
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 
 KEY_TILE = 64
@@ -117,26 +117,24 @@ def attention(
     q: Tensor,
     view: KvcacheView,
     layer: int,
-    plan: tuple[RowGroup, ...],
-    scale: float,
-    sinks: Tensor | None = None,
-    cap: float = 0.0,
+    plan: object,
+    scores: AttentionArgs,
 ) -> Tensor:
     """Causal attention of q [N, heads, D] over each row's own context, see `Ops.attention`; returns
     [N, heads * D] in q's dtype.
     """
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    scaled = q.float() * scale
-    for group in plan:
+    scaled = q.float() * scores.scale
+    for group in cast("tuple[RowGroup, ...]", plan):
         shape = (len(group.rows), num_heads)
         whole = _nothing(scaled.new_empty((*shape, head_dim)))
-        for rows, _, found in _walk(scaled[group.rows], group, view, layer, cap):
+        for rows, _, found in _walk(scaled[group.rows], group, view, layer, scores.cap):
             for tensor, merged in zip(
                 whole, _merge(SoftmaxState(*(t[rows] for t in whole)), found), strict=True
             ):
                 tensor[rows] = merged
-        out[group.rows] = _finish(whole, sinks).to(q.dtype)
+        out[group.rows] = _finish(whole, scores.sinks).to(q.dtype)
     return out.view(num_rows, num_heads * head_dim)
 
 
@@ -144,17 +142,17 @@ def attention_states(
     q: Tensor,
     view: KvcacheView,
     layer: int,
-    plan: StatesPlan,
-    scale: float,
-    cap: float = 0.0,
+    plan: object,
+    scores: AttentionArgs,
 ) -> Tensor:
     """What rows q [M, heads, D] find in each segment that lies here: float32 [states, heads, 2 +
     D], row by row.
     """
+    plan = cast("StatesPlan", plan)
     states = torch.empty((plan.num_states, q.shape[1], 2 + q.shape[2]), device=q.device)
-    scaled = q.float() * scale
+    scaled = q.float() * scores.scale
     for group in plan.groups:
-        for rows, first, found in _walk(scaled[group.rows], group, view, layer, cap):
+        for rows, first, found in _walk(scaled[group.rows], group, view, layer, scores.cap):
             own = group.rows[rows]
             nth = first // SEGMENT - plan.rows.begins[own] // SEGMENT
             states[plan.first_states[own] + nth] = torch.cat(found, dim=-1)

@@ -18,12 +18,13 @@ from torch.nn import functional
 
 from nano_inference.ops.formats import Format
 from nano_inference.ops.interface import (
-    HeadNorms,
     HeadParts,
     KvcacheView,
     Norm,
     Ops,
     PartialAttention,
+    RopeArgs,
+    Weight,
     call,
     columns,
     embed_part,
@@ -52,8 +53,6 @@ from nano_inference.sampling.pipeline import divide
 from nano_inference.sampling.sample import Draw, sample
 from nano_inference.sampling.sampling_batch import SamplingBatch
 
-Weight = Tensor | QuantisedWeight
-
 ROW_TILE = 16
 VOCAB_TILE = 4096  # rows of the head cast to float32 at a time
 SCORE_TILE = 256  # rows whose logits are in memory at once where only one logprob of each is wanted
@@ -71,6 +70,7 @@ def embed(
     if isinstance(weight, QuantisedWeight):
         rows = weight.part(input_ids).codes().numbers()
     else:
+        assert isinstance(weight, Tensor)
         rows = functional.embedding(input_ids, weight).float()
     return rows if scale == 1 else rows * scale
 
@@ -81,6 +81,7 @@ def linear(
     """X @ weight.T (+ bias) in tiles of exactly 16 rows, the last one padded."""
     if isinstance(weight, QuantisedWeight):
         return quantised_linear(x, weight, bias)
+    assert isinstance(weight, Tensor)
     if segments is not None:
         return _linear_of_segments(x, weight, bias, segments)
     whole = _whole_vectors(weight)
@@ -171,33 +172,27 @@ def normed_rows(x: Tensor, norm: Norm) -> Tensor:
 
 def rope_and_store(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    rope: RopeArgs,
     positions: Tensor,
+    slot_mapping: Tensor,
     view: KvcacheView,
     layer: int,
-    slot_mapping: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    norms: HeadNorms = (),
-    interleaved: bool = False,
-    query_scales: Tensor | None = None,
-    joint: bool = False,
 ) -> Tensor:
     """Rotate queries and keys, store keys and values, return queries in the dtype of keys."""
     dtype = view.format.dtype  # of a quantised weight qkv has more digits
-    count = num_heads + (1 if joint else 2) * num_kv_heads
+    num_heads, num_kv_heads = rope.num_heads, rope.num_kv_heads
+    count = num_heads + (1 if rope.joint else 2) * num_kv_heads
     heads = qkv.unflatten(1, (count, -1))  # also of no rows
     turning, values = heads[:, : num_heads + num_kv_heads], heads[:, count - num_kv_heads :]
-    of_queries, of_keys, of_values = (*(norms or ()), None, None, None)[:3]
+    of_queries, of_keys, of_values = rope.norms
     if of_queries is not None or of_keys is not None:
         parts = turning.split([num_heads, num_kv_heads], dim=1)
         of_parts = zip(parts, (of_queries, of_keys), strict=True)
         turning = torch.cat([_normed_heads(*each) for each in of_parts], dim=1)
-    turned = rotate(turning.float(), cos[positions], sin[positions], interleaved)
+    turned = rotate(turning.float(), rope.cos[positions], rope.sin[positions], rope.interleaved)
     queries, keys = turned[:, :num_heads], turned[:, num_heads:]
-    if query_scales is not None:
-        queries = queries * query_scales[positions][:, None, None]
+    if rope.query_scales is not None:
+        queries = queries * rope.query_scales[positions][:, None, None]
     if num_kv_heads:
         view.write(layer, slot_mapping, keys.to(dtype), _normed_heads(values, of_values))
     return queries.to(dtype)
@@ -251,6 +246,7 @@ def logits(hidden: Tensor, weight: Weight, scale: LogitScale = UNSCALED) -> Tens
         parts = (weight.part(slice(first, first + VOCAB_TILE)) for first in starts)
         tiles = [linear(hidden, part) for part in parts]
     else:
+        assert isinstance(weight, Tensor)
         tiles = [
             linear(hidden.float(), weight[first : first + VOCAB_TILE].float()) for first in starts
         ]
@@ -418,8 +414,9 @@ def moe(
     return mixture(MOE, x, experts, exchange, EXPERT_TILE, note, routed)
 
 
-def meet(q: Tensor, c: Tensor, kv: Tensor, norm: Norm, sizes: Latent) -> Tensor:
+def meet(q: Tensor, c: Tensor, kv: Weight, norm: Norm, sizes: Latent) -> Tensor:
     """See `LatentOps`. Each head's products are made by themselves."""
+    assert isinstance(kv, Tensor)
     q = q.to(kv.dtype)  # of a quantised weight it has more digits
     of_heads = q.unflatten(1, (-1, sizes.plain + sizes.rotary))
     num_heads = of_heads.shape[1]
@@ -433,8 +430,9 @@ def meet(q: Tensor, c: Tensor, kv: Tensor, norm: Norm, sizes: Latent) -> Tensor:
     return out.flatten(1)
 
 
-def latent_values(attended: Tensor, kv: Tensor, sizes: Latent) -> Tensor:
+def latent_values(attended: Tensor, kv: Weight, sizes: Latent) -> Tensor:
     """See `LatentOps.values`."""
+    assert isinstance(kv, Tensor)
     of_heads = attended.unflatten(1, (-1, sizes.key))[:, :, sizes.rotary :]
     by_head = kv.unflatten(0, (of_heads.shape[1], -1))
     found = [linear(of_heads[:, head], rows[sizes.plain :]) for head, rows in enumerate(by_head)]
@@ -479,4 +477,5 @@ def reference_ops() -> Ops:
         head_parts=HeadParts(VOCAB_BLOCK, draw_part, score_of_part),
         latent=LatentOps(meet, latent_values),
         lora=lora,
+        has_adapters=True,
     )
