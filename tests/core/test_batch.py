@@ -230,7 +230,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
     assert builder.num_draws > 100
     is_tight = config.max_tokens_per_batch == 4
     assert drafts is None or is_tight or drafts.num_drafted > 20
-    assert len(builder._prompts) < loop.sequences.new_id(), (
+    assert len(builder._records) < loop.sequences.new_id(), (
         "slots of sequences that ended are used again"
     )
 

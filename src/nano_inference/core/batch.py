@@ -53,16 +53,6 @@ class Scored(NamedTuple):
         return [target for row in rows for target in row]
 
 
-class TableRows(NamedTuple):
-    """Where block tables are kept from step to step: a row is one sequence's for as long as it
-    lives.
-    """
-
-    rows: np.ndarray  # int64 [S]
-    marks: np.ndarray  # int64 [S], another whenever the row was written
-    num_rows: int  # in all
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """The rows of one step that one weight set computes: N rows in S chunks, B blocks at most."""
@@ -104,7 +94,6 @@ class ForwardBatch:
     # int64 [1]: numbers from one row of block_tables to the next, where only the device knows
     # (`CudaRunner`)
     table_stride: Tensor | None = None
-    table_rows: TableRows | None = None  # for mirrors of block tables; None: nothing keeps them
     context: Any = None  # `parallel.context.ContextStep`, where these are one rank's rows of a step
 
 
@@ -187,6 +176,27 @@ def layout_of_rows(
     return cu_seqlens, row_chunks, positions, tables[row_chunks, places] * block_size + offsets
 
 
+_RECORD = np.dtype(
+    [
+        ("prompt", np.int64),  # prompt tokens
+        ("least", np.int64),  # tokens that the sequence has before it may stop
+        ("scored", np.bool_),  # some of its rows are to be scored
+        ("undrawn", np.bool_),  # the `SamplingTable` does not know its parameters yet
+        ("structured", np.bool_),  # it has a grammar
+        ("adapted", np.bool_),  # it has an adapter
+    ]
+)
+
+
+def _record(seq: Sequence) -> tuple[int, int, bool, bool, bool, bool]:
+    """The `_RECORD` of a sequence that was not drawn yet."""
+    request = seq.request
+    prompt = request.num_prompt_tokens
+    least = prompt + request.params.min_tokens
+    has_grammar, has_adapter = seq.grammar is not None, seq.adapter is not None
+    return prompt, least, bool(request.scored), True, has_grammar, has_adapter
+
+
 class BatchBuilder:
     """Makes a step's batches from arrays that keep what every step needs of a sequence, one slot
     each.
@@ -201,16 +211,8 @@ class BatchBuilder:
         self._slots: dict[int, int] = {}  # sequence id -> slot
         self._free: list[int] = []
         self._tables = np.zeros((0, 0), dtype=np.int64)  # [slots, blocks], padded with 0
-        self._marks = np.zeros(0, dtype=np.int64)  # [slots], of when a table was last written
-        self._num_written = 0
-        self._prompts = np.zeros(0, dtype=np.int64)  # [slots] prompt tokens
-        # [slots] tokens that a sequence has before it may stop
-        self._least = np.zeros(0, dtype=np.int64)
+        self._records = np.zeros(0, dtype=_RECORD)  # [slots]
         self._draws = SamplingTable()
-        self._scored = np.zeros(0, dtype=np.bool_)  # [slots] some of its rows are to be scored
-        self._undrawn = np.zeros(0, dtype=np.bool_)  # [slots] it does not know this one yet
-        self._structured = np.zeros(0, dtype=np.bool_)  # [slots] it has a grammar
-        self._adapted = np.zeros(0, dtype=np.bool_)  # [slots] it has an adapter
 
     def chunks(
         self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences
@@ -280,7 +282,7 @@ class BatchBuilder:
     def masks(self, chunks: "Chunks") -> Masks:
         """The masks of samples that have a grammar, by their place."""
         masks: list[tuple[int, np.ndarray]] = []
-        for place in np.flatnonzero(self._structured[chunks.slots]).tolist():
+        for place in np.flatnonzero(self._records["structured"][chunks.slots]).tolist():
             grammar: Any = chunks.sampled[place].grammar
             masks.append((place, grammar.mask_behind(len(chunks.behind.get(place, ())))))
         return masks
@@ -292,7 +294,7 @@ class BatchBuilder:
         Parameters of a sequence are read here, so that one whose own cannot be read harms no
         forward.
         """
-        for place in np.flatnonzero(self._undrawn[chunks.slots]).tolist():
+        for place in np.flatnonzero(self._records["undrawn"][chunks.slots]).tolist():
             seq, slot = chunks.sampled[place], int(chunks.slots[place])
             self._draws.put(
                 slot,
@@ -301,11 +303,11 @@ class BatchBuilder:
                 seq.sample_index,
                 seq.token_ids[: seq.request.num_prompt_tokens],
             )
-            self._undrawn[slot] = False
+            self._records["undrawn"][slot] = False
         for place, counts in self._draws.penalized(chunks.slots):
             seq = chunks.sampled[place]
             counts.add(seq.token_ids[seq.request.num_prompt_tokens + counts.length :])
-        early = np.flatnonzero(chunks.positions < self._least[chunks.slots]).tolist()
+        early = np.flatnonzero(chunks.positions < self._records["least"][chunks.slots]).tolist()
         banned = {place: sorted(chunks.sampled[place].request.stop_ids) for place in early}
         for place, words in masks:
             if place in banned and not bans_under(words, banned[place]):
@@ -329,24 +331,15 @@ class BatchBuilder:
             starts, lengths, tables, self._block_size
         )
 
-        input_ids: list[int] = []
-        relay: list[tuple[int, int]] = []
-        whole = zip(seqs, starts.tolist(), ends.tolist(), drafts, strict=True)
-        for seq, start, end, drafted in whole:
-            token_ids = seq.token_ids
-            input_ids += token_ids[start:end]
-            if drafted:
-                input_ids += drafted
-            elif end > len(token_ids):  # its newest token is being sampled right now
-                relay.append((len(input_ids), sampling_now[seq.seq_id]))
-                input_ids.append(0)
-        relay_rows, relay_sources = zip(*relay, strict=True) if relay else ((), ())
-        score_rows, score_targets, best_rows, scored = _rows_to_score(
-            np.flatnonzero(self._scored[slots]).tolist(), seqs, starts, ends, cu_seqlens
+        input_ids, relay_rows, relay_sources = _input_ids(
+            seqs, starts.tolist(), ends.tolist(), drafts, sampling_now
         )
-
+        score_rows, score_targets, best_rows, scored = _rows_to_score(
+            np.flatnonzero(self._records["scored"][slots]).tolist(), seqs, starts, ends, cu_seqlens
+        )
         adapted: dict[str, Any]
-        adapted = _adapters(seqs, lengths) if self._adapted[slots].any() else {}
+        adapted = _adapters(seqs, lengths) if self._records["adapted"][slots].any() else {}
+        prompts = self._records["prompt"][slots]
         return ForwardBatch(
             weight_set=weight_set,
             **adapted,
@@ -365,10 +358,9 @@ class BatchBuilder:
             scored=tuple(scored),
             relay_rows=_tensor(relay_rows),
             relay_sources=_tensor(relay_sources),
-            num_prompt_tokens=int(np.clip(self._prompts[slots] - starts, 0, lengths).sum()),
+            num_prompt_tokens=int(np.clip(prompts - starts, 0, lengths).sum()),
             best_rows=_tensor(best_rows),
             num_best=max((seq.request.num_best for seq, _, _ in scored), default=0),
-            table_rows=TableRows(slots, self._marks[slots], len(self._marks)),
         )
 
     def _follow_tables(self, decision: SchedulerOutput, sequences: Sequences) -> None:
@@ -395,8 +387,6 @@ class BatchBuilder:
             self._tables = np.pad(self._tables, ((0, 0), (0, max(room, wanted - room))))
         self._tables[slot, first:wanted] = block_ids[first:]
         self._tables[slot, wanted:] = 0
-        self._num_written += 1
-        self._marks[slot] = self._num_written
 
     def _slots_of(self, seq_ids: Listed[int], sequences: Sequences) -> np.ndarray:
         slots = self._slots
@@ -405,12 +395,7 @@ class BatchBuilder:
             self._free_slots(len(new), sequences.by_id.keys())
             for seq in map(sequences.by_id.__getitem__, new):
                 slot = slots[seq.seq_id] = self._free.pop()
-                self._prompts[slot] = seq.request.num_prompt_tokens
-                self._least[slot] = seq.request.num_prompt_tokens + seq.request.params.min_tokens
-                self._scored[slot] = bool(seq.request.scored)
-                self._undrawn[slot] = True
-                self._structured[slot] = seq.grammar is not None
-                self._adapted[slot] = seq.adapter is not None
+                self._records[slot] = _record(seq)
                 self._write_table(slot, seq.block_ids, 0)
         return np.fromiter(map(slots.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
 
@@ -424,12 +409,11 @@ class BatchBuilder:
             self._free.append(self._slots.pop(seq_id))
         # more than half would be held: the next search is far off
         if len(self._free) < wanted + len(self._slots):
-            old = len(self._prompts)
+            old = len(self._records)
             more = max(old, 2 * wanted)
             self._free += range(old, old + more)
             self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            for name in ("prompts", "least", "scored", "undrawn", "structured", "adapted", "marks"):
-                setattr(self, f"_{name}", np.pad(getattr(self, f"_{name}"), (0, more)))
+            self._records = np.concatenate([self._records, np.zeros(more, dtype=_RECORD)])
 
 
 class _Draws(NamedTuple):
@@ -508,6 +492,31 @@ def _behind(decision: SchedulerOutput) -> Drafts:
         found |= {place + length: drafts[:length] for length in range(1, len(drafts) + 1)}
         place += count + len(drafts)
     return found
+
+
+def _input_ids(
+    seqs: Listed[Sequence],
+    starts: Listed[int],
+    ends: Listed[int],
+    drafts: Listed[Listed[int]],
+    sampling_now: Mapping[int, int],
+) -> tuple[list[int], list[int], list[int]]:
+    """The tokens of all rows, the rows whose token is being sampled, and the place of each such
+    token in the samples of the step in flight.
+    """
+    input_ids: list[int] = []
+    relay_rows: list[int] = []
+    relay_sources: list[int] = []
+    for seq, start, end, drafted in zip(seqs, starts, ends, drafts, strict=True):
+        token_ids = seq.token_ids
+        input_ids += token_ids[start:end]
+        if drafted:
+            input_ids += drafted
+        elif end > len(token_ids):  # its newest token is being sampled right now
+            relay_rows.append(len(input_ids))
+            relay_sources.append(sampling_now[seq.seq_id])
+            input_ids.append(0)
+    return input_ids, relay_rows, relay_sources
 
 
 def _rows_to_score(

@@ -76,7 +76,6 @@ def row_by_row(batch: ForwardBatch) -> ForwardBatch:
         cu_seqlens_q=torch.arange(rows + 1),
         seq_lens=batch.positions + 1,
         block_tables=batch.block_tables[batch.row_chunks],
-        table_rows=None,  # a row there is a sequence's
     )
 
 

@@ -172,7 +172,6 @@ def own_rows(
         relay_rows=index[batch.relay_rows[relayed]],
         relay_sources=batch.relay_sources[relayed],
         best_rows=index[batch.best_rows[best]],
-        table_rows=None,
         context=step,
     )
 
