@@ -429,38 +429,6 @@ def stages(
 
 
 @app.command()
-def fleet(
-    parts: Annotated[
-        str, typer.Option(help="router,broadcast; separated by commas")
-    ] = "router,broadcast",
-    replicas: Annotated[int, typer.Option(help="simulated", min=2)] = 1000,
-    requests: Annotated[
-        int, typer.Option(help="of the first run of the router", min=100)
-    ] = 2_000_000,
-    runs: Annotated[
-        str, typer.Option(help="of the router, by name, separated by semicolons; not given: all")
-    ] = "",
-    seed: Annotated[int, typer.Option(help="of all draws")] = 0,
-    out: Out = None,
-) -> None:
-    """The real router over simulated replicas, and new weights to all of them. Its times are
-    simulated ones.
-    """
-    from benchmarks.fleet import broadcast, scenarios
-
-    chosen = names(parts, ("router", "broadcast"))
-    rows = []
-    if "router" in chosen:
-        known = scenarios.scenarios(replicas, requests, seed)
-        picked = settings(runs or "all", tuple(each.name for each in known))
-        rows += scenarios.run([each for each in known if each.name in picked])
-    if "broadcast" in chosen:
-        rows += [broadcast.measure(case) for case in broadcast.cases(replicas)]
-    options = {"replicas": replicas, "requests": requests, "seed": seed}
-    write("fleet", rows, options, out)
-
-
-@app.command()
 def replicas(
     model: Model = "smollm2-135m",
     parts: Annotated[str, typer.Option(help="separated by commas")] = "router,throughput,failover",

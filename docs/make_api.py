@@ -14,7 +14,7 @@ import nano_inference
 import nano_inference.data
 import nano_inference.rl
 from nano_inference.rl import trl
-from nano_inference.weights.transports import broadcast, files, in_process, interface, sender
+from nano_inference.weights.transports import broadcast, files, interface, sender
 
 TARGET = Path(__file__).parent / "api.md"
 GROUPS = {
@@ -74,7 +74,6 @@ GROUPS = {
 }
 TRANSPORTS = (
     *(
-        in_process.InProcess,
         files.WeightFolder,
         files.write_folder,
         broadcast.BroadcastReceiver,

@@ -244,7 +244,6 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "num_wanted": None,
     },
     "generate_text": {"prompt": REQUIRED, "sampling_params": None, "stream": False},
-    "generate_async": {"prompt": REQUIRED, "sampling_params": None},
     "add_request": {
         "prompt": REQUIRED,
         "params": REQUIRED,

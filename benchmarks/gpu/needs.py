@@ -80,16 +80,7 @@ def packages() -> list[Need]:
         if problem and name in GRAMMARS:
             problem += ": no request of the tests has a grammar"
         found.append(Need(name, version_of(name), problem, skips, fatal=name in required))
-    return [*found, peer()]
-
-
-def peer() -> Need:
-    """FlashInfer, whose attention the plain torch loop takes where it is installed."""
-    absent = importlib.util.find_spec("flashinfer") is None
-    return Need(
-        "flashinfer",
-        "none: the loop takes torch's attention" if absent else version_of("flashinfer-python"),
-    )
+    return found
 
 
 def too_old(name: str, version: str) -> str | None:

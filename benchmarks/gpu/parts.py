@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import card, few_rows, flash_loop, head, hf, idle, ours
+from benchmarks.gpu import card, few_rows, head, hf, idle, ours
 from benchmarks.gpu.kernels import measure_kernels
 from benchmarks.gpu.models import random_model
 from benchmarks.gpu.pdl import measure_pdl
@@ -346,25 +346,14 @@ def measure_large(run: Run) -> None:
 
 
 def measure_loop(run: Run) -> None:
-    """The plain torch loop: with torch's attention, and with FlashInfer's where that is
-    installed.
-    """
+    """The plain torch loop: steady decodes and the nano-vllm workload."""
     part = Part(run.out, "torch-loop")
-    kinds: dict[str, type[TorchLoop]] = {"": TorchLoop}
-    if flash_loop.is_there():
-        kinds[", FlashInfer"] = flash_loop.FlashLoop
-    for name, kind in kinds.items():
-        looped(part, run, name, kind)
-
-
-def looped(part: Part, run: Run, name: str, kind: type[TorchLoop]) -> None:
-    """Steady decodes and the nano-vllm workload of one kind of loop."""
     scale, folder, load = run.scale, run.small(), run.nano()
     for batch in scale.batches:
         attempt(
             part,
-            f"decode, batch {batch}{name}",
-            lambda b=batch: loop_decode(part, folder, b, scale, name, kind),
+            f"decode, batch {batch}",
+            lambda b=batch: loop_decode(part, folder, b, scale),
         )
         card.release(scale.device)
     # Batches of like lengths, which it could not know beforehand: to its advantage.
@@ -374,7 +363,7 @@ def looped(part: Part, run: Run, name: str, kind: type[TorchLoop]) -> None:
     most = max(len(r.prompt) for r in requests) + max(r.max_tokens for r in requests)
 
     def whole() -> None:
-        loop = kind(folder, size, most, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
+        loop = TorchLoop(folder, size, most, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
         loop.capture_all(most) if scale.device != "cpu" else None
         loop.prefill([request.prompt for request in groups[0]])
         card.wait(scale.device)
@@ -386,21 +375,19 @@ def looped(part: Part, run: Run, name: str, kind: type[TorchLoop]) -> None:
         card.wait(scale.device)
         rate = load.output_tokens / (time.perf_counter() - began)
         part.add(
-            f"nano-vllm{name}",
+            "nano-vllm",
             [rate],
             "output tok/s",
             note=f"batches of {size} sorted by length; no logprobs",
         )
 
-    attempt(part, f"nano-vllm{name}", whole)
+    attempt(part, "nano-vllm", whole)
     card.release(scale.device)
 
 
-def loop_decode(
-    part: Part, folder: Path, batch: int, scale: Scale, name: str, kind: type[TorchLoop]
-) -> None:
+def loop_decode(part: Part, folder: Path, batch: int, scale: Scale) -> None:
     longest = scale.context + scale.steps
-    loop = kind(folder, batch, longest, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
+    loop = TorchLoop(folder, batch, longest, scale.device, getattr(torch, scale.dtype), TEMPERATURE)
     if scale.device != "cpu":
         loop.capture_all(longest)
     loop.prefill([[1 + i % 7] * scale.context for i in range(batch)])
@@ -413,7 +400,7 @@ def loop_decode(
         card.wait(scale.device)
         rates.append(batch * each / (time.perf_counter() - began))
     part.add(
-        f"decode, batch {batch}{name}",
+        f"decode, batch {batch}",
         rates,
         "tok/s",
         note=f"from {scale.context} tokens of context; no logprobs",

@@ -24,7 +24,7 @@ DEFAULT_ENTRIES = 5_000_000
 CacheType = Literal["paged", "radix"]
 Speculation = Literal["none", "auto", "ngram", "suffix", "history"]
 Backend = Literal["auto", "reference", "cpu", "cuda"]
-Attention = Literal["auto", "reference", "cpu", "flex", "triton", "flashinfer"]
+Attention = Literal["auto", "reference", "cpu", "flex", "triton"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 # formats that weights are kept in as codes, and what stands for one of them or for none
 Codes = Literal["int8", "int8-32", "int4", "file"]
@@ -124,10 +124,9 @@ class EngineConfig:
             `"reference"`: plain torch; `"auto"`: the best that this machine and the other options
             allow.
         attention: the attention of the backend (`"auto"`) or one by name; `"reference"` and
-            `"flex"` belong to the reference backend, `"cpu"` to the CPU's, `"triton"` and
-            `"flashinfer"` (a package of its own) to CUDA's. `"flex"`: torch's flex_attention,
-            compiled for a handful of shapes as they come up (seconds each; on a CPU it needs a C++
-            compiler). Neither it nor FlashInfer keeps schedule invariance.
+            `"flex"` belong to the reference backend, `"cpu"` to the CPU's, `"triton"` to CUDA's.
+            `"flex"`: torch's flex_attention, compiled for a handful of shapes as they come up
+            (seconds each; on a CPU it needs a C++ compiler). It does not keep schedule invariance.
         cpu_sums: in which order the CPU kernels add up products of bfloat16. `"pairs"`: the same
             bits on every processor. `"tiles"`: as the matrix instructions of Intel's servers (AMX)
             do it, on which it is several times faster; other processors compute the same bits more
@@ -142,8 +141,7 @@ class EngineConfig:
             kernels of our own instead of cuBLAS's, which is slower. None: where it is free (the CPU
             kernels, the reference backend on a CPU).
         cuda_graphs: replay captured graphs in steps that only decode (the CUDA backend; others have
-            none, nor has `attention="flashinfer"`). False: launch every kernel from Python, to
-            measure or to debug.
+            none). False: launch every kernel from Python, to measure or to debug.
         num_threads: threads of the CPU kernels and of torch's CPU operations, at most 64 or the
             machine's cores; None: the physical cores that this process may run on, within the
             limits of control groups. For torch's it holds for the whole process.
@@ -351,7 +349,7 @@ class EngineConfig:
                 f"attention={self.attention!r} belongs to backend={owner!r}, not to "
                 f"{self.backend!r}."
             )
-        if self.batch_invariant and self.attention in ("flex", "flashinfer"):
+        if self.batch_invariant and self.attention == "flex":
             raise ConfigError(
                 f"attention={self.attention!r} does not keep batch_invariant=True; leave one of "
                 "the two out."
@@ -402,7 +400,6 @@ ATTENTION_OF: dict[Attention, Backend] = {
     "flex": "reference",
     "cpu": "cpu",
     "triton": "cuda",
-    "flashinfer": "cuda",
 }
 
 
@@ -455,7 +452,7 @@ def _check_routed_experts(config: EngineConfig) -> None:
                 f"enable_return_routed_experts=True needs one rank, so {name}="
                 f"{getattr(config, name)} is not possible with it; use replicas."
             )
-    if config.backend == "cuda" or config.attention in ("triton", "flashinfer"):
+    if config.backend == "cuda" or config.attention == "triton":
         choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
         raise ConfigError(
             f"enable_return_routed_experts=True is not possible with {choice}, whose steps keep no "
@@ -531,7 +528,7 @@ def _check_context(config: EngineConfig) -> None:
             f"{config.block_size} must be a multiple of {unit}; use "
             f"block_size={-(-config.block_size // unit) * unit}."
         )
-    if config.backend == "cuda" or config.attention in ("flex", "triton", "flashinfer"):
+    if config.backend == "cuda" or config.attention in ("flex", "triton"):
         choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
         raise ConfigError(
             f"context_parallel={ranks} is not possible with {choice}; use backend='cpu' or "
@@ -542,7 +539,7 @@ def _check_context(config: EngineConfig) -> None:
 def _check_quantization(config: EngineConfig) -> None:
     if config.codes is None:
         return
-    if config.backend == "cuda" or config.attention in ("triton", "flashinfer"):
+    if config.backend == "cuda" or config.attention == "triton":
         choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
         raise ConfigError(
             f"quantization={config.quantization!r} is not possible with {choice}, whose kernels "
@@ -570,7 +567,7 @@ def _check_kept_cache(config: EngineConfig) -> None:
 def _check_kv_cache_dtype(config: EngineConfig) -> None:
     if config.kv_cache_dtype == "auto":
         return
-    if config.backend == "cuda" or config.attention in ("flex", "triton", "flashinfer"):
+    if config.backend == "cuda" or config.attention in ("flex", "triton"):
         choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
         raise ConfigError(
             f"kv_cache_dtype={config.kv_cache_dtype!r} is not possible with {choice}, whose "

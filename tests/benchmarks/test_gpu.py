@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu import card, idle, kernels, needs, ours
-from benchmarks.gpu.flash_loop import FlashLoop
 from benchmarks.gpu.models import random_model, weight_bytes
 from benchmarks.gpu.parts import PARTS, attempt
 from benchmarks.gpu.report import Part, lines_of, median_of, rows_of
@@ -30,7 +29,6 @@ from benchmarks.workloads import NAMES, workload
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.models.spec.model import spec_from_config
 from tests.gpu import run as shards
-from tests.ops import flashinfer_stand_in
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/gpu_check.sh"
@@ -197,23 +195,6 @@ def test_what_grammars_need_is_missed_but_leaves_no_stage_out(
     )
     assert needs.skipped(found) == []
     assert not any(need.fatal and need.problem for need in found)
-
-
-def test_the_loop_on_flashinfer_computes_what_the_plain_loop_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_stand_in)
-    folder = random_model(tmp_path, TINY | {"num_hidden_layers": 2}, "cpu")
-    prompts, made = [[5, 6, 7], [9] * 30, [1, 2, 3, 4, 50]], []
-    for kind in (TorchLoop, FlashLoop):
-        loop = kind(folder, len(prompts), 64, "cpu", torch.float32, temperature=1e-5)
-        loop.prefill(prompts)
-        tokens = [loop.tokens.tolist()]
-        for step in range(20):  # over the end of a page
-            loop.decode(1, 30 + step)
-            tokens.append(loop.tokens.tolist())
-        made.append(tokens)
-    assert made[0] == made[1]
 
 
 def test_kernel_times_count_launches_of_a_step() -> None:

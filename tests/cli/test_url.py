@@ -1,4 +1,4 @@
-"""`nano-inference complete` and `chat --url`: what they send, what they show, and how they fail."""
+"""`nano-inference generate --url` and `chat --url`: what they send, what they show, and how they fail."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ def completions(path: str, _: Any) -> Answer:
 
 def test_a_completion_goes_to_standard_output_and_its_figures_do_not() -> None:
     with scripted_http(completions) as seen:
-        result = run("complete", "--url", seen.url, "-p", "Say it")
+        result = run("generate", "--url", seen.url, "-p", "Say it")
     assert (result.exit_code, result.stdout) == (0, "one two\n"), result.stderr
     assert "3 tokens" in result.stderr
     assert "4 of 7 prompt tokens cached" in result.stderr
@@ -62,7 +62,7 @@ def test_only_options_that_are_given_are_sent(tmp_path: Path) -> None:
     ]
     with scripted_http(completions) as seen:
         result = run(
-            "complete", "--url", seen.url, *options, "--api-key-file", str(key), stdin="a\nb\n"
+            "generate", "--url", seen.url, *options, "--api-key-file", str(key), stdin="a\nb\n"
         )
     assert result.exit_code == 0, result.stderr
     ((_, headers, body),) = seen.requests
@@ -86,8 +86,8 @@ def test_a_whole_file_is_the_prompt(tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("one\ntwo\n")
     with scripted_http(completions) as seen:
-        assert run("complete", "--url", seen.url, "-f", str(file)).exit_code == 0
-        assert run("complete", "--url", seen.url, "-f", "-", stdin="three").exit_code == 0
+        assert run("generate", "--url", seen.url, "-f", str(file)).exit_code == 0
+        assert run("generate", "--url", seen.url, "-f", "-", stdin="three").exit_code == 0
     assert [body["prompt"] for body in seen.bodies("/v1/completions")] == ["one\ntwo\n", "three"]
 
 
@@ -101,16 +101,16 @@ def test_a_whole_file_is_the_prompt(tmp_path: Path) -> None:
         (("-p", "x", "--api-key-file", "missing"), 2, "the keys in missing cannot be read"),
     ],
 )
-def test_complete_says_what_is_wrong(arguments: tuple[str, ...], code: int, words: str) -> None:
+def test_generate_says_what_is_wrong(arguments: tuple[str, ...], code: int, words: str) -> None:
     with scripted_http(completions) as seen:
-        result = run("complete", "--url", seen.url, *arguments)
+        result = run("generate", "--url", seen.url, *arguments)
     assert result.exit_code == code
     assert words in " ".join(result.stderr.replace("│", "").split())
     assert not seen.bodies("/v1/completions")
 
 
 def test_no_server_is_one_sentence() -> None:
-    for command in (("complete", "-p", "x"), ("chat",)):
+    for command in (("generate", "-p", "x"), ("chat",)):
         result = run(*command, "--url", "http://127.0.0.1:1", stdin="hi\n")
         assert result.exit_code == 1
         assert result.stderr.startswith(
@@ -199,7 +199,7 @@ def test_options_that_could_have_no_effect_are_refused(
 def test_ctrl_c_ends_a_completion_and_its_connection() -> None:
     endless = Answer(events=[{"choices": [{"text": "x"}]}] * 5_000, wait=lambda: time.sleep(0.005))
     with scripted_http(lambda path, _: MODELS if path == "/v1/models" else endless) as seen:
-        process = spawn("complete", "--url", seen.url, "-p", "hi")
+        process = spawn("generate", "--url", seen.url, "-p", "hi")
         assert process.stdout is not None
         assert process.stdout.read(1) == "x"
         with contextlib.suppress(ProcessLookupError):

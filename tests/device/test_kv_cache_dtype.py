@@ -47,7 +47,7 @@ def test_what_is_planned_is_what_is_taken(build: Build) -> None:
     [
         ({"backend": "cuda"}, "backend='cuda', whose kernels read plain keys"),
         ({"attention": "flex"}, "attention='flex', whose kernels read plain keys"),
-        ({"attention": "flashinfer"}, "attention='flashinfer', whose kernels read plain keys"),
+        ({"attention": "triton"}, "attention='triton', whose kernels read plain keys"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not available; choose one of"),
     ],
 )

@@ -3,7 +3,6 @@ all or nothing.
 """
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -145,14 +144,8 @@ def test_on_a_cpu_the_interpreter_must_be_on(
     monkeypatch.setattr(availability, "_interprets", lambda: False)
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: .*TRITON_INTERPRET=1"):
         chosen(spec, CPU, backend="cuda")
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(
-        ConfigError,
-        match=r"attention='flashinfer' is not available: .*pip install flashinfer-python",
-    ):
-        chosen(spec, CPU, backend="cuda", attention="flashinfer")
-    with pytest.raises(ConfigError, match="it computes in bfloat16 and float16, not in float32"):
-        chosen(spec, CPU, torch.float32, attention="flashinfer")
+    with pytest.raises(ConfigError, match="attention='flashinfer' is not available; choose one of"):
+        config(attention="flashinfer")
 
 
 def test_a_kernel_that_fails_names_itself_and_the_reference_runs(
@@ -234,9 +227,6 @@ def test_the_fingerprint_tells_modes_and_generations_apart(card: Callable[..., N
         prints += [
             numerics_of(config(), ops, torch.bfloat16, CUDA).fingerprint for ops in own.values()
         ]
-    prints.append(
-        numerics_of(config(attention="flashinfer"), own[False], torch.bfloat16, CUDA).fingerprint
-    )
     assert len(set(prints)) == len(prints)
     line = start_up_line(
         config(),

@@ -284,23 +284,11 @@ def test_threads_and_tasks_share_one_engine(engine: InferenceEngine) -> None:
     assert len(samples[0].completion_tokens) == len(blocking[0].completion_tokens) == 40
 
 
-@pytest.mark.thorough
-def test_pieces_of_text_without_an_engine_of_ones_own() -> None:
-    with InferenceEngine(EngineConfig("smollm2-135m", device="cpu", max_model_len=128)) as engine:
-
-        async def main() -> list[str]:
-            return [
-                piece
-                async for piece in engine.generate_async(
-                    "Count: 1, 2,", SamplingParams(0, max_tokens=6)
-                )
-            ]
-
-        pieces = run(main())
-        assert "".join(pieces) == engine.generate_text(
-            "Count: 1, 2,", SamplingParams(0, max_tokens=6)
-        )
-        assert len(pieces) > 1
+def test_generate_async_names_the_async_engine(engine: InferenceEngine) -> None:
+    with pytest.raises(AttributeError, match="use AsyncInferenceEngine"):
+        engine.generate_async  # type: ignore[attr-defined] # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'generate_asinc'"):
+        engine.generate_asinc  # type: ignore[attr-defined] # noqa: B018
 
 
 def test_who_is_cancelled_before_a_sample_is_gone_on_with_leaves_nothing(

@@ -189,7 +189,6 @@ def test_memory_is_counted_by_format(tmp_path: Path, quantization: str, tie: boo
 REFUSED = [
     ({"backend": "cuda"}, "is not possible with backend='cuda'"),
     ({"attention": "triton"}, "is not possible with attention='triton'"),
-    ({"attention": "flashinfer"}, "is not possible with attention='flashinfer'"),
     ({"tensor_parallel": 16}, "at most 8 ranks"),
     ({"tensor_parallel": 2}, "64 columns of 'layers.0.o' are not cut at multiples of 32"),
 ]

@@ -184,7 +184,7 @@ def test_the_gate_of_gpt_oss_left_out_is_noticed(
     assert disagreement(tmp_path, oracle, backend="reference") > NOTICED
 
 
-@pytest.mark.parametrize("attention", ["flex", "flashinfer"])
+@pytest.mark.parametrize("attention", ["flex"])
 @pytest.mark.parametrize(
     ("family", "what"), [("gpt-oss", "attention sinks"), ("gemma2", "caps of attention scores")]
 )

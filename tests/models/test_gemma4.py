@@ -135,7 +135,7 @@ def test_ranks_do_not_share_it() -> None:
 
 def test_what_has_no_kernels_for_it_is_refused_by_name(tmp_path: Path) -> None:
     tiny_model(tmp_path, "gemma4")
-    for attention in ("flex", "triton", "flashinfer"):
+    for attention in ("flex", "triton"):
         with pytest.raises(ConfigError, match="Gemma4ForCausalLM, which has layers of several"):
             InferenceEngine(EngineConfig(str(tmp_path), device="cpu", attention=attention))  # type: ignore[arg-type]
 

@@ -9,12 +9,12 @@ from tests.cli.running import run
 
 
 @pytest.mark.thorough
-def test_complete_shows_what_the_server_answers(server: str) -> None:
+def test_generate_shows_what_the_server_answers(server: str) -> None:
     body = {"prompt": "The sky is blue because", "max_tokens": 12, "temperature": 0}
     with urllib.request.urlopen(f"{server}/v1/completions", json.dumps(body).encode()) as answer:
         whole = json.load(answer)["choices"][0]["text"]
     result = run(
-        "complete",
+        "generate",
         "--url",
         server,
         "-p",
@@ -42,7 +42,7 @@ def test_chat_talks_to_the_server_and_fits_its_answers(server: str) -> None:
 
 @pytest.mark.thorough
 def test_a_model_that_is_not_served_is_named(server: str) -> None:
-    result = run("complete", "--url", server, "-p", "x", "--model", "gpt-9")
+    result = run("generate", "--url", server, "-p", "x", "--model", "gpt-9")
     assert result.exit_code == 1
     assert "gpt-9" in result.stderr
     assert result.stderr.count("\n") == 1

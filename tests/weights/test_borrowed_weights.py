@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano_inference import InferenceEngine
-from nano_inference.weights.transports.in_process import InProcess
+from tests.weights.in_process import InProcess
 from tests.weights.weight_cases import (
     HEAD,
     NEW,

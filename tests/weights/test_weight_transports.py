@@ -25,11 +25,11 @@ from nano_inference.weights.transports import (
 )
 from nano_inference.weights.transports import files as transport_files
 from nano_inference.weights.transports.files import MARKER, WeightFiles, WeightFolder, write_folder
-from nano_inference.weights.transports.in_process import InProcess
 from nano_inference.weights.transports.reuse import ReusedMemory
 from nano_inference.weights.transports.safetensors_bytes import SafetensorsBytes
 from tests.depth import at_depth
 from tests.models.tiny import Weights
+from tests.weights.in_process import InProcess
 from tests.weights.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced
 
 PATIENCE = 30.0  # seconds; a hang fails instead of hanging

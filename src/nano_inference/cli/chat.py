@@ -39,16 +39,7 @@ _OF_A_SERVER = ("api_key", "api_key_file")
 def chat(
     ctx: typer.Context,
     *,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            show_default=False,
-            help="A Hugging Face folder, a hub id, a .gguf file, or smollm2-135m. With --url: the "
-            "model's name there (default: the first that it serves).",
-        ),
-        options.AlsoOption(required=False),
-    ] = None,
+    model: options.ModelOrServed = None,
     url: Annotated[
         str | None,
         typer.Option(

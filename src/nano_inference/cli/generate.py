@@ -17,6 +17,7 @@ from rich.text import Text
 from nano_inference.cli import options
 from nano_inference.cli.help_texts import HelpAll
 from nano_inference.cli.options import FieldOptions
+from nano_inference.cli.remote_generate import generate_on
 from nano_inference.cli.terminal import (
     Interruptible,
     colored,
@@ -30,6 +31,7 @@ from nano_inference.cli.terminal import (
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest, ModelLoadError
 from nano_inference.structured.grammar import Grammar
+from nano_inference.system.http_client import HttpClient
 from nano_inference.types import ERROR, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
@@ -37,20 +39,21 @@ if TYPE_CHECKING:
 
 # Text, token ids, or a conversation.
 Prompt = str | list[int] | list[dict[str, Any]]
+_HERE = ("min_tokens", "stop_token_ids", "ignore_eos", "adapter")  # not sent to a server
 _Sampling = Annotated[
     options.Values,
     FieldOptions(
         SamplingParams,
-        (*options.PARAMS, "min_tokens", "stop_token_ids", "ignore_eos", "adapter"),
+        (*options.PARAMS, *_HERE),
         shown=options.AS_RECOMMENDED,
     ),
 ]
-_Engine = Annotated[
-    options.Values,
-    FieldOptions(
-        EngineConfig, ("ref_model_path", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
-    ),
-]
+_OF_ITS_CONFIG = ("ref_model_path", *options.ONE_ENGINE, *options.RANKS, "rank_timeout")
+_Engine = Annotated[options.Values, FieldOptions(EngineConfig, _OF_ITS_CONFIG)]
+_OF_AN_ENGINE = (
+    *("num_samples", "chat", "json_schema", "regex", "choice", "generation_config"),
+    *("logprobs", "as_json", "top_logprobs", *_HERE, *_OF_ITS_CONFIG),
+)
 
 
 # Sequences in a step: no more than there are, since the KV cache is planned for as many of the
@@ -62,7 +65,16 @@ LEAST_AT_ONCE, MOST_AT_ONCE = 4, EngineConfig.max_batch_size
 def generate(
     ctx: typer.Context,
     *,
-    model: options.OneModel,
+    model: options.ModelOrServed = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            help="Let the model of this server continue one text, such as http://127.0.0.1:8000.",
+        ),
+    ] = None,
+    api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", metavar="TEXT", help="Text to answer. May be repeated."),
@@ -73,7 +85,8 @@ def generate(
             "--file",
             "-f",
             help='Read prompts from a file, one a line; in a .jsonl file, {"prompt": ...} or '
-            '{"messages": [...]} a line. -: read text from standard input.',
+            '{"messages": [...]} a line. -: read text from standard input. With --url: the whole '
+            "file is one prompt, and without -p and -f standard input is.",
         ),
     ] = None,
     num_samples: Annotated[
@@ -132,23 +145,27 @@ def generate(
     debug: options.Debug = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Sample completions of prompts.
+    """Sample completions of prompts, here or on a server.
 
-    Completions go to standard output, all else to standard error.
+    Completions go to standard output, all else to standard error. With --url a server's model
+    continues one text, which may come from standard input.
 
     Examples:
 
     nano-inference generate smollm2-135m -p "The sky is" -n 2 --temperature 0.6
     nano-inference generate smollm2-135m --file prompts.txt --json > samples.jsonl
     nano-inference generate smollm2-135m --chat -p "Name a colour." --choice red --choice blue
+    nano-inference generate --url http://127.0.0.1:8000 -p "The sky is"
     """
+    _check_given(ctx, model, url)
+    if url is not None:
+        client = HttpClient(url, options.key_of(api_key, api_key_file))
+        params = options.checked(SamplingParams, **sampling)
+        generate_on(ctx, client, model, prompt or [], file, params)
+        return
+    model = options.checked_model(model or "")
     prompts = _prompts(prompt or [], file)
-    if as_json and logprobs:
-        raise typer.BadParameter(
-            "--logprobs colours text; --json has every logprob anyway. Leave one of them out."
-        )
-    if top_logprobs and not as_json:
-        raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
+    _check_output(as_json, logprobs, top_logprobs)
     params = options.checked(
         SamplingParams,
         **sampling,
@@ -186,6 +203,30 @@ def generate(
                 "finished."
             )
             raise typer.Exit(130)
+
+
+def _check_given(ctx: typer.Context, model: str | None, url: str | None) -> None:
+    """Reject options that could have no effect."""
+    if model is None and url is None:
+        raise typer.BadParameter(
+            "MODEL is missing; smollm2-135m is one that a package carries, and --url asks a server."
+        )
+    unused, owner = (
+        (("api_key", "api_key_file"), "a server (--url)")
+        if url is None
+        else (_OF_AN_ENGINE, "an engine of your own")
+    )
+    if (flag := options.first_given(ctx, unused)) is not None:
+        raise typer.BadParameter(f"{flag} is for {owner}; leave it out.")
+
+
+def _check_output(as_json: bool, logprobs: bool, top_logprobs: int) -> None:
+    if as_json and logprobs:
+        raise typer.BadParameter(
+            "--logprobs colours text; --json has every logprob anyway. Leave one of them out."
+        )
+    if top_logprobs and not as_json:
+        raise typer.BadParameter("--top-logprobs are not part of the text; add --json.")
 
 
 def _grammar(schema: str | None, pattern: str | None, choices: list[str] | None) -> Grammar | None:

@@ -47,9 +47,10 @@ _ENGINE = ("dtype", "quantization", "device", "max_model_len", "kv_cache_memory"
 COMMANDS = {
     "generate": Row(
         "nano_inference.cli.generate:generate",
-        "Sample completions of prompts.",
+        "Sample completions of prompts, here or on a server.",
         common=(
-            *("model", "model_option", "prompt", "file", "num_samples", "chat"),
+            *("model", "model_option", "url", "api_key_file"),
+            *("prompt", "file", "num_samples", "chat"),
             *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop"),
             *("json_schema", "logprobs", "as_json", *_ENGINE, "verbose"),
         ),
@@ -71,9 +72,6 @@ COMMANDS = {
             *("tool_format", "reasoning_format", "generation_config", "rl", "log_level"),
             *("max_batch_size", "loras", "speculation", *_ENGINE),
         ),
-    ),
-    "complete": Row(
-        "nano_inference.cli.complete:complete", "Let a server's model continue a text."
     ),
     "info": Row(
         "nano_inference.cli.info:info", "Show a model: architecture, memory, numerics, tokenizer."
@@ -113,6 +111,7 @@ _OTHER_WORDS = {"run": "chat", "launch": "serve", "server": "serve", "list": "mo
     "ps": "models",
     "rm": "models --remove",
     "show": "info",
+    "complete": "generate --url",
 }
 
 

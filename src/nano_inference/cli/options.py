@@ -430,6 +430,16 @@ Model = Annotated[str, _MODEL_ARGUMENT]
 # of commands that take one model, as users of other engines name it
 OneModel = Annotated[str, _MODEL_ARGUMENT, AlsoOption()]
 ModelToServe = Annotated[str, _MODEL_ARGUMENT, AlsoOption(("--model", "-m"))]
+ModelOrServed = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        show_default=False,
+        help="A Hugging Face folder, a hub id, a .gguf file, or smollm2-135m. With --url: the "
+        "model's name there (default: the first that it serves).",
+    ),
+    AlsoOption(required=False),
+]
 ServedModel = Annotated[
     str | None,
     typer.Option(

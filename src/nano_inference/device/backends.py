@@ -246,10 +246,10 @@ def keeps_invariance(ops: Ops, device: torch.device) -> bool:
 
 
 def captures_graphs(config: EngineConfig) -> bool:
-    """Whether decode steps are captured on a GPU. FlashInfer plans every step on the host, and
-    ranks that exchange rows with experts find out there how many go where: no graph can hold that.
+    """Whether decode steps are captured on a GPU. Ranks that exchange rows with experts find out
+    on the host how many rows go where, which no graph can hold.
     """
-    return config.cuda_graphs and config.attention != "flashinfer" and config.expert_parallel == 1
+    return config.cuda_graphs and config.expert_parallel == 1
 
 
 def numerics_of(
@@ -258,9 +258,7 @@ def numerics_of(
     """What decides the bits of these operations."""
     invariant, backend, kind = keeps_invariance(ops, device), ops.name, device.type
     if backend == "cuda":  # other kernels, other bits
-        backend += (
-            "-invariant" if invariant else "-flashinfer" if config.attention == "flashinfer" else ""
-        )
+        backend += "-invariant" if invariant else ""
     if kind == "cuda":  # products add up as the instructions of a generation do
         kind += "-sm{}{}".format(*torch.cuda.get_device_capability(device))
     # Tables of rotary embeddings are made by the CPU, by torch, with the same bits with these two.
@@ -360,8 +358,7 @@ def _cpu_kernels(config: EngineConfig) -> Ops:
 def _cuda_kernels(config: EngineConfig) -> Ops:
     from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
 
-    attention = "flashinfer" if config.attention == "flashinfer" else "triton"
-    return cuda_ops(batch_invariant=config.batch_invariant is True, attention=attention)
+    return cuda_ops(batch_invariant=config.batch_invariant is True)
 
 
 _KERNELS: dict[Backend, Callable[[EngineConfig], Ops]] = {
@@ -416,11 +413,6 @@ def _no_kernels_for(
                 return f"the layers of several kinds of {spec.architecture} have no CUDA kernels."
             if spec.state is not None:
                 return f"{spec.architecture} has layers with a state, which have no kernels there."
-        if (
-            config.attention == "flashinfer"
-            and (problem := availability.problem_with_flashinfer(dtype)) is not None
-        ):
-            raise ConfigError(f"attention='flashinfer' is not available: {problem}")
         head_dims = [spec.head_dim for spec in specs.values()]
         return availability.problem_with(device, dtype, head_dims)
     return no_cpu_kernels_for(config, specs, dtype, device)

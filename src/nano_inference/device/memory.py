@@ -181,8 +181,8 @@ def plan_memory(
     """
     specs, some = [part.whole for part in parts.values()], next(iter(parts.values()))
     asked_len = longest_asked(config, specs)
-    # These walk the KV tensors by themselves and know blocks only.
-    knows_units = config.attention not in ("flex", "flashinfer")
+    # flex walks the KV tensors by itself and knows blocks only.
+    knows_units = config.attention != "flex"
     held = {name: part.spec for name, part in parts.items()}
     states = state_layout(specs, config.block_size)
     if states is not None:

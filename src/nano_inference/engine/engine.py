@@ -3,9 +3,9 @@ out.
 """
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -54,7 +54,7 @@ from nano_inference.weights.transports import WeightTransport, receive_update
 from nano_inference.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
-    from nano_inference.engine.async_engine import AsyncInferenceEngine
+    pass
 
 logger = logging.getLogger("nano_inference")
 
@@ -250,13 +250,15 @@ class InferenceEngine:
         texts = [sample.text for sample in self.generate(prompt, params)]
         return texts[0] if isinstance(prompt, str) else texts
 
-    async def generate_async(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[str]:
-        """Pieces of text of one prompt, for asyncio. A thread of the engine's own steps it."""
-        async for delta in self._async_engine.stream(prompt, sampling_params or SamplingParams()):
-            if delta.text:
-                yield delta.text
+    if not TYPE_CHECKING:  # else a type checker accepts every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "generate_async":
+                raise AttributeError(
+                    "InferenceEngine.generate_async is removed; use "
+                    "AsyncInferenceEngine(engine).stream(prompt, params)."
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def add_request(
         self,
@@ -699,8 +701,6 @@ class InferenceEngine:
         """Let go of weights and KV cache. Unfinished requests are lost; every later call raises
         `EngineDead`.
         """
-        if "_async_engine" in self.__dict__:
-            self._async_engine.stop()
         self.intake.grammars.close()
         with self.shared.lock:
             self.runner.close()
@@ -721,9 +721,3 @@ class InferenceEngine:
     def _start_grammar(self, seq: Sequence) -> None:
         assert isinstance(seq.grammar, GrammarState)
         self.intake.grammars.start(seq.grammar, lambda: self.shared.post(GrammarReady(seq)))
-
-    @cached_property
-    def _async_engine(self) -> "AsyncInferenceEngine":
-        from nano_inference.engine.async_engine import AsyncInferenceEngine
-
-        return AsyncInferenceEngine(self)

@@ -75,15 +75,6 @@ def problem_with_triton(device: torch.device) -> str | None:
     return None
 
 
-def problem_with_flashinfer(dtype: torch.dtype) -> str | None:
-    """Why FlashInfer's attention cannot be had; None: it can."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}."
-    if importlib.util.find_spec("flashinfer") is None:
-        return "the package is not installed; pip install flashinfer-python."
-    return None
-
-
 def why_no_cuda() -> str:
     """In torch's words, why it sees no CUDA device."""
     if torch.version.cuda is None:

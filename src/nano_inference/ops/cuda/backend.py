@@ -2,7 +2,6 @@
 
 from dataclasses import fields, replace
 from functools import partial
-from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -12,9 +11,7 @@ from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.few_rows import few_rows
 from nano_inference.ops.cuda.moe import moe
 from nano_inference.ops.cuda.rows import embed, gate, rms_norm, rope_and_store
-from nano_inference.ops.flashinfer import FlashInferAttention, FlashInferPlan
-from nano_inference.ops.interface import Attention as Attend
-from nano_inference.ops.interface import AttentionArgs, KvcacheView, Ops, call, columns
+from nano_inference.ops.interface import Ops, call, columns
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.backend import scaled
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
@@ -30,9 +27,7 @@ class CudaOps:
     """The operations on tensors. See `Ops` for what they do.
 
     Args:
-        batch_invariant: a row's bits depend on nothing but its own context; FlashInfer's attention
-            cannot promise it.
-        attention: whose.
+        batch_invariant: a row's bits depend on nothing but its own context.
     """
 
     embed = staticmethod(embed)
@@ -46,18 +41,10 @@ class CudaOps:
     call = staticmethod(call)
     columns = staticmethod(columns)
 
-    def __init__(
-        self, *, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton"
-    ) -> None:
+    def __init__(self, *, batch_invariant: bool) -> None:
         self.batch_invariant = batch_invariant
-        kernels = (
-            FlashInferAttention()
-            if attention == "flashinfer"
-            else Attention(batch_invariant=batch_invariant)
-        )
+        kernels = Attention(batch_invariant=batch_invariant)
         self.plan_attention, self.attention = kernels.plan, kernels.attend
-        if isinstance(kernels, FlashInferAttention):
-            self.attention = _without_scores(kernels)
 
     def linear(
         self,
@@ -107,27 +94,13 @@ class CudaOps:
         )
 
 
-def _without_scores(kernels: FlashInferAttention) -> Attend[Tensor]:
-    """Return FlashInfer's attention, which knows neither sinks nor caps."""
-
-    def attend(
-        q: Tensor, view: KvcacheView, layer: int, plan: object, scores: AttentionArgs
-    ) -> Tensor:
-        return kernels.attend(q, view, layer, cast("FlashInferPlan", plan), scores.scale)
-
-    return attend
-
-
-def cuda_ops(
-    *, batch_invariant: bool, attention: Literal["triton", "flashinfer"] = "triton"
-) -> Ops:
+def cuda_ops(*, batch_invariant: bool) -> Ops:
     """The backend as a value.
 
     Args:
         batch_invariant: on CUDA it is slower.
-        attention: whose.
     """
-    ops = CudaOps(batch_invariant=batch_invariant, attention=attention)
+    ops = CudaOps(batch_invariant=batch_invariant)
     names = (field.name for field in fields(Ops))
     found = {name: getattr(ops, name) for name in names if hasattr(ops, name)}
     plain = Ops("cuda", VERSION, batch_invariant, in_segments=False, compile=None, **found)

@@ -3,7 +3,6 @@ beyond its deadline.
 
 The classes are imported from their modules, since some of them need `torch.distributed`:
 
-- `in_process.InProcess`: the tensors are here already.
 - `files.WeightFolder`: safetensors files with a marker that is written last; `files.write_folder`
   writes them.
 - `broadcast.BroadcastReceiver`: a `torch.distributed` broadcast; `sender.WeightSender` is the
@@ -18,5 +17,12 @@ from nano_inference.weights.transports.interface import (
     WeightTransport,
     receive_update,
 )
+
+
+def __getattr__(name: str) -> object:
+    if name in ("in_process", "InProcess"):
+        raise ImportError(f"{name} is removed; give the state dict to update_weights.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = ["Deadline", "Incoming", "WeightTransport", "receive_update"]

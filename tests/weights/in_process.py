@@ -1,4 +1,4 @@
-"""The trivial transport: the weights are in this process."""
+"""A transport for tests: the weights are in this process."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
@@ -12,10 +12,7 @@ from nano_inference.weights.update import Bucket
 
 
 class InProcess:
-    """Weights that are here: a state dict, or buckets that the caller makes. Good for one update.
-
-    The engine keeps the tensors as they are until they serve; do not write to them before.
-    """
+    """Brings a state dict, or buckets that a test makes, in one update."""
 
     def __init__(
         self, weights: Mapping[str, Tensor] | Iterable[Bucket], *, version: int | None = None

@@ -1,9 +1,8 @@
-"""`nano-inference complete`: let a server's model continue a text."""
+"""`nano-inference generate --url`: a server's model continues a text."""
 
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -14,45 +13,32 @@ from nano_inference.system.http_client import HttpClient, Usage
 from nano_inference.types import SamplingParams
 
 
-@options.from_fields
-def complete(
+def generate_on(
     ctx: typer.Context,
-    *,
-    url: Annotated[
-        str,
-        typer.Option(
-            "--url", help="The server, such as http://127.0.0.1:8000.", show_default=False
-        ),
-    ],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue.")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file", "-f", help="Continue the text of this file, all of it. -: standard input."
-        ),
-    ] = None,
-    model: options.ServedModel = None,
-    api_key: options.ApiKey = None,
-    api_key_file: options.ApiKeyFile = None,
-    sampling: options.Sampling,
-    debug: options.Debug = False,
+    client: HttpClient,
+    model: str | None,
+    prompts: list[str],
+    file: Path | None,
+    params: SamplingParams,
 ) -> None:
-    """Let a server's model continue a text.
+    """Write a server's completion of one prompt as it is made; the figures go to standard error.
 
-    The prompt comes from -p, from a file or from standard input; the completion goes to standard
-    output as it is made.
+    Args:
+        ctx: of the command, which knows what options were given: only these are sent.
+        client: of the server.
+        model: its name on the server; None: the first that the server lists.
+        prompts: at most one. None: the prompt is read from `file` or standard input.
+        file: a file that is one prompt; `-`: standard input.
+        params: how tokens are drawn.
 
-    Examples:
-
-    nano-inference complete --url http://127.0.0.1:8000 -p "Once upon a time" --max-tokens 32
-    echo "Once upon a time" | nano-inference complete --url http://127.0.0.1:8000
+    Raises:
+        typer.BadParameter: there is no prompt, or more than one.
+        InvalidRequest: the prompt is empty or cannot be read.
     """
-    text = _prompt(prompt, file)
-    params = options.checked(SamplingParams, **sampling)
+    if len(prompts) > 1:
+        raise typer.BadParameter("--url takes one prompt; give -p once.")
+    text = _prompt(prompts[0] if prompts else None, file)
     given = {name for name in options.PARAMS if options.is_given(ctx, name)}
-    client = HttpClient(url, options.key_of(api_key, api_key_file))
     asked = {"model": model or client.default_model(), "prompt": text}
     body = asked | options.request_body(given, params)
     usage: Usage | None = None
