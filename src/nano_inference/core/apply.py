@@ -334,16 +334,8 @@ def training_samples(
     completion = seq.token_ids[request.num_prompt_tokens :]
     text, failed = whole_text(seq)
     finish = failed or finish
-    loss_mask, experts = (True,) * len(completion), seq.routed_experts
-    for each in request.appended:
-        loss_mask = (*loss_mask[: each.start], *[False] * len(each), *loss_mask[each.stop :])
-    spans, adapter_spans = (
-        [
-            VersionSpan(v, start, end)
-            for (v, start), (_, end) in itertools.pairwise([*starts, (version, len(completion))])
-        ]
-        for starts in (seq.version_starts, seq.adapter_starts)
-    )
+    spans = _spans(seq.version_starts, len(completion))
+    experts = seq.routed_experts
     return [
         TrainingSample(
             prompt_tokens=tuple(prompt),
@@ -353,7 +345,7 @@ def training_samples(
             weight_version=spans[-1].version if spans else version,
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
-            weight_versions=tuple(spans),
+            weight_versions=spans,
             prompt_logprobs=(math.nan, *seq.scores) if params.prompt_logprobs else None,
             raw_logprobs=tuple(seq.output_raw_logprobs) if params.raw_logprobs else None,
             log_kept_mass=tuple(seq.output_log_kept_mass),
@@ -366,9 +358,9 @@ def training_samples(
             request_id=seq.request_id,
             group_id=request.group_id,
             cached_tokens=seq.cached_tokens,
-            adapter_versions=tuple(adapter_spans),
+            adapter_versions=_spans(seq.adapter_starts, len(completion)),
             kv_versions=context_versions(seq),
-            loss_mask=loss_mask,
+            loss_mask=_loss_mask(len(completion), request.appended),
             sampling_params=params,
             prompt_top_logprobs=(_NOTHING, *seq.score_best) if params.prompt_top_logprobs else None,
             routed_experts=None if isinstance(experts, str) else experts,
@@ -376,6 +368,23 @@ def training_samples(
         )
         for index in range(seq.sample_index, seq.sample_index + seq.num_samples)
     ]
+
+
+def _spans(starts: Listed[tuple[int, int]], end: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of versions that begin at (version, token), the last one up to `end`."""
+    ends = [start for _, start in starts[1:]] + [end]
+    return tuple(
+        VersionSpan(version, start, stop)
+        for (version, start), stop in zip(starts, ends, strict=False)  # there may be none
+    )
+
+
+def _loss_mask(length: int, appended: Listed[range]) -> tuple[bool, ...]:
+    """Return which completion tokens were sampled, not appended."""
+    mask = [True] * length
+    for tokens in appended:
+        mask[tokens.start : tokens.stop] = [False] * len(tokens)
+    return tuple(mask)
 
 
 def _fork(

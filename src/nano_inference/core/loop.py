@@ -9,11 +9,10 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 from itertools import groupby
 from time import perf_counter, perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.core.apply import (
-    Applied,
     SampledTokens,
     apply,
     commit,
@@ -28,6 +27,7 @@ from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.deltas import next_delta
 from nano_inference.core.failures import is_device_failure
 from nano_inference.core.gate import Gate
+from nano_inference.core.interfaces import Drafting, Pending, Returning, Runner
 from nano_inference.core.lifecycle import Event, Lifecycle, after
 from nano_inference.core.reference_logprobs import ReferenceLogprobs
 from nano_inference.core.schedule import schedule
@@ -52,10 +52,8 @@ from nano_inference.core.versions import (
     release_held,
     settle_adapter,
 )
-from nano_inference.kv_cache.block_hash import PrefixKeys
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
-from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from nano_inference.types import GROUP_COMPLETE, Delta, KvPolicy, TrainingSample
 
 logger = logging.getLogger("nano_inference")
@@ -105,77 +103,6 @@ class GrammarReady:
 
 
 Message = Add | Abort | UpdateQueued | UpdatesGivenUp | GrammarReady
-
-
-class Pending(Protocol):
-    """Samples that a step in flight is drawing."""
-
-    def wait(self) -> SampledTokens:
-        """Wait for them."""
-        ...
-
-
-class Runner(Protocol):
-    """What the loop needs of a device."""
-
-    def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
-        """Called before the batches of a step are built: other ranks build theirs meanwhile."""
-        ...
-
-    def announce_draw(self, chunks: Chunks, masks: Masks) -> None:
-        """Called before a draw: other ranks draw the same samples of the step."""
-        ...
-
-    def forward(
-        self,
-        batches: tuple[ForwardBatch, ...],
-        block_copies: tuple[tuple[int, int], ...],
-        previous: Any,
-    ) -> Any:
-        """Launch a forward; returns what `sample` draws from."""
-        ...
-
-    def sample(self, result: Any, batch: SamplingBatch) -> Pending:
-        """Launch the draw."""
-        ...
-
-    def idle(self) -> None:
-        """Take part in a round of engines in lockstep without a forward of one's own."""
-        ...
-
-    def drop(self, weight_set: str) -> None:
-        """Let go of a weight set that nothing will name again."""
-        ...
-
-
-class Returning(Protocol):
-    """Has blocks that were evicted although they are kept."""
-
-    def __len__(self) -> int: ...
-
-    def missing(self, names: Listed[int]) -> range:
-        """The places in a chain, behind what the cache has, whose blocks can be brought back."""
-        ...
-
-    def bring_back(self, token_ids: Listed[int], prefix: PrefixKeys, places: range) -> list[int]:
-        """Put them into the cache again; returns a block table that holds them."""
-        ...
-
-
-class Drafting(Protocol):
-    """Guesses what steps will draw."""
-
-    def propose(self, live: Sequences, pending: Container[int], config: SchedulerConfig) -> Drafts:
-        """Drafts for the next step, by sequence id; `pending`: ids of those of which a token is
-        being sampled.
-        """
-        ...
-
-    def learn(self, seqs: Listed[Sequence], drafts: Drafts) -> int:
-        """Tokens of these sequences, which may have been computed with drafts, have become known;
-        returns how many more than one of each.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys, adapter_key
 from nano_inference.types import (
@@ -43,7 +43,10 @@ class SequenceStatus(Enum):
 
 
 class GrowingText(Protocol):
-    """A sample's text as its tokens become known, and the stop strings that it is searched for."""
+    """A sample's text as its tokens become known, and the stop strings that it is searched for.
+
+    A Protocol, because `text.detokenizer.OutputText` is in a layer above.
+    """
 
     @property
     def text(self) -> str:
@@ -68,7 +71,10 @@ class GrowingText(Protocol):
 
 
 class GrowingGrammar(Protocol):
-    """The grammar of a sample, as far as its tokens are known."""
+    """The grammar of a sample, as far as its tokens are known.
+
+    A Protocol, because `structured.matching.GrammarState` needs numpy and this module has none.
+    """
 
     @property
     def is_ready(self) -> bool:
@@ -111,7 +117,10 @@ class GrowingGrammar(Protocol):
 
 
 class ServedAdapter(Protocol):
-    """One version of an adapter that sequences are computed with."""
+    """One version of an adapter that sequences are computed with.
+
+    A Protocol, because `ops.lora.Adapter` has tensors and is in a layer above.
+    """
 
     @property
     def name(self) -> str:
@@ -244,8 +253,8 @@ class Sequence:
     A step closes the gap between `len(token_ids)` (plus what is in flight) and
     `num_computed_tokens`; prefill, decode and recomputation are the same case. Until its prompt is
     computed a sequence stands for all `num_samples` of its group; then it is forked. One of no
-    samples only scores its tokens; it ends when they are scored. The fields of its request can be
-    read here too.
+    samples only scores its tokens; it ends when they are scored. `request` has
+    what the caller asked for.
 
     Attributes:
         most_tokens: known tokens, the prompt's too, with which it ends by length.
@@ -305,6 +314,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.most_tokens = self.request.num_prompt_tokens + self.request.params.max_tokens
+
+    if not TYPE_CHECKING:  # type checkers report unknown names by themselves
+
+        def __getattr__(self, name: str) -> Any:
+            where = f"; read sequence.request.{name}." if name in CheckedRequest.__slots__ else "."
+            raise AttributeError(f"a Sequence has no attribute {name!r}{where}")
 
     @property
     def request_id(self) -> int:
@@ -448,12 +463,6 @@ class Sequence:
             mask=self.mask.fork(),
             output_top=[],
         )
-
-
-# for readers of the public `Sequence`; code of this package says `request`, which is faster
-for _name in CheckedRequest.__slots__:
-    if not hasattr(Sequence, _name):
-        setattr(Sequence, _name, property(attrgetter(f"request.{_name}")))
 
 
 class Sequences:

@@ -11,7 +11,7 @@ from nano_inference.core.apply import Applied, SampledTokens
 from nano_inference.core.batch import Chunks, ForwardBatch
 from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.gate import Gate
-from nano_inference.core.loop import Pending
+from nano_inference.core.interfaces import Pending
 from nano_inference.core.sequence import POLICY, PREVIOUS, Sequences
 from nano_inference.device.kept_ids import BestRows, KeptIds
 from nano_inference.device.kv_tensors import KVStorage

@@ -74,7 +74,10 @@ class EvictedBlock(NamedTuple):
 
 
 class EvictedBlocks(Protocol):
-    """Where kept blocks go that are evicted."""
+    """Storage of evicted kept blocks.
+
+    A Protocol, because `device.kept_files.KeptFiles` has tensors and is in a layer above.
+    """
 
     def take(self, block: EvictedBlock) -> None:
         """This block may be reused when the call has returned."""
