@@ -184,7 +184,8 @@ _RECORD = np.dtype(
         ("undrawn", np.bool_),  # the `SamplingTable` does not know its parameters yet
         ("structured", np.bool_),  # it has a grammar
         ("adapted", np.bool_),  # it has an adapter
-    ]
+    ],
+    align=True,  # else a gather of the integers takes three times as long
 )
 
 
