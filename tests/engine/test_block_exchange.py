@@ -161,7 +161,7 @@ def test_whatever_arrives_when_no_bit_changes(build: Build, data: st.DataObject)
                 prompts[request_id] = prompt
                 expected[(id(engine), request_id)] = alone.generate(  # pyright: ignore[reportArgumentType]
                     [prompt],
-                    engine.loop.inbox[-1].sequence.params,  # pyright: ignore[reportAttributeAccessIssue]
+                    engine.loop.inbox[-1].sequence.request.params,  # pyright: ignore[reportAttributeAccessIssue]
                 )[0]
             case "move":
                 known = list(prompts.values()) or [prompt]

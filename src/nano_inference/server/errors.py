@@ -137,7 +137,7 @@ def _row_of(problem: BaseException) -> _Answer:
 
 
 def is_bug(problem: BaseException) -> bool:
-    """Return whether nobody raised this error on purpose: log it, and say nothing to the client."""
+    """Return whether an error is a bug: the log has its text, and the client gets no detail."""
     return not isinstance(problem, ApiError) and _row_of(problem) is _BUG
 
 

@@ -71,8 +71,8 @@ class Step(Generic[X]):
         view: the KV tensors.
         plans: what `Ops.plan_attention` gave, by window.
         inputs: the inputs of all layers side by side (Gemma 4); None: layers have none.
-        routes: notes the experts of every row; None: nobody wants them.
-        taps: notes the residual stream before some layers; None: nobody wants it.
+        routes: notes the experts of every row; None: they are not wanted.
+        taps: notes the residual stream before some layers; None: it is not wanted.
     """
 
     ops: Operations[X]
