@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TEXT = {".py", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".json", ".cfg", ".html", ".js", ""}
-ROOTS = ("src/", "")  # a module below src/ is imported without it
+DONE = "\0"  # stands before a name that is the new one already
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def rewrite(path: Path, names: dict[str, str], moves: dict[str, str]) -> None:
     if path.suffix == ".py":
         text = follow_from_imports(text, names)
     text = follow_dotted(text, names)
-    text = follow_paths(text, moves)
+    text = follow_paths(text, moves).replace(DONE, "")
     if text != before:
         path.write_text(text, encoding="utf-8")
 
@@ -92,9 +92,8 @@ def follow_from_imports(text: str, names: dict[str, str]) -> str:
                 continue
             parent, _, last = new.rpartition(".")
             bound = alias or name
-            moved.append(
-                f"{indent}from {parent} import {last}" + ("" if bound == last else f" as {bound}")
-            )
+            renamed = "" if bound == last else f" as {bound}"
+            moved.append(f"{indent}from {DONE}{parent} import {last}{renamed}")
         if not moved:
             return found.group(0)
         lines = [f"{indent}from {package} import {', '.join(kept)}"] if kept else []
@@ -116,7 +115,7 @@ def follow_dotted(text: str, names: dict[str, str]) -> str:
                 return ".".join([new, *parts[end:]])
         return found.group(0)
 
-    return re.sub(rf"(?<![\w./-])(?:{tops})(?:\.\w+)+", replaced, text)
+    return re.sub(rf"(?<![\w./{DONE}-])(?:{tops})(?:\.\w+)+", replaced, text)
 
 
 def follow_paths(text: str, moves: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ class Bucket:
     """Some tensors of an update, in Ray's object store.
 
     Attributes:
-        description: JSON: names, types and shapes, as in `rl.verl.buckets.Parcel`.
+        description: JSON: names, types and shapes, as in `nano_ray.verl.buckets.Parcel`.
         content: reference to the bytes, a uint8 array.
     """
 

@@ -30,7 +30,7 @@ class RankActor:
 
 
 class RayLauncher:
-    """See `engine.workers.launcher.Launcher`. Of the actor that is rank 0, in its process.
+    """See `ranks.launcher.Launcher`. Of the actor that is rank 0, in its process.
 
     All ranks of a replica are on one node: they meet at a socket in a folder. They end with rank 0,
     to whose process Ray ties them.
@@ -58,7 +58,7 @@ class RayLauncher:
 
 
 class RankHandle:
-    """See `engine.workers.launcher.Handle`."""
+    """See `ranks.launcher.Handle`."""
 
     def __init__(self, begin: Begin, group: Any) -> None:
         bundle = group.bundle_specs[begin.rank]

@@ -15,7 +15,7 @@ from nano_ray.fleet_client import RayFleetClient
 
 
 def serve_on_ray(engine: EngineConfig, config: ServerConfig, address: str | None = None) -> None:
-    """As `serving.main.serve`. Each of `config.replicas` is an actor; Ray finds it a node, and
+    """As `server.main.serve`. Each of `config.replicas` is an actor; Ray finds it a node, and
     another one when that dies and `config.restart_engine` asks for it.
 
     Raises `ConfigError` for `config.in_process`, and `EngineDead` if there is no cluster at

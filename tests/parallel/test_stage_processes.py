@@ -83,7 +83,7 @@ def stages() -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # a zombie too
-            if "engine.workers.worker" in " ".join(child.cmdline()):
+            if "nano_inference.ranks.worker" in " ".join(child.cmdline()):
                 found.append(child)
     return found
 

@@ -53,9 +53,6 @@ from nano_inference.types import (
 from nano_inference.weights.transports import WeightTransport, receive_update
 from nano_inference.weights.update import WeightUpdate
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("nano_inference")
 
 
@@ -429,7 +426,7 @@ class InferenceEngine:
         serving.
 
         Args:
-            transport: what brings it (`engine/transports`).
+            transport: what brings it (`weights/transports`).
             timeout: seconds by which it must have arrived.
             options: `kv_policy`, `version`, `complete` and `check_finite` as in `update_weights`;
                 `kv_policy` None: `"keep"`; `version` None: the trainer's, or counted up.

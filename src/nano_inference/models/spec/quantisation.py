@@ -106,7 +106,7 @@ _TRACES = {
     "desc_act": "gptq",
     "bits": "mlx",
 }
-GGUF = "gguf"  # what `models.gguf` writes of a file whose blocks products read as they are
+GGUF = "gguf"  # what `checkpoints.gguf` writes of a file whose blocks products read as they are
 _NONE = (None, "", "none", "no_quant")
 _ANY = ""  # matches every name
 

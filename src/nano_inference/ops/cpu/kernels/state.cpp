@@ -1,5 +1,5 @@
 // Layers that carry a state: a short convolution and the gated delta rule. What is computed is written down in
-// ops/reference_state.py; here in one order of additions, whatever else is in the batch.
+// ops/reference/state.py; here in one order of additions, whatever else is in the batch.
 #include <algorithm>
 #include <atomic>
 #include <cmath>

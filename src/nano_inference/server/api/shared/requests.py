@@ -922,7 +922,7 @@ class ApiProtocol:
         request: the body.
         builder: makes a builder of the body, what is served and the request's id. It raises
             `ApiError`, `InvalidRequest` and the like, and may take a while (templates, tokenising).
-        openapi: what `/openapi.json` says of its route; see `protocols/openapi.py`.
+        openapi: what `/openapi.json` says of its route; see `openapi.py`.
     """
 
     request: type[Strict]
