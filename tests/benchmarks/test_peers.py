@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.ours import Options
-from benchmarks.peers import drafts, file_formats, vllm_cpu
+from benchmarks.peers import compare, drafts, file_formats, vllm_cpu
 from benchmarks.peers.compare import OURS
 from benchmarks.peers.drafts import Stream, compete
 from benchmarks.peers.llama_cpp import (
@@ -100,6 +100,14 @@ def test_ours_drafts_in_a_process_of_its_own(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(drafts.SETTINGS, OURS, ("no drafts", "suffix"))
+    worker = compare.Worker
+
+    def steady(name: str, setting: str, command: list[str], *rest: Any) -> Any:
+        python, flag, _, *arguments = command
+        steady_command = [python, flag, "tests.benchmarks.steady_worker", *arguments]
+        return worker(name, setting, steady_command, *rest)
+
+    monkeypatch.setattr(compare, "Worker", steady)
     # the tiny model says one word again and again, so that drafts are drawn
     stream = Stream("chat", "", ((100, 101),), 24, {"temperature": 0.0, "ignore_eos": True})
     plain, drafted = drafts.measure(options, [stream], (OURS, "vllm"), "float32", tmp_path)
