@@ -287,7 +287,7 @@ def test_threads_and_tasks_share_one_engine(engine: InferenceEngine) -> None:
 def test_generate_async_names_the_async_engine(engine: InferenceEngine) -> None:
     with pytest.raises(AttributeError, match="use AsyncInferenceEngine"):
         engine.generate_async  # type: ignore[attr-defined] # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute 'generate_asinc'"):
+    with pytest.raises(AttributeError, match="no attribute 'generate_asinc'"):
         engine.generate_asinc  # type: ignore[attr-defined] # noqa: B018
 
 

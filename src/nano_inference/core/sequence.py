@@ -10,9 +10,10 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nano_inference.kv_cache.block_hash import Namespace, PrefixKeys, adapter_key
+from nano_inference.system.moved import Removed
 from nano_inference.types import (
     ContextVersions,
     RoutedExperts,
@@ -315,11 +316,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.most_tokens = self.request.num_prompt_tokens + self.request.params.max_tokens
 
-    if not TYPE_CHECKING:  # type checkers report unknown names by themselves
-
-        def __getattr__(self, name: str) -> Any:
-            where = f"; read sequence.request.{name}." if name in CheckedRequest.__slots__ else "."
-            raise AttributeError(f"a Sequence has no attribute {name!r}{where}")
+    params = seed = stop_ids = num_prompt_tokens = group = streaming = scored = Removed(
+        "a Sequence has only its own fields; read sequence.request for those of its request."
+    )
 
     @property
     def request_id(self) -> int:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.ranks.build import require_one_rank
 from nano_inference.ranks.lockstep import Lockstep
 from nano_inference.structured.matching import GrammarState
+from nano_inference.system.moved import Removed
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (
     Delta,
@@ -247,15 +248,10 @@ class InferenceEngine:
         texts = [sample.text for sample in self.generate(prompt, params)]
         return texts[0] if isinstance(prompt, str) else texts
 
-    if not TYPE_CHECKING:  # else a type checker accepts every name
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "generate_async":
-                raise AttributeError(
-                    "InferenceEngine.generate_async is removed; use "
-                    "AsyncInferenceEngine(engine).stream(prompt, params)."
-                )
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    generate_async = Removed(
+        "InferenceEngine.generate_async is removed; use "
+        "AsyncInferenceEngine(engine).stream(prompt, params)."
+    )
 
     def add_request(
         self,

@@ -1,8 +1,9 @@
-"""Modules that have moved: an import of an old name reports the new one."""
+"""Old names: an import of a module that has moved, or a removed attribute, reports the new name."""
 
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 MOVED = {
     "nano_inference.bench": "nano_bench",
@@ -16,6 +17,22 @@ MOVED = {
     "nano_inference.speculation": "nano_inference.drafts",
     "nano_inference.training_service": "nano_training_service",
 }
+
+
+class Removed:
+    """An attribute that was removed. Reading it raises an `AttributeError` that says what to use.
+
+    A descriptor costs other attributes nothing; `__getattr__` in a class slows all of them down.
+
+    Args:
+        message: what was removed, and what to use.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(self._message)
 
 
 class Moved:
