@@ -23,11 +23,11 @@ from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
 from nano_inference.server.api.openai.completions import PROTOCOL as COMPLETIONS
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared.generation import Served
-from nano_inference.server.api.shared.requests import ApiProtocol
+from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.server import log_ready
-from nano_inference.server.trainers.sglang_generate import PROTOCOL as SGLANG
-from nano_inference.server.trainers.vllm_generate import PROTOCOL as VLLM
+from nano_inference.server.trainers.sglang.generate import PROTOCOL as SGLANG
+from nano_inference.server.trainers.vllm.generate import PROTOCOL as VLLM
 from nano_inference.types import SamplingParams
 from tests.cli.running import FAST, run
 from tests.server.scripted import ScriptedClient

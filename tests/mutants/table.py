@@ -701,14 +701,14 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "sglang_buckets_one_by_one",
-        "src/nano_inference/server/trainers/sglang_routes.py",
+        "src/nano_inference/server/trainers/sglang/weights.py",
         old="if update.is_explicit or (received.paused and not (whole or flushes)):",
         new="if update.is_explicit:",
         seen_by='tests/server/trainers/test_sglang_updates.py -k "slime_like_trainer and not smollm2"',
     ),
     Fault(
         "depth_counts_lists_alone",
-        "src/nano_inference/server/api/shared/requests.py",
+        "src/nano_inference/server/api/shared/json_limits.py",
         old='containers = body.count(b"[") + body.count(b"{")',
         new='containers = body.count(b"[")',
         seen_by="tests/server/http/test_edge.py -k depth",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from nano_inference.fleet.supervisor import LASTING, Backoff, Replica, Supervisor
+from nano_inference.fleet.replica import LASTING, Backoff, Replica
+from nano_inference.fleet.supervisor import Supervisor
 from tests.fleet.fleets import fleet, play
 from tests.server.engines import until
 

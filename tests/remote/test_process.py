@@ -20,7 +20,7 @@ import pytest
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
-from nano_inference.fleet import supervisor
+from nano_inference.fleet import replica as fleet_replica
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.remote import client as client_module
 from nano_inference.remote import engine_process, process_client
@@ -194,7 +194,7 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's folder goes away, so that no new engine can be built."""
-    monkeypatch.setattr(supervisor, "FIRST_WAIT", 0.1)
+    monkeypatch.setattr(fleet_replica, "FIRST_WAIT", 0.1)
     gone = shutil.copytree(model, tmp_path / "gone")
 
     async def test() -> None:

@@ -13,8 +13,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from nano_inference.config import EngineConfig
+from nano_inference.server.api.shared.fields import GrammarFields
 from nano_inference.server.api.shared.grammars import ROWS
-from nano_inference.server.api.shared.requests import GrammarFields
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.cli.running import write_tokenizer

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from nano_inference.config import EngineConfig
-from nano_inference.server.api.shared.requests import may_ask_for_grammar
+from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.cli.running import write_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from nano_inference.server.api.openai.schema import (
+from nano_inference.server.api.openai.models import (
     BEYOND_OPENAI,
     ChatRequest,
     CompletionRequest,

@@ -10,7 +10,7 @@ from nano_inference.remote import client as client_module
 from nano_inference.remote.messages import Call, Dead, Heartbeat, Outputs, ToEngine
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
-from nano_inference.server.trainers import sglang_routes
+from nano_inference.server.trainers.sglang import routes as sglang_routes
 from nano_inference.types import SamplingParams
 from tests.server.scripted import Script, ScriptedClient
 

@@ -11,8 +11,9 @@ import msgspec
 from nano_inference.fleet.errors import Draining, NoReplica
 from nano_inference.fleet.failover import MOST_MOVES, Failover, FleetRequest
 from nano_inference.fleet.operations import FleetOperations
+from nano_inference.fleet.replica import FleetEvents
 from nano_inference.fleet.router import Router, Ticket
-from nano_inference.fleet.supervisor import FleetEvents, ReplicaStatus, Supervisor
+from nano_inference.fleet.supervisor import ReplicaStatus, Supervisor
 from nano_inference.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
 from nano_inference.remote.client import STOPPING, EngineClient
 from nano_inference.remote.messages import Abort, EngineInfo, Generate, Ready, ToEngine

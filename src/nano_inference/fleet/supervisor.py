@@ -5,16 +5,15 @@ share.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import msgspec
 
-from nano_inference.drafts.joined import counted, joined
 from nano_inference.errors import EngineDead, NanoInferenceError
+from nano_inference.fleet.counts import FleetCounts
 from nano_inference.fleet.errors import ReplicaConflict, ReplicaNotFound
+from nano_inference.fleet.replica import BringWeights, FleetEvents, Replica
 from nano_inference.fleet.router import Router
 from nano_inference.kv_cache.block_hash import adapter_key
 from nano_inference.remote.client import EngineClient
@@ -22,129 +21,15 @@ from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import ReplicaStatus, State
 from nano_inference.remote.tasks import start_task
 from nano_inference.remote.temporary import temporary_folder
-from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, SpeculationStats
+from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory
 
 log = logging.getLogger("nano_inference.server")
 
 GLANCE = 0.2  # seconds between two looks at the replicas
-# seconds until the next engine; doubled for each one in a row that did not last
-FIRST_WAIT = 0.5
-LONGEST_WAIT = 30.0
+
 ADAPTER_TIMEOUT = 300.0  # in which a replica gets an adapter of another one
-LASTING = 60.0  # seconds after which an engine has lasted
-_MOST_DOUBLINGS = 10  # by then it is the longest
+
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
-# Counted from an engine's start on: of one that is gone they still count, or a sum would fall.
-_COUNTED = (
-    "num_steps",
-    "num_preemptions",
-    "tokens_computed",
-    "prompt_tokens_computed",
-    "prompt_tokens_cached",
-    "prompt_tokens",
-    "prompt_tokens_queried",
-    "completion_tokens",
-    "grammars_compiled",
-    "grammars_failed",
-    "grammar_seconds",
-    "kept_blocks_written",
-    "kept_blocks_read",
-)
-_NOT_SUMS = (
-    "weight_version",
-    "kv_use",
-    "hit_rate",
-    "step_microseconds",
-    "ranks_busy",
-    "ranks_waiting",
-    "speculation",
-)
-
-# starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes
-# nothing new; dead: it has died, and maybe another one will take its place.
-
-
-@dataclass
-class Backoff:
-    """Of one place: when its engine was ready, and how many in a row did not last. Reads no
-    clock.
-    """
-
-    _num_short: int = 0
-    _ready_at: float | None = None
-
-    def ready(self, now: float) -> None:
-        """An engine serves, since this second of a monotonic clock."""
-        self._ready_at = now
-
-    def died(self, now: float) -> float:
-        """It has died, or was never ready; returns seconds to wait before the next one is
-        started.
-        """
-        lasted = self._ready_at is not None and now - self._ready_at > LASTING
-        self._num_short = 0 if lasted else self._num_short + 1
-        self._ready_at = None
-        doublings = min(max(0, self._num_short - 1), _MOST_DOUBLINGS)
-        return min(FIRST_WAIT * 2**doublings, LONGEST_WAIT)
-
-
-@dataclass(eq=False)
-class Replica:
-    """One engine.
-
-    Attributes:
-        name: of its place in the fleet; a new engine that takes the place of a dead one has it too.
-        client: of the engine.
-        num_starts: engines that had this place.
-        backoff: how long the next one waits.
-        why: the reason for its state, where there is one worth telling.
-    """
-
-    name: str
-    client: EngineClient
-    state: State = "starting"
-    num_starts: int = 1
-    backoff: Backoff = field(default_factory=Backoff)
-    why: str = ""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it takes part in what the fleet does."""
-        return self.state in ("serving", "draining") and self.client.why_dead is None
-
-
-class Opened(Protocol):
-    """Called when a first replica serves: what it is, its weight version, and whether all replicas
-    had died before.
-    """
-
-    def __call__(self, info: EngineInfo, version: int, again: bool) -> None: ...
-
-
-class BringWeights(Protocol):
-    """Gives `client` the weights of this version, which `donor` serves."""
-
-    async def __call__(self, donor: EngineClient, client: EngineClient, version: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FleetEvents:
-    """What a supervisor reports; the fleet acts on it.
-
-    Attributes:
-        opened: a first replica serves.
-        lost: no replica is left: why, why as strangers may hear it, and whether another replica is
-            being built.
-        left: a replica does not serve any more; returns how many requests went to others.
-        died: a replica that had been built has died.
-        changed: other replicas serve than before, or they have reported.
-    """
-
-    opened: Opened
-    lost: Callable[[str, str, bool], None]
-    left: Callable[[EngineClient], int]
-    died: Callable[[], None]
-    changed: Callable[[], None]
 
 
 class Supervisor:
@@ -200,8 +85,7 @@ class Supervisor:
         self._stall_timeout = stall_timeout
         self._in_lockstep = in_lockstep
         self._first: EngineInfo | None = None  # what all others must be like
-        self._gone: Counter[str] = Counter()  # what engines had counted that are no more
-        self._gone_drafts: list[SpeculationStats] = []  # what had become of theirs: one, in all
+        self._counts = FleetCounts()
         self._num_made = 0
         self._tasks = set[asyncio.Task[Any]]()
         self._ends = set[asyncio.Task[None]]()
@@ -269,32 +153,10 @@ class Supervisor:
         return self.joined_stats(known) if known else None
 
     def joined_stats(self, each: Sequence[EngineStats]) -> EngineStats:
-        """Statistics of these engines as if they were one, and what those had counted that are
+        """Return the statistics of these engines as if they were one, and of those that are
         gone.
         """
-        total: dict[str, Any] = {
-            field.name: sum(getattr(one, field.name) for one in each) + self._gone[field.name]
-            for field in fields(EngineStats)
-            if field.name not in _NOT_SUMS
-        }
-        blocks, steps = total["num_blocks"] or 1, sum(one.num_steps for one in each) or 1
-        asked = total["prompt_tokens_computed"] + total["prompt_tokens_cached"]
-        phases = {phase for one in each for phase in one.step_microseconds}
-        drafts = [one.speculation for one in each if one.speculation is not None]
-        return EngineStats(
-            **total,
-            weight_version=self.version,
-            kv_use=sum(one.kv_use * one.num_blocks for one in each) / blocks,
-            hit_rate=total["prompt_tokens_cached"] / asked if asked else 0.0,
-            step_microseconds={
-                phase: sum(one.step_microseconds.get(phase, 0.0) * one.num_steps for one in each)
-                / steps
-                for phase in sorted(phases)
-            },
-            ranks_busy=tuple(seconds for one in each for seconds in one.ranks_busy),
-            ranks_waiting=tuple(seconds for one in each for seconds in one.ranks_waiting),
-            speculation=joined([*drafts, *self._gone_drafts]),
-        )
+        return self._counts.joined(each, self.version)
 
     # -- coming and going --------------------------------------------------------------------------
 
@@ -388,10 +250,7 @@ class Supervisor:
     def _leave(self, each: Replica, state: State, why: str) -> None:
         stats = each.client.stats
         if state == "dead" != each.state and stats is not None:
-            self._gone.update({name: getattr(stats, name) for name in _COUNTED})
-            if stats.speculation is not None:
-                gone = joined([*self._gone_drafts, counted(stats.speculation)])
-                self._gone_drafts = [] if gone is None else [gone]
+            self._counts.keep(stats)
         each.state, each.why = state, why
         if each.name in self._router.replicas:
             self._router.remove(each.name)

@@ -28,7 +28,7 @@ from nano_inference.server.api.anthropic import messages as anthropic
 from nano_inference.server.api.openai import chat as openai_chat
 from nano_inference.server.api.openai import completions as openai_completions
 from nano_inference.server.api.openai import responses as openai_responses
-from nano_inference.server.api.shared.requests import ApiProtocol
+from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.page.routes import page_routes
@@ -44,12 +44,12 @@ from nano_inference.server.server import Server
 from nano_inference.server.trainers import (
     pipeline_rl,
     prime_rl,
-    sglang_generate,
-    sglang_routes,
     shared,
-    vllm_generate,
-    vllm_routes,
 )
+from nano_inference.server.trainers.sglang import generate as sglang_generate
+from nano_inference.server.trainers.sglang import routes as sglang_routes
+from nano_inference.server.trainers.vllm import generate as vllm_generate
+from nano_inference.server.trainers.vllm import routes as vllm_routes
 from nano_inference.system.machine import usable_cores
 
 log = logging.getLogger("nano_inference.server")

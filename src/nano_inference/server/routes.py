@@ -17,15 +17,14 @@ from nano_inference.errors import NanoInferenceError
 from nano_inference.fleet.failover import BUCKETS
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.server.api.anthropic import messages as anthropic
-from nano_inference.server.api.anthropic import schema as anthropic_schema
+from nano_inference.server.api.anthropic import models as anthropic_models
 from nano_inference.server.api.openai.chat import chat_prompt
 from nano_inference.server.api.openai.embeddings import (
     EMBEDDINGS,
     EmbeddingsRequest,
     read_embeddings,
 )
-from nano_inference.server.api.openai.responses_schema import DELETED, ITEMS, RESPONSE
-from nano_inference.server.api.openai.schema import (
+from nano_inference.server.api.openai.models import (
     MODEL,
     MODELS,
     TEXT,
@@ -33,14 +32,13 @@ from nano_inference.server.api.openai.schema import (
     ChatTemplateFields,
     Message,
 )
+from nano_inference.server.api.openai.responses_models import DELETED, ITEMS, RESPONSE
+from nano_inference.server.api.shared.fields import Strict, TokenIds, read_body
 from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.openapi import operation
-from nano_inference.server.api.shared.requests import (
-    Strict,
-    TokenIds,
+from nano_inference.server.api.shared.prompts import (
     adapter_of,
     need_tokenizer,
-    read_body,
     require_possible_length,
 )
 from nano_inference.server.errors import ApiError, bad_request
@@ -266,10 +264,10 @@ def model_routes(router: APIRouter, server: Server) -> None:
     @router.post(
         "/v1/messages/count_tokens",
         openapi_extra=operation(
-            anthropic_schema.CountRequest,
-            anthropic_schema.COUNT,
+            anthropic_models.CountRequest,
+            anthropic_models.COUNT,
             summary="How many tokens a prompt has",
-            error=anthropic_schema.ERROR,
+            error=anthropic_models.ERROR,
         ),
     )
     async def count(request: Request) -> Response:

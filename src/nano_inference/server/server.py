@@ -30,7 +30,8 @@ from nano_inference.server.api.shared.generation import (
     answer,
     events,
 )
-from nano_inference.server.api.shared.requests import ApiProtocol, may_ask_for_grammar
+from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control import Control
 from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, is_bug, retry_after

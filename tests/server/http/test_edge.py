@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.errors import ConfigError
-from nano_inference.server.api.openai.schema import CompletionRequest
-from nano_inference.server.api.shared import requests
-from nano_inference.server.api.shared.requests import MAX_CONTAINERS, MAX_KEYS, check_json
+from nano_inference.server.api.openai.models import CompletionRequest
+from nano_inference.server.api.shared import fields, json_limits
+from nano_inference.server.api.shared.json_limits import MAX_CONTAINERS, MAX_KEYS, check_json
 from nano_inference.server.app import build_routes
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
@@ -272,10 +272,10 @@ def test_values_and_keys_are_refused_before_they_are_parsed(
     monkeypatch: pytest.MonkeyPatch, bomb: bytes, what: str
 ) -> None:
     parsed: list[bytes] = []
-    monkeypatch.setattr(requests.msgspec.json, "decode", parsed.append)
+    monkeypatch.setattr(json_limits.msgspec.json, "decode", parsed.append)
     config = ServerConfig(max_values=2_000 if what == "values" else 10 * MAX_KEYS)
     with pytest.raises(ApiError, match=f"has more than .* {what}"):
-        requests.decode(bomb, config)
+        json_limits.decode(bomb, config)
     assert not parsed
 
 
@@ -294,7 +294,7 @@ def test_a_long_logit_bias_is_refused_before_it_is_validated(nested: bool) -> No
         {"prompt": "Hi", "sampling_params": bias} if nested else {"prompt": "Hi"} | bias
     ).encode()
     with pytest.raises(ApiError, match="logit_bias has 2000 entries"):
-        requests.read_body(body, CompletionRequest, ServerConfig())
+        fields.read_body(body, CompletionRequest, ServerConfig())
 
 
 def raw(url: str, *pieces: bytes) -> bytes:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nano_inference.server.api.shared.requests import decode
+from nano_inference.server.api.shared.json_limits import decode
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import bad_request
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from nano_inference.fields.options import is_number, is_whole
 from nano_inference.remote.operations import Checks
-from nano_inference.server.api.shared.requests import decode
+from nano_inference.server.api.shared.json_limits import decode
 from nano_inference.server.control import TensorSpec, checked_name
 from nano_inference.server.errors import bad_request, shown
 from nano_inference.server.http.replies import json_reply

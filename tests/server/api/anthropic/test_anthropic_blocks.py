@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.server.api.anthropic import messages as anthropic
 from nano_inference.server.api.anthropic.messages import MessageBuilder, signature
-from nano_inference.server.api.anthropic.schema import MessagesRequest
+from nano_inference.server.api.anthropic.models import MessagesRequest
 from nano_inference.server.api.parsing import ChatFormat, Parsed, ToolCallDelta
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.generation import RequestUsage, Served

@@ -7,11 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.server.api.anthropic.schema import (
-    Conversation,
-    CountRequest,
-    conversation,
-)
+from nano_inference.server.api.anthropic.models import CountRequest
+from nano_inference.server.api.anthropic.prompt import Conversation, conversation
 from nano_inference.server.errors import ApiError
 
 

@@ -7,9 +7,11 @@ import pytest
 
 from nano_inference import SamplingParams
 from nano_inference.errors import InvalidRequest
-from nano_inference.server.api.anthropic import schema as anthropic_schema
-from nano_inference.server.api.openai.schema import CompletionRequest
-from nano_inference.server.api.shared import requests
+from nano_inference.server.api.anthropic import models as anthropic_models
+from nano_inference.server.api.anthropic import prompt as anthropic_prompt
+from nano_inference.server.api.openai.models import CompletionRequest
+from nano_inference.server.api.shared import sampling
+from nano_inference.server.api.shared.fields import SamplingFields
 from nano_inference.server.errors import ApiError
 
 MESSAGES = {
@@ -28,32 +30,32 @@ def served(cached: bool) -> Any:
     )
 
 
-def params(fields: requests.SamplingFields, seconds: float | None, cached: bool) -> SamplingParams:
-    hints = requests.hinted(seconds, served(cached))
-    return requests.sampling_params(fields, served(cached), max_tokens=4, renamed=hints)
+def params(fields: SamplingFields, seconds: float | None, cached: bool) -> SamplingParams:
+    hints = sampling.hinted(seconds, served(cached))
+    return sampling.sampling_params(fields, served(cached), max_tokens=4, renamed=hints)
 
 
 @pytest.mark.parametrize(("cached", "kept"), [(True, (3600.0, 3)), (False, (0.0, 0))])
 def test_a_time_to_live_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
-    request = anthropic_schema.MessagesRequest.model_validate(MESSAGES | {"cache_priority": 3})
-    found = params(request, anthropic_schema.kept_seconds(request), cached)
+    request = anthropic_models.MessagesRequest.model_validate(MESSAGES | {"cache_priority": 3})
+    found = params(request, anthropic_prompt.kept_seconds(request), cached)
     assert (found.keep_cache_seconds, found.cache_priority) == kept
 
 
 @pytest.mark.parametrize(("cached", "kept"), [(True, (86400.0, 3)), (False, (0.0, 0))])
 def test_a_retention_and_its_priority_are_a_hint(cached: bool, kept: Any) -> None:
     request = CompletionRequest.model_validate({"prompt": "Hi.", "cache_priority": 3})
-    found = params(request, requests.kept_seconds("24h", request), cached)
+    found = params(request, sampling.kept_seconds("24h", request), cached)
     assert (found.keep_cache_seconds, found.cache_priority) == kept
     with pytest.raises(InvalidRequest, match="cache_priority=3 needs keep_cache_seconds"):
-        params(request, requests.kept_seconds("in-memory", request), cached)
+        params(request, sampling.kept_seconds("in-memory", request), cached)
 
 
 def test_what_the_engine_is_asked_for_is_no_hint() -> None:
     """The engine refuses it."""
     told = {"prompt": "Hi.", "keep_cache_seconds": 86400, "cache_priority": 3}
     request = CompletionRequest.model_validate(told)
-    assert params(request, requests.kept_seconds("24h", request), False).keep_cache_seconds == 86400
+    assert params(request, sampling.kept_seconds("24h", request), False).keep_cache_seconds == 86400
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_a_retention_and_seconds_say_the_same(retention: Any, seconds: float, fi
     told = {"prompt": "Hi.", "keep_cache_seconds": seconds}
     request = CompletionRequest.model_validate(told)
     if fits:
-        assert requests.kept_seconds(retention, request) == seconds
+        assert sampling.kept_seconds(retention, request) == seconds
         return
     with pytest.raises(ApiError, match="say different things"):
-        requests.kept_seconds(retention, request)
+        sampling.kept_seconds(retention, request)

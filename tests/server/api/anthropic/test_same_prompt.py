@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.anthropic.messages import count_tokens
-from nano_inference.server.api.anthropic.schema import CountRequest, encode
+from nano_inference.server.api.anthropic.models import CountRequest
+from nano_inference.server.api.anthropic.prompt import encode
 from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared.generation import Served

@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 
 from nano_inference.errors import ModelLoadError
 from nano_inference.server.api.openai.completions import PROTOCOL as COMPLETIONS
-from nano_inference.server.api.openai.schema import CHAT, COMPLETION, MODELS, TEXT, TOKENS
+from nano_inference.server.api.openai.models import CHAT, COMPLETION, MODELS, TEXT, TOKENS
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared import generation
 from nano_inference.server.api.shared.choices import ChoiceDelta, new_choice

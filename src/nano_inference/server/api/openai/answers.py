@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from nano_inference.core.budget import Names
-from nano_inference.server.api.openai.schema import (
+from nano_inference.server.api.openai.models import (
     BEYOND_OPENAI,
     OpenAIFields,
     StreamOptions,
@@ -24,13 +24,12 @@ from nano_inference.server.api.shared.answers import (
 )
 from nano_inference.server.api.shared.choices import Choice, TextStyle
 from nano_inference.server.api.shared.generation import Ask, Builder, RequestUsage, Served
-from nano_inference.server.api.shared.requests import (
-    adapter_of,
+from nano_inference.server.api.shared.prompts import adapter_of, require_at_most
+from nano_inference.server.api.shared.sampling import (
     checked_stop,
     hinted,
     kept_seconds,
     num_logprobs,
-    require_at_most,
     sampling_params,
     version_number,
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.server.api.openai.answers import OpenAIBuilder
-from nano_inference.server.api.openai.schema import (
+from nano_inference.server.api.openai.models import (
     COMPLETION,
     CompletionRequest,
 )
@@ -22,16 +22,16 @@ from nano_inference.server.api.shared.answers import (
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.generation import Ask, RequestUsage, Served, affordable
 from nano_inference.server.api.shared.openapi import operation
-from nano_inference.server.api.shared.requests import (
-    ApiProtocol,
+from nano_inference.server.api.shared.prompts import (
     checked_prompt,
     need_tokenizer,
-    num_logprobs,
     prompt_list,
     require_at_most,
     require_possible_length,
     room,
 )
+from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.sampling import num_logprobs
 from nano_inference.server.errors import bad_request
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs

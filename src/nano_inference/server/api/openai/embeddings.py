@@ -11,17 +11,16 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from nano_inference.server.api.openai.schema import Prompt
+from nano_inference.server.api.openai.models import Prompt
 from nano_inference.server.api.shared.answers import LazyArray
+from nano_inference.server.api.shared.fields import Strict, read_body
 from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, thing
-from nano_inference.server.api.shared.requests import (
-    Strict,
+from nano_inference.server.api.shared.prompts import (
     adapter_of,
     checked_prompt,
     need_tokenizer,
     prompt_list,
-    read_body,
     require_at_most,
     require_possible_length,
 )

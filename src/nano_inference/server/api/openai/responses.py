@@ -25,7 +25,7 @@ from nano_inference.core.budget import Names
 from nano_inference.server.api.anthropic.blocks import Blocks, Event, Kind
 from nano_inference.server.api.openai.chat import ChatBuilder
 from nano_inference.server.api.openai.kept_responses import KeptResponse
-from nano_inference.server.api.openai.responses_schema import (
+from nano_inference.server.api.openai.responses_models import (
     RESPONSE,
     ChatMessage,
     Item,
@@ -40,7 +40,7 @@ from nano_inference.server.api.shared.answers import encode_line
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.generation import Builder, RequestUsage, Served
 from nano_inference.server.api.shared.openapi import operation
-from nano_inference.server.api.shared.requests import ApiProtocol
+from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.errors import ApiError
 
 # a chat's names of fields -> a response's, for errors

@@ -6,9 +6,9 @@ from dataclasses import replace
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.parsing.tool_grammars import ToolDemand, tool_grammar
+from nano_inference.server.api.shared.conversations import tail_of
 from nano_inference.server.api.shared.generation import Ask, Served
 from nano_inference.server.api.shared.grammars import check
-from nano_inference.server.api.shared.requests import tail_of
 from nano_inference.server.errors import bad_request
 
 # of a model whose own way is not known: a grammar makes any model write it, and some write it by

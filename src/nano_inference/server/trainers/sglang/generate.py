@@ -19,21 +19,14 @@ What is particular to this server:
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Annotated, Any, ClassVar, TypeVar
-
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from typing import Any, ClassVar
 
 from nano_inference.core.budget import Names
 from nano_inference.server.api.parsing import AT_ONCE
 from nano_inference.server.api.shared.answers import (
     DONE,
-    LOWEST,
     Flat,
     LazyArray,
-    at_least,
-    base64_of,
     data_event,
     encode_line,
     flat,
@@ -42,6 +35,10 @@ from nano_inference.server.api.shared.answers import (
     version_spans,
 )
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, TextStyle
+from nano_inference.server.api.shared.conversations import behind_reasoning
+from nano_inference.server.api.shared.fields import (
+    check_part,
+)
 from nano_inference.server.api.shared.generation import (
     Ask,
     Builder,
@@ -49,343 +46,44 @@ from nano_inference.server.api.shared.generation import (
     Served,
     affordable,
 )
-from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, operation, thing
-from nano_inference.server.api.shared.requests import (
-    MOST,
-    ApiProtocol,
-    GrammarFields,
-    OneOrMany,
-    SamplingFields,
-    Strict,
-    behind_reasoning,
-    check_part,
+from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.api.shared.prompts import (
     checked_prompt,
-    checked_stop,
     need_tokenizer,
     require_at_most,
-    require_logprobs,
     require_possible_length,
-    require_routed_experts,
     room,
-    sampling_params,
     too_long,
+)
+from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.sampling import (
+    checked_stop,
+    require_logprobs,
+    require_routed_experts,
+    sampling_params,
     version_number,
 )
 from nano_inference.server.errors import ApiError, bad_request, shown
-from nano_inference.text.token_texts import TokenTexts
-from nano_inference.types import Limits, SamplingParams, TopLogprobs, TrainingSample
-
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-
-# Checked by hand: pydantic would report each of a hundred thousand ids once for each form.
-InputIds = Annotated[
-    Any, WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS}, {"type": "null"}]})
-]
-Text = Annotated[
-    Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]})
-]
-
-
-def _listed(value: object) -> object:
-    return value if isinstance(value, list) else [value]
-
-
-def _one_or_list(of: dict[str, Any]) -> tuple[BeforeValidator, WithJsonSchema]:
-    return BeforeValidator(_listed), WithJsonSchema(
-        {"anyOf": [of, {"type": "array", "items": of}, {"type": "null"}]}
-    )
-
-
-_flags = _one_or_list({"type": "boolean"})
-_counts = _one_or_list({"type": "integer"})
-_strings = _one_or_list({"type": "string"})
-# One for all prompts, or a list of one a prompt; read as a list.
-Flags = Annotated[list[bool | None], _flags[0], _flags[1]]
-Counts = Annotated[list[Annotated[int, Field(ge=-1, le=MOST)] | None], _counts[0], _counts[1]]
-Strings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=256)] | None], _strings[0], _strings[1]
-]
-
-
-class CustomParams(Strict):
-    """What slime's engine adds to SGLang's parameters."""
-
-    return_top_p_token_ids: bool | None = Field(
-        None, description="tell which ids the filters kept, flat, as base64"
-    )
-
-
-class SglangSampling(SamplingFields):
-    """`sampling_params`: SGLang's names, and beside them the engine's own."""
-
-    max_new_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
-        None, description="by default all that the context leaves; 0 scores the prompt alone"
-    )
-    min_new_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    stop: OneOrMany | None = None
-    n: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    no_stop_trim: bool | None = Field(None, description="the text has what stopped it")
-    skip_special_tokens: bool | None = Field(
-        None, description="true by default: the text leaves them out"
-    )
-    custom_params: CustomParams | None = None
-    ignored = ("spaces_between_special_tokens",)  # fast tokenizers know no such thing
-    refused = SamplingFields.refused | {
-        "beam_width": (1,),
-        "stream_interval": (1,),
-        "watermark": (),
-    }
-
-
-def _tag(value: object) -> str:
-    return "<many>" if isinstance(value, list) else "<one>"
-
-
-OneOrManySampling = Annotated[
-    Annotated[SglangSampling, Tag("<one>")] | Annotated[list[SglangSampling], Tag("<many>")],
-    Discriminator(_tag),
-]
-
-
-class WantedVersion(Strict):
-    """Which weights are to sample: exactly these, or these or newer ones, which it waits for."""
-
-    exact_version: Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})] = None
-    min_version: Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})] = None
-
-
-class SglangRequest(Strict):
-    """The body of `POST /generate`."""
-
-    text: Text = None
-    input_ids: InputIds = None
-    sampling_params: OneOrManySampling | None = None
-    return_logprob: Flags | None = None
-    logprob_start_len: Counts | None = Field(
-        None, description="from which token of the prompt on it is scored; -1: no"
-    )
-    top_logprobs_num: Counts | None = None
-    return_text_in_logprobs: bool | None = None
-    return_sampling_mask: Flags | None = Field(
-        None, description="which ids the filters kept, token by token"
-    )
-    return_routed_experts: Flags | None = Field(
-        None, description="the experts of each token; needs --enable-return-routed-experts"
-    )
-    routed_experts_start_len: Counts | None = Field(
-        None, description="first token whose experts are told"
-    )
-    return_prompt_token_ids: bool | None = None
-    flat_logprobs: Flat | None = Field(
-        None,
-        description="`token_logprobs`, a list of numbers or base64 of little-endian float32, and "
-        "no rows",
-    )
-    stream: bool | None = None
-    rid: Strings | None = None
-    extra_key: Strings | None = Field(
-        None, description="prefixes are shared only with requests of the same"
-    )
-    priority: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = Field(
-        None, description="higher goes first"
-    )
-    lora_path: Strings | None = Field(None, description="name of a loaded adapter; null: none")
-    weight_version: WantedVersion | None = None
-    n_wanted: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
-        None,
-        description="of `n` samples so many are wanted; when they have ended, the others are "
-        "aborted",
-    )
-    require_reasoning: bool | None = Field(
-        None, description="true: a grammar begins behind the reasoning"
-    )
-    ignored = (
-        *("session_id", "routing_key", "conversation_id", "routed_dp_rank", "data_parallel_rank"),
-        *("log_metrics", "no_logs"),
-    )
-    refused = {
-        name: each for name, each in SglangSampling.refused.items() if name != "lora_path"
-    } | {
-        "image_data": ([], ""),
-        "video_data": ([], ""),
-        "audio_data": ([], ""),
-        "input_embeds": ([], ""),
-        "modalities": ([],),
-        "lora_id": ([],),
-        "session_params": ({},),
-        "token_ids_logprob": ([],),
-        "return_hidden_states": (False,),
-        "return_indexer_topk": (False,),
-        "return_flat_raw_top_logprobs": (False,),
-        "return_flat_raw_output_top_logprobs": (False,),
-        "return_flat_raw_top_logprobs_b64": (False,),
-        "sampling_logprobs_mode": ("selected",),
-        "positional_embed_overrides": (),
-        "max_thinking_tokens": (),
-        "background": (False,),
-        "bootstrap_host": (),
-        "bootstrap_port": (),
-        "bootstrap_room": (),
-    }
-    elsewhere = dict.fromkeys(GrammarFields.model_fields, "put it into sampling_params.")
-
-
-_Item = TypeVar("_Item")
-
-
-def one_of(values: Sequence[_Item] | None, place: int, count: int, name: str) -> _Item | None:
-    """What a field says for the prompt at `place` of `count`. Raises `ApiError`, 400, if it is for
-    other prompts.
-    """
-    if values is None:
-        return None
-    if len(values) not in (1, count):
-        raise bad_request(
-            f"{name} has {len(values)} entries for {count} prompt(s); give one, or one a prompt.",
-            name,
-        )
-    return values[place if len(values) > 1 else 0]
-
-
-def prompts_of(request: SglangRequest) -> tuple[list[Any], bool]:
-    """The prompts, texts or lists of ids, and whether they came as a list. Raises `ApiError`,
-    400.
-    """
-    if (request.text is None) == (request.input_ids is None):
-        raise bad_request("give either text or input_ids.", "text")
-    name, given, is_one = "text", request.text, _is_text
-    if request.text is None:
-        name, given, is_one = "input_ids", request.input_ids, _is_ids
-    if is_one(given):
-        return [given], False
-    if not isinstance(given, list) or not given or not all(is_one(each) for each in given):
-        what = (
-            "a string or a list of strings"
-            if name == "text"
-            else "a list of token ids or a list of such lists"
-        )
-        raise bad_request(f"{name} must be {what}, and not empty.", name)
-    return given, True
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and not isinstance(value[0], list)
-
-
-@dataclass(frozen=True, slots=True)
-class _SglangPrompt:
-    """One prompt, and what is to be told of its samples.
-
-    Attributes:
-        request_id: by which its client knows it.
-        logprobs: those of the completion.
-        scored_from: the prompt's from this token on; None: none of them.
-        top: so many of the most probable ones at each place.
-        mask: which ids the filters kept.
-        flat_mask: the same in slime's form.
-        raw_logprobs: the model's own.
-        experts_from: the routed experts from this token on; None: none.
-        hides: nothing was to be generated; the engine has drawn a token all the same.
-    """
-
-    token_ids: list[int]
-    request_id: str
-    logprobs: bool
-    scored_from: int | None
-    top: int
-    mask: bool
-    flat_mask: bool
-    raw_logprobs: bool
-    experts_from: int | None
-    hides: bool
-
-
-def full_logprobs(
-    logprobs: Sequence[float], log_kept_mass: Sequence[float] | None
-) -> Sequence[float]:
-    """What SGLang tells: logprobs after temperature and penalties and before masks and filters, as
-    a trainer over the whole vocabulary computes them. The engine's own are of what was sampled
-    from, after both.
-    """
-    if log_kept_mass and any(log_kept_mass):
-        logprobs = [own + kept for own, kept in zip(logprobs, log_kept_mass, strict=True)]
-    return _finite(logprobs)
-
-
-def rows(
-    logprobs: Sequence[float | None], token_ids: Sequence[int], texts: TokenTexts | None
-) -> list[tuple[Any, int, Any]]:
-    """`[logprob, id, text]` a token; no text without `texts`."""
-    names = repeat(None) if texts is None else map(texts.text, token_ids)
-    return list(zip(logprobs, token_ids, names, strict=False))
-
-
-def top_rows(
-    tops: Sequence[TopLogprobs],
-    count: int,
-    texts: TokenTexts | None,
-    log_kept_mass: Sequence[float] | None = None,
-) -> list[list[tuple[Any, int, Any]]]:
-    """The same of the `count` most probable ones at each place, among those that the filters
-    kept.
-    """
-    return [
-        rows([at_least(each + kept) for each in top.logprobs[:count]], top.token_ids[:count], texts)
-        for top, kept in zip(tops, log_kept_mass or repeat(0.0), strict=False)
-    ]
-
-
-def finish_reason(sample: TrainingSample, num_tokens: int) -> dict[str, Any]:
-    """Why it ended, as an object."""
-    match sample.finish_reason:
-        case "stop":
-            return {"type": "stop", "matched": sample.stop_reason}
-        case "length":
-            return {"type": "length", "length": num_tokens}
-        case "abort":
-            why = (
-                sample.stop_reason if isinstance(sample.stop_reason, str) else "Abort in the middle"
-            )
-            return {"type": "abort", "message": why, "status_code": None, "err_type": None}
-
-
-def _masks(prompt: _SglangPrompt, sample: TrainingSample) -> dict[str, Any]:
-    mask, told = sample.sampling_mask, dict[str, Any]()
-    if mask is not None and prompt.mask:
-        told |= {
-            "output_token_sampling_mask": mask.rows(),
-            "output_token_sampling_logprobs": _finite(sample.logprobs),
-            "output_token_sampling_mask_length": len(sample.completion_tokens),
-        }
-    if mask is not None and prompt.flat_mask:
-        told |= {
-            "top_p_token_ids": base64_of("i", mask.token_ids),
-            "top_p_token_offsets": base64_of("i", mask.offsets),
-        }
-    return told
-
-
-def _finite(values: Sequence[float]) -> Sequence[float]:
-    """Logprobs that JSON can say."""
-    return values if not values or min(values) > LOWEST else [at_least(each) for each in values]
-
-
-@dataclass(slots=True)
-class _Grown:
-    """A choice of a stream so far; ids and logprobs as JSON, so that none is encoded twice."""
-
-    text: str = ""
-    num_tokens: int = 0
-    ids: bytearray = field(default_factory=bytearray)
-    rows: bytearray = field(default_factory=bytearray)
-    tops: bytearray = field(default_factory=bytearray)
+from nano_inference.server.trainers.sglang.models import (
+    SglangRequest,
+    SglangSampling,
+    WantedVersion,
+    one_of,
+    prompts_of,
+)
+from nano_inference.server.trainers.sglang.results import (
+    ANSWER,
+    Grown,
+    SglangPrompt,
+    extend,
+    finish_reason,
+    finite,
+    full_logprobs,
+    masks_of,
+    rows,
+    top_rows,
+)
+from nano_inference.types import Limits, SamplingParams, TrainingSample
 
 
 class SglangBuilder(Builder):
@@ -438,7 +136,7 @@ class SglangBuilder(Builder):
             self._ask(prompt, samplings[place], place) for place, prompt in enumerate(self._prompts)
         )
         self.asks = affordable(asks, served, self.names)
-        self._grown: dict[int, _Grown] = {}
+        self._grown: dict[int, Grown] = {}
 
     # -- the request -------------------------------------------------------------------------------
 
@@ -462,7 +160,7 @@ class SglangBuilder(Builder):
 
     def _prompt(
         self, given: Any, sampling: SglangSampling, place: int, count: int, request_id: str
-    ) -> _SglangPrompt:
+    ) -> SglangPrompt:
         request, token_ids = self.request, self._read(given)
         name = one_of(request.rid, place, count, "rid") or request_id
         if count > 1 and (request.rid is None or len(request.rid) == 1):
@@ -477,7 +175,7 @@ class SglangBuilder(Builder):
         top = max(0, one_of(request.top_logprobs_num, place, count, "top_logprobs_num") or 0)
         require_logprobs(top, self.served, "top_logprobs_num")
         custom = sampling.custom_params
-        return _SglangPrompt(
+        return SglangPrompt(
             token_ids,
             name,
             logprobs=logprobs,
@@ -505,7 +203,7 @@ class SglangBuilder(Builder):
             raise bad_request(f"{name} is {start}, and the prompt has {num_tokens} tokens.", name)
         return start
 
-    def _ask(self, prompt: _SglangPrompt, sampling: SglangSampling, place: int) -> Ask:
+    def _ask(self, prompt: SglangPrompt, sampling: SglangSampling, place: int) -> Ask:
         return Ask(
             prompt.token_ids,
             self._params(prompt, sampling, place),
@@ -524,9 +222,7 @@ class SglangBuilder(Builder):
             or bool(self.request.return_prompt_token_ids),
         )
 
-    def _params(
-        self, prompt: _SglangPrompt, sampling: SglangSampling, place: int
-    ) -> SamplingParams:
+    def _params(self, prompt: SglangPrompt, sampling: SglangSampling, place: int) -> SamplingParams:
         request = self.request
         left = room(prompt.token_ids, sampling.max_new_tokens, self.served, None, "max_new_tokens")
         if not left and not prompt.hides:
@@ -569,22 +265,22 @@ class SglangBuilder(Builder):
         prompt = self._prompts[piece.index // self.num_samples]
         grown = self._grown.get(piece.index)
         if grown is None:
-            grown = self._grown[piece.index] = _Grown()
+            grown = self._grown[piece.index] = Grown()
         self._grow(grown, piece, prompt)
         if piece.finished is not None:
             return data_event(self._told(piece.index, piece.finished, grown.text))
         return b"" if not piece.token_ids else self._growing(grown, piece.index, prompt)
 
-    def _grow(self, grown: _Grown, piece: ChoiceDelta, prompt: _SglangPrompt) -> None:
+    def _grow(self, grown: Grown, piece: ChoiceDelta, prompt: SglangPrompt) -> None:
         new = piece.token_ids
         grown.text += piece.content
         if piece.finished is not None:
             return
         grown.num_tokens += len(new)
-        _extend(grown.ids, new)
+        extend(grown.ids, new)
         if prompt.logprobs:
             values = full_logprobs(piece.logprobs, piece.log_kept_mass)
-            _extend(
+            extend(
                 grown.rows,
                 rows(values, new, self._texts) if self._flat is None else values,
             )
@@ -592,9 +288,9 @@ class SglangBuilder(Builder):
                 tops = top_rows(
                     piece.top_logprobs or (), prompt.top, self._texts, piece.log_kept_mass
                 )
-                _extend(grown.tops, tops)
+                extend(grown.tops, tops)
 
-    def _growing(self, grown: _Grown, index: int, prompt: _SglangPrompt) -> bytes:
+    def _growing(self, grown: Grown, index: int, prompt: SglangPrompt) -> bytes:
         meta: dict[str, Any] = {
             "id": prompt.request_id,
             "finish_reason": None,
@@ -656,7 +352,7 @@ class SglangBuilder(Builder):
             told["index"] = index
         return told
 
-    def _meta_info(self, prompt: _SglangPrompt, sample: TrainingSample) -> dict[str, Any]:
+    def _meta_info(self, prompt: SglangPrompt, sample: TrainingSample) -> dict[str, Any]:
         version_name = self.served.version_name
         ids, spans = sample.completion_tokens, sample.weight_versions
         ending = finish_reason(sample, len(ids))
@@ -677,19 +373,19 @@ class SglangBuilder(Builder):
         if prompt.logprobs:
             told |= self._logprobs(prompt, sample, ids)
         if prompt.raw_logprobs and not prompt.hides:
-            told["output_token_raw_logprobs"] = _finite(sample.raw_logprobs or ())
+            told["output_token_raw_logprobs"] = finite(sample.raw_logprobs or ())
         if prompt.experts_from is not None:
             told |= routed_experts_told(sample, int32_of, prompt.experts_from, hides=prompt.hides)
-        return told if prompt.hides else told | _masks(prompt, sample)
+        return told if prompt.hides else told | masks_of(prompt, sample)
 
     def _logprobs(
-        self, prompt: _SglangPrompt, sample: TrainingSample, ids: Sequence[int]
+        self, prompt: SglangPrompt, sample: TrainingSample, ids: Sequence[int]
     ) -> dict[str, Any]:
         values = full_logprobs(sample.logprobs, sample.log_kept_mass)[: len(ids)]
         begin, scored = prompt.scored_from, list[Any]()
         if begin is not None and sample.prompt_logprobs is not None:
             # The first row has no logprob, as SGLang has it, also where there is a token before it.
-            scores = [None, *_finite(sample.prompt_logprobs[begin + 1 :])]
+            scores = [None, *finite(sample.prompt_logprobs[begin + 1 :])]
             scored = rows(scores, sample.prompt_tokens[begin:], self._texts)
         told: dict[str, Any] = {
             "input_token_logprobs": scored,
@@ -716,29 +412,12 @@ class SglangBuilder(Builder):
             usage.completion_tokens = 0
 
 
-def _extend(array: bytearray, values: Sequence[Any]) -> None:
-    """Put values behind those in an array of JSON, which stands without its brackets."""
-    if values:
-        if array:
-            array += b","
-        array += encode_line(values)[1:-1]
-
-
-_ONE = thing(
-    "text",
-    "output_ids",
-    "meta_info",
-    text=STRING,
-    output_ids=list_of(INTEGER),
-    meta_info={"type": "object"},
-)
-_ANSWER = {"anyOf": [_ONE, list_of(_ONE)]}
 PROTOCOL = ApiProtocol(
     SglangRequest,
     SglangBuilder,
     operation(
         SglangRequest,
-        _ANSWER,
+        ANSWER,
         summary="Continue a text or token ids, as SGLang does",
         streams=True,
     ),

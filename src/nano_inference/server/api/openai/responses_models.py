@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from nano_inference.server.api.openai.schema import ChatRequest, JsonSchemaFormat
-from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, nullable, thing
-from nano_inference.server.api.shared.requests import (
+from nano_inference.server.api.openai.models import ChatRequest, JsonSchemaFormat
+from nano_inference.server.api.shared.fields import (
     MOST,
     RETENTION,
     Retention,
@@ -19,6 +18,7 @@ from nano_inference.server.api.shared.requests import (
     Strict,
     validated,
 )
+from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, nullable, thing
 from nano_inference.server.errors import bad_request, shown
 
 Item = dict[str, Any]

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from nano_inference.core.budget import Names
 from nano_inference.server.api.openai.answers import stop_reason, usage_told, usage_wanted
-from nano_inference.server.api.openai.schema import StreamOptions, VersionName, Wanted
+from nano_inference.server.api.openai.models import StreamOptions, VersionName, Wanted
 from nano_inference.server.api.parsing import AT_ONCE
 from nano_inference.server.api.shared.answers import (
     DONE,
@@ -31,24 +31,28 @@ from nano_inference.server.api.shared.answers import (
     version_spans,
 )
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, TextStyle
-from nano_inference.server.api.shared.generation import Ask, Builder, RequestUsage, Served
-from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, operation, thing
-from nano_inference.server.api.shared.requests import (
+from nano_inference.server.api.shared.conversations import behind_reasoning
+from nano_inference.server.api.shared.fields import (
     MOST,
-    ApiProtocol,
     GrammarFields,
     OneOrMany,
     SamplingFields,
     Strict,
-    adapter_of,
-    behind_reasoning,
     check_part,
+)
+from nano_inference.server.api.shared.generation import Ask, Builder, RequestUsage, Served
+from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, operation, thing
+from nano_inference.server.api.shared.prompts import (
+    adapter_of,
     checked_prompt,
-    checked_stop,
     need_tokenizer,
     require_at_most,
-    require_logprobs,
     room,
+)
+from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.sampling import (
+    checked_stop,
+    require_logprobs,
     sampling_params,
     version_number,
 )

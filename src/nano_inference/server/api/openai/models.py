@@ -8,15 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from nano_inference.server.api.shared.answers import Flat
-from nano_inference.server.api.shared.openapi import (
-    INTEGER,
-    NUMBER,
-    STRING,
-    list_of,
-    nullable,
-    thing,
-)
-from nano_inference.server.api.shared.requests import (
+from nano_inference.server.api.shared.fields import (
     MOST,
     RETENTION,
     OneOrMany,
@@ -25,6 +17,14 @@ from nano_inference.server.api.shared.requests import (
     SamplingFields,
     Schema,
     Strict,
+)
+from nano_inference.server.api.shared.openapi import (
+    INTEGER,
+    NUMBER,
+    STRING,
+    list_of,
+    nullable,
+    thing,
 )
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}

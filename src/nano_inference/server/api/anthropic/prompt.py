@@ -1,291 +1,31 @@
-"""What `POST /v1/messages` takes, as pydantic models, and the prompt that comes of it.
-
-Every content is a list of blocks here: a plain string is one text block. Tags in angle brackets are
-left out of what errors say of a place.
-"""
+"""Anthropic's Messages API: from its messages and tools to a prompt."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
+from nano_inference.server.api.anthropic.models import (
+    SECONDS,
+    AnthropicMessage,
+    AnthropicTool,
+    Block,
+    CountRequest,
+    DocumentBlock,
+    MessagesRequest,
+    PartsSource,
+    RedactedThinkingBlock,
+    TextBlock,
+    TextOrOther,
+    TextSource,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
 )
-
 from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand
+from nano_inference.server.api.shared.conversations import encode_conversation
 from nano_inference.server.api.shared.generation import Served
-from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, nullable, thing
-from nano_inference.server.api.shared.requests import (
-    MOST,
-    SamplingFields,
-    Schema,
-    Strict,
-    Strings,
-    adapter_of,
-    encode_conversation,
-    require_at_most,
-)
+from nano_inference.server.api.shared.prompts import adapter_of, require_at_most
 from nano_inference.server.errors import bad_request, shown
-
-
-class CacheControl(Strict):
-    """That the prompt up to here is to be cached, which it is anyway, and with `ttl` how long it is
-    kept after the answer.
-    """
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Cached(Strict):
-    """A part of a prompt that may say how long it is kept."""
-
-    cache_control: CacheControl | None = None
-
-
-SECONDS = {"5m": 300.0, "1h": 3600.0}
-
-
-class TextBlock(Cached):
-    """What is said."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ToolUseBlock(Cached):
-    """A call that the assistant made."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ThinkingBlock(Strict):
-    """What the assistant thought."""
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(Strict):
-    """Thoughts that only their provider can read."""
-
-    type: Literal["redacted_thinking"]
-
-
-class TextSource(Strict):
-    """A document's text."""
-
-    type: Literal["text"]
-    media_type: Literal["text/plain"] | None = None
-    data: str
-
-
-class PartsSource(Strict):
-    """A document's text in parts."""
-
-    type: Literal["content"]
-    content: "Texts"
-
-
-class Other(Strict):
-    """A kind that is not supported; its reader refuses it."""
-
-    type: str
-
-
-class Citations(Strict):
-    """Whether the answer is to cite."""
-
-    enabled: bool | None = None
-
-
-def _by_type(*kinds: str) -> Discriminator:
-    """Tells models apart by what `type` says; any other type is `<other>`."""
-
-    def tag(value: object) -> str:
-        kind = value.get("type") if isinstance(value, dict) else None
-        return f"<{kind}>" if kind in kinds else "<other>"
-
-    return Discriminator(tag)
-
-
-def _as_blocks(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-TextOrOther = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[Other, Tag("<other>")],
-    _by_type("text"),
-]
-Texts = Annotated[list[TextOrOther], BeforeValidator(_as_blocks)]
-
-
-class ToolResultBlock(Cached):
-    """What a call returned."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Texts | None = None
-    is_error: bool | None = None
-
-
-class DocumentBlock(Cached):
-    """A text that the user shows."""
-
-    type: Literal["document"]
-    source: Annotated[
-        Annotated[TextSource, Tag("<text>")]
-        | Annotated[PartsSource, Tag("<content>")]
-        | Annotated[Other, Tag("<other>")],
-        _by_type("text", "content"),
-    ]
-    title: str | None = None
-    context: str | None = None
-    citations: Citations | None = None
-
-
-Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[DocumentBlock, Tag("<document>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
-    | Annotated[Other, Tag("<other>")],
-    _by_type("text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
-]
-
-
-class AnthropicMessage(Strict):
-    """A turn, or a part of one."""
-
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_as_blocks)]
-
-
-class AnthropicTool(Cached):
-    """A tool of the client's. Tools of the provider's have another `type`."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    type: Annotated[str, Field(max_length=256)] | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolChoice(Strict):
-    """Whether tools are called, and which."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(Strict):
-    """Whether the model is to think first.
-
-    `budget_tokens` is accepted and not enforced: `max_tokens` bounds thinking and answer together.
-    """
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class OutputFormat(Strict):
-    """What the answer has to be: JSON that a schema describes."""
-
-    type: Literal["json_schema"]
-    schema_: Schema = Field(None, alias="schema")
-
-
-class OutputConfig(Strict):
-    """How the answer is to be. `effort` has no effect."""
-
-    effort: str | None = None
-    format: OutputFormat | None = None
-
-
-class CountRequest(Strict):
-    """The body of `POST /v1/messages/count_tokens`: all that the prompt is made of."""
-
-    model: str
-    messages: list[AnthropicMessage]
-    system: Texts | None = None
-    tools: list[AnthropicTool] | None = None
-    tool_choice: ToolChoice | None = None
-    cache_control: CacheControl | None = None
-    thinking: Thinking | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # an extension: more names for the template
-    refused = SamplingFields.refused | {
-        "chat_template": (),
-        "include_stop_str_in_output": (False,),
-        "skip_special_tokens": (True,),
-    }
-
-
-class MessagesRequest(CountRequest, SamplingFields):
-    """The body of `POST /v1/messages`. The engine's own parameters are extensions."""
-
-    max_tokens: Annotated[int, Field(ge=1, le=MOST)]
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop_sequences: Strings | None = None
-    stream: bool | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="output_config's, older")
-    # Between a client and Anthropic.
-    ignored = (
-        *("betas", "context_management", "diagnostics"),
-        *("inference_geo", "metadata", "service_tier", "speed"),
-    )
-    # What clients of other protocols ask for, or Anthropic's own.
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        "stop": "use stop_sequences.",
-        "n": "a message is one answer; send several requests.",
-        "logprobs": "use /v1/chat/completions.",
-        "top_logprobs": "use /v1/chat/completions.",
-        "prompt_logprobs": "use /v1/chat/completions.",
-        "raw_logprobs": "use /v1/chat/completions.",
-        "sampling_mask": "use /v1/chat/completions.",
-        "routed_experts": "use /v1/chat/completions.",
-        "return_token_ids": "use /v1/chat/completions.",
-        "response_format": "use output_config.format.",
-        "mcp_servers": "let the client call them.",
-        "container": "there are no containers here.",
-    }
-
-
-# What is answered, for `/openapi.json`.
-MESSAGE = thing(
-    *("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"),
-    id=STRING,
-    type={"const": "message"},
-    role={"const": "assistant"},
-    model=STRING,
-    content=list_of(thing("type", type={"enum": ["thinking", "text", "tool_use"]})),
-    stop_reason=STRING,
-    stop_sequence=nullable(STRING),
-    usage=thing(
-        input_tokens=INTEGER,
-        output_tokens=INTEGER,
-        cache_creation_input_tokens=INTEGER,
-        cache_read_input_tokens=INTEGER,
-    ),
-)
-COUNT = thing("input_tokens", input_tokens=INTEGER)
-ERROR = thing(
-    *("type", "error", "request_id"),
-    type={"const": "error"},
-    error=thing("type", "message", type=STRING, message=STRING),
-    request_id=STRING,
-)
-
 
 # Claude Code puts a line into the system text that differs with every request. It says nothing to a
 # model, and with it no prefix of the prompt would ever be found in the cache.

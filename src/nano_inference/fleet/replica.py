@@ -1,0 +1,101 @@
+"""`Replica`: one place of a fleet, and what a supervisor reports about its replicas."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nano_inference.remote.client import EngineClient
+from nano_inference.remote.messages import EngineInfo
+from nano_inference.remote.status import State
+
+# seconds until the next engine; doubled for each one in a row that did not last
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0
+
+LASTING = 60.0  # seconds after which an engine has lasted
+_MOST_DOUBLINGS = 10  # by then it is the longest
+
+
+@dataclass
+class Backoff:
+    """Of one place: when its engine was ready, and how many in a row did not last. Reads no
+    clock.
+    """
+
+    _num_short: int = 0
+    _ready_at: float | None = None
+
+    def ready(self, now: float) -> None:
+        """An engine serves, since this second of a monotonic clock."""
+        self._ready_at = now
+
+    def died(self, now: float) -> float:
+        """It has died, or was never ready; returns seconds to wait before the next one is
+        started.
+        """
+        lasted = self._ready_at is not None and now - self._ready_at > LASTING
+        self._num_short = 0 if lasted else self._num_short + 1
+        self._ready_at = None
+        doublings = min(max(0, self._num_short - 1), _MOST_DOUBLINGS)
+        return min(FIRST_WAIT * 2**doublings, LONGEST_WAIT)
+
+
+# starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes
+# nothing new; dead: it has died, and maybe another one will take its place.
+@dataclass(eq=False)
+class Replica:
+    """One engine.
+
+    Attributes:
+        name: of its place in the fleet; a new engine that takes the place of a dead one has it too.
+        client: of the engine.
+        num_starts: engines that had this place.
+        backoff: how long the next one waits.
+        why: the reason for its state, where there is one worth telling.
+    """
+
+    name: str
+    client: EngineClient
+    state: State = "starting"
+    num_starts: int = 1
+    backoff: Backoff = field(default_factory=Backoff)
+    why: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes part in what the fleet does."""
+        return self.state in ("serving", "draining") and self.client.why_dead is None
+
+
+class Opened(Protocol):
+    """Called when a first replica serves: what it is, its weight version, and whether all replicas
+    had died before.
+    """
+
+    def __call__(self, info: EngineInfo, version: int, again: bool) -> None: ...
+
+
+class BringWeights(Protocol):
+    """Gives `client` the weights of this version, which `donor` serves."""
+
+    async def __call__(self, donor: EngineClient, client: EngineClient, version: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEvents:
+    """What a supervisor reports; the fleet acts on it.
+
+    Attributes:
+        opened: a first replica serves.
+        lost: no replica is left: why, why as strangers may hear it, and whether another replica is
+            being built.
+        left: a replica does not serve any more; returns how many requests went to others.
+        died: a replica that had been built has died.
+        changed: other replicas serve than before, or they have reported.
+    """
+
+    opened: Opened
+    lost: Callable[[str, str, bool], None]
+    left: Callable[[EngineClient], int]
+    died: Callable[[], None]
+    changed: Callable[[], None]

@@ -1,0 +1,321 @@
+"""Models of request bodies: tables of fields that are implemented, ignored or rejected."""
+
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from nano_inference.server.api.shared.json_limits import decode
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.errors import SHOWN, bad_request, shown
+from nano_inference.types import MOST_KEPT_SECONDS
+
+log = logging.getLogger("nano_inference.server")
+
+MAX_UNKNOWN_NAMES = 256  # field names that are remembered as logged
+
+_unknown_names: set[str] = set()
+_unknown_lock = threading.Lock()
+
+
+def _with_other_fields(schema: dict[str, Any], model: "type[Strict]") -> None:
+    """Add to a model's schema the fields that it ignores, and those that it sends elsewhere."""
+    properties = schema.setdefault("properties", {})
+    for name in (*model.ignored, *model.elsewhere):
+        title = {"title": name.replace("_", " ").title()}
+        properties[name] = title if name in model.ignored else title | {"type": "null"}
+
+
+class Strict(BaseModel):
+    """A part of a request: numbers are numbers, nothing is converted; unknown fields are kept in
+    `model_extra`. Its fields are what is implemented.
+
+    Attributes:
+        ignored: fields that are accepted, whatever they say, and change nothing.
+        refused: fields that are known and not supported -> the values that change nothing, which
+            are accepted, as null is.
+        elsewhere: fields of other protocols, refused unless they are empty -> what to do instead.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        allow_inf_nan=False,
+        frozen=True,
+        regex_engine="rust-regex",
+        json_schema_extra=_with_other_fields,
+    )
+    ignored: ClassVar[Sequence[str]] = ()
+    refused: ClassVar[dict[str, Sequence[Any]]] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+
+
+Model = TypeVar("Model", bound=Strict)
+
+
+def read_body(body: bytes, model: type[Model], config: ServerConfig) -> Model:
+    """The request that a body holds. Unknown fields are accepted, and logged once a name.
+
+    Args:
+        body: JSON. NaN, infinities, numbers beyond a double, lone surrogates and bytes that are not
+            UTF-8 are refused.
+        model: of the request.
+        config: the server's limits.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    given = decode(body, config)
+    _refuse_unsupported(given, model.refused)
+    for name, remedy in model.elsewhere.items():
+        # null, false, zero and nothing are harmless, and so is one answer
+        if (value := given.pop(name, None)) and (name, value) != ("n", 1):
+            raise bad_request(f"{name}: not supported here; {remedy}", name)
+    _require_bias(given, config.max_logit_bias)
+    request = validated(model, given)
+    log_unknown(request)
+    return request
+
+
+def validated(model: type[Model], given: Mapping[str, Any]) -> Model:
+    """The model of these fields. Raises `ApiError` 400, naming the field."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as problem:
+        raise bad_request(*_said(problem)) from None
+
+
+def check_part(part: Strict, name: str) -> None:
+    """What `read_body` checks of a request, of an object in its field `name`."""
+    _refuse_unsupported(part.model_extra or {}, part.refused, f"{name}.")
+    log_unknown(part)
+
+
+def _refuse_unsupported(
+    given: Mapping[str, Any], refused: Mapping[str, Sequence[Any]], within: str = ""
+) -> None:
+    for name, harmless in refused.items():
+        value = given.get(name)
+        if value is not None and not any(_same(value, each) for each in harmless):
+            where = within + name
+            raise bad_request(
+                f"{where} is not supported by this server; leave it out.",
+                where,
+                "unsupported_parameter",
+            )
+
+
+def _require_bias(given: Mapping[str, Any], most: int) -> None:
+    """Refuse too long a `logit_bias` before each entry is validated, in which others would wait."""
+    nested = given.get("sampling_params")  # of vLLM's and SGLang's own routes
+    for fields in (given, nested) if isinstance(nested, dict) else (given,):
+        bias = fields.get("logit_bias")
+        if isinstance(bias, dict) and len(bias) > most:
+            raise bad_request(
+                f"logit_bias has {len(bias)} entries; this server takes {most}.", "logit_bias"
+            )
+
+
+def _same(value: object, other: object) -> bool:
+    return (
+        type(value) is type(other) and value == other if isinstance(value, bool) else value == other
+    )
+
+
+def _said(problem: ValidationError) -> tuple[str, str | None]:
+    """What is wrong first, and where."""
+    first = problem.errors(include_url=False)[0]
+    places = [str(each)[:SHOWN] for each in first["loc"]]
+    # <these> are tags of our own
+    where = ".".join(each for each in places if not each.startswith("<"))
+    kind = first["type"]
+    if kind == "missing":
+        return f"{where} is missing.", where
+    if kind == "value_error":
+        what = first["msg"].removeprefix("Value error, ")
+        return f"{where}: {what}" if where else what, where or None
+    what = _WANTED.get(kind, first["msg"].removeprefix("Input should be ")).format(
+        **first.get("ctx", {})
+    )
+    return f"{where} must be {what}, not {shown(first['input'])}.", where
+
+
+# pydantic's kinds of errors -> what to send instead, in JSON's words
+_WANTED: Mapping[str, str] = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "string_too_short": "a string of {min_length} characters or more",
+    "string_too_long": "a string of {max_length} characters or less",
+    "too_short": "a list of {min_length} or more",
+}
+
+
+def log_unknown(part: Strict) -> None:
+    """Log field names that no table knows, once each."""
+    for name in part.model_extra or ():
+        if name in part.refused or name in part.ignored:
+            continue
+        name = name[:SHOWN]
+        with _unknown_lock:
+            new = name not in _unknown_names and len(_unknown_names) < MAX_UNKNOWN_NAMES
+            if new:
+                _unknown_names.add(name)
+        if new:
+            log.warning("requests hold an unknown field, which is ignored: %s", json.dumps(name))
+
+
+MOST = 2**31 - 1
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST)]], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+
+
+def _one_or_many(value: object) -> object:
+    if isinstance(value, list | str):
+        return [value] if isinstance(value, str) else value
+    raise PydanticCustomError("one_or_many", "Input should be a string or a list of strings")
+
+
+# A string or a list of strings; read as a list.
+OneOrMany = Annotated[
+    Strings,
+    BeforeValidator(_one_or_many),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+def _count_of_flag(value: object) -> object:
+    return value if not isinstance(value, bool) else 0 if value else None
+
+
+# How many of the most probable tokens to tell for each prompt token; `true` is 0: the prompt's own
+# alone; -1: all.
+PromptLogprobs = Annotated[
+    int | None,
+    Field(ge=-1, le=MOST),
+    BeforeValidator(_count_of_flag),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": -1}, {"type": "boolean"}, {"type": "null"}]}
+    ),
+]
+
+
+def _of(*types: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": [*types, "null"]})
+
+
+# Checked where the grammar is made of it.
+Schema = Annotated[Any, _of("object", "boolean", "string")]
+Tag = Annotated[Any, _of("object", "string")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`: one grammar, and how it is to be taken."""
+
+    json_: Schema = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = None
+    structural_tag: Tag = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    lenient: bool | None = Field(
+        None, description="pass over keywords of a schema that cannot be enforced"
+    )
+    disable_additional_properties: bool | None = Field(
+        None, description="objects of a schema that names their properties have no others"
+    )
+    backend: str | None = Field(None, description="that makes the masks, as vLLM names it")
+
+
+class GrammarFields(Strict):
+    """What asks for structured output, in the words of vLLM, old and new, TRL, SGLang and
+    llama.cpp. What it means: `grammars.ROWS`.
+    """
+
+    structured_outputs: StructuredOutputs | None = None
+    structured_outputs_regex: str | None = None
+    guided_decoding_regex: str | None = None
+    guided_json: Schema = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: Schema = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = Field(None, description="llama.cpp's notation, or Lark's")
+    structural_tag: Tag = None
+
+
+class SamplingFields(GrammarFields):
+    """The engine's own sampling parameters, which every protocol takes beside its own. Null: the
+    default.
+    """
+
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="0: the most probable token alone"
+    )
+    top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = Field(None, description="0 and -1: all")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="token id, as a string -> bias"
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    raw_logprobs: bool | None = None
+    sampling_mask: bool | None = None
+    routed_experts: bool | None = Field(
+        None, description="the experts of each token; needs --enable-return-routed-experts"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    keep_cache_seconds: Annotated[float, Field(ge=0, le=MOST_KEPT_SECONDS)] | None = Field(
+        None, description="the cache keeps the sample's blocks for so long after its end"
+    )
+    cache_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        None, description="higher is evicted later; needs keep_cache_seconds"
+    )
+    # What other engines have.
+    refused = {
+        "logits_processors": ([],),
+        "custom_logit_processor": (),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "typical_p": (1, 1.0),
+        "bad_words": ([],),
+        "stop_regex": ([], ""),
+        "prompt_embeds": (),
+        "truncate_prompt_tokens": (-1,),
+        "logprob_token_ids": ([],),
+        "thinking_token_budget": (),
+        "kv_transfer_params": ({},),
+        "lora_path": (),
+        "vllm_xargs": ({},),
+    }
+
+
+# OpenAI's word for `keep_cache_seconds`
+Retention = Literal["in-memory", "in_memory", "24h"]
+RETENTION: Any = Field(
+    None, description="24h: keep_cache_seconds=86400; in-memory: blocks are evicted like others"
+)

@@ -1,0 +1,221 @@
+"""SGLang's `/generate`: its fields."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+
+from nano_inference.server.api.shared.answers import (
+    Flat,
+)
+from nano_inference.server.api.shared.fields import (
+    MOST,
+    GrammarFields,
+    OneOrMany,
+    SamplingFields,
+    Strict,
+)
+from nano_inference.server.errors import bad_request
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+
+# Checked by hand: pydantic would report each of a hundred thousand ids once for each form.
+InputIds = Annotated[
+    Any, WithJsonSchema({"anyOf": [_IDS, {"type": "array", "items": _IDS}, {"type": "null"}]})
+]
+Text = Annotated[
+    Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]})
+]
+
+
+def _listed(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+def _one_or_list(of: dict[str, Any]) -> tuple[BeforeValidator, WithJsonSchema]:
+    return BeforeValidator(_listed), WithJsonSchema(
+        {"anyOf": [of, {"type": "array", "items": of}, {"type": "null"}]}
+    )
+
+
+_flags = _one_or_list({"type": "boolean"})
+_counts = _one_or_list({"type": "integer"})
+_strings = _one_or_list({"type": "string"})
+# One for all prompts, or a list of one a prompt; read as a list.
+Flags = Annotated[list[bool | None], _flags[0], _flags[1]]
+Counts = Annotated[list[Annotated[int, Field(ge=-1, le=MOST)] | None], _counts[0], _counts[1]]
+Strings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)] | None], _strings[0], _strings[1]
+]
+
+
+class CustomParams(Strict):
+    """What slime's engine adds to SGLang's parameters."""
+
+    return_top_p_token_ids: bool | None = Field(
+        None, description="tell which ids the filters kept, flat, as base64"
+    )
+
+
+class SglangSampling(SamplingFields):
+    """`sampling_params`: SGLang's names, and beside them the engine's own."""
+
+    max_new_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(
+        None, description="by default all that the context leaves; 0 scores the prompt alone"
+    )
+    min_new_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    stop: OneOrMany | None = None
+    n: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    no_stop_trim: bool | None = Field(None, description="the text has what stopped it")
+    skip_special_tokens: bool | None = Field(
+        None, description="true by default: the text leaves them out"
+    )
+    custom_params: CustomParams | None = None
+    ignored = ("spaces_between_special_tokens",)  # fast tokenizers know no such thing
+    refused = SamplingFields.refused | {
+        "beam_width": (1,),
+        "stream_interval": (1,),
+        "watermark": (),
+    }
+
+
+def _tag(value: object) -> str:
+    return "<many>" if isinstance(value, list) else "<one>"
+
+
+OneOrManySampling = Annotated[
+    Annotated[SglangSampling, Tag("<one>")] | Annotated[list[SglangSampling], Tag("<many>")],
+    Discriminator(_tag),
+]
+
+
+class WantedVersion(Strict):
+    """Which weights are to sample: exactly these, or these or newer ones, which it waits for."""
+
+    exact_version: Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})] = None
+    min_version: Annotated[Any, WithJsonSchema({"type": ["string", "integer", "null"]})] = None
+
+
+class SglangRequest(Strict):
+    """The body of `POST /generate`."""
+
+    text: Text = None
+    input_ids: InputIds = None
+    sampling_params: OneOrManySampling | None = None
+    return_logprob: Flags | None = None
+    logprob_start_len: Counts | None = Field(
+        None, description="from which token of the prompt on it is scored; -1: no"
+    )
+    top_logprobs_num: Counts | None = None
+    return_text_in_logprobs: bool | None = None
+    return_sampling_mask: Flags | None = Field(
+        None, description="which ids the filters kept, token by token"
+    )
+    return_routed_experts: Flags | None = Field(
+        None, description="the experts of each token; needs --enable-return-routed-experts"
+    )
+    routed_experts_start_len: Counts | None = Field(
+        None, description="first token whose experts are told"
+    )
+    return_prompt_token_ids: bool | None = None
+    flat_logprobs: Flat | None = Field(
+        None,
+        description="`token_logprobs`, a list of numbers or base64 of little-endian float32, and "
+        "no rows",
+    )
+    stream: bool | None = None
+    rid: Strings | None = None
+    extra_key: Strings | None = Field(
+        None, description="prefixes are shared only with requests of the same"
+    )
+    priority: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = Field(
+        None, description="higher goes first"
+    )
+    lora_path: Strings | None = Field(None, description="name of a loaded adapter; null: none")
+    weight_version: WantedVersion | None = None
+    n_wanted: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
+        None,
+        description="of `n` samples so many are wanted; when they have ended, the others are "
+        "aborted",
+    )
+    require_reasoning: bool | None = Field(
+        None, description="true: a grammar begins behind the reasoning"
+    )
+    ignored = (
+        *("session_id", "routing_key", "conversation_id", "routed_dp_rank", "data_parallel_rank"),
+        *("log_metrics", "no_logs"),
+    )
+    refused = {
+        name: each for name, each in SglangSampling.refused.items() if name != "lora_path"
+    } | {
+        "image_data": ([], ""),
+        "video_data": ([], ""),
+        "audio_data": ([], ""),
+        "input_embeds": ([], ""),
+        "modalities": ([],),
+        "lora_id": ([],),
+        "session_params": ({},),
+        "token_ids_logprob": ([],),
+        "return_hidden_states": (False,),
+        "return_indexer_topk": (False,),
+        "return_flat_raw_top_logprobs": (False,),
+        "return_flat_raw_output_top_logprobs": (False,),
+        "return_flat_raw_top_logprobs_b64": (False,),
+        "sampling_logprobs_mode": ("selected",),
+        "positional_embed_overrides": (),
+        "max_thinking_tokens": (),
+        "background": (False,),
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+    }
+    elsewhere = dict.fromkeys(GrammarFields.model_fields, "put it into sampling_params.")
+
+
+_Item = TypeVar("_Item")
+
+
+def one_of(values: Sequence[_Item] | None, place: int, count: int, name: str) -> _Item | None:
+    """What a field says for the prompt at `place` of `count`. Raises `ApiError`, 400, if it is for
+    other prompts.
+    """
+    if values is None:
+        return None
+    if len(values) not in (1, count):
+        raise bad_request(
+            f"{name} has {len(values)} entries for {count} prompt(s); give one, or one a prompt.",
+            name,
+        )
+    return values[place if len(values) > 1 else 0]
+
+
+def prompts_of(request: SglangRequest) -> tuple[list[Any], bool]:
+    """The prompts, texts or lists of ids, and whether they came as a list. Raises `ApiError`,
+    400.
+    """
+    if (request.text is None) == (request.input_ids is None):
+        raise bad_request("give either text or input_ids.", "text")
+    name, given, is_one = "text", request.text, _is_text
+    if request.text is None:
+        name, given, is_one = "input_ids", request.input_ids, _is_ids
+    if is_one(given):
+        return [given], False
+    if not isinstance(given, list) or not given or not all(is_one(each) for each in given):
+        what = (
+            "a string or a list of strings"
+            if name == "text"
+            else "a list of token ids or a list of such lists"
+        )
+        raise bad_request(f"{name} must be {what}, and not empty.", name)
+    return given, True
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and not isinstance(value[0], list)
