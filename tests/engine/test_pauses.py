@@ -21,7 +21,7 @@ from nano_inference import (
 )
 from nano_inference.core.gate import Gate, Stepping
 from nano_inference.device.sleep import Sleep
-from nano_inference.engine.shared_loop import FairLock
+from nano_inference.system.locks import FairLock
 from tests.engine.test_control import PATIENCE, drawn, same
 from tests.standing import stand_still
 from tests.weights.weight_cases import NEW, PROMPT, Build, drain, until

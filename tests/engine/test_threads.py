@@ -18,8 +18,8 @@ from nano_inference import (
     WeightUpdate,
     WeightUpdateError,
 )
-from nano_inference.engine.shared_loop import FairLock
 from nano_inference.rl import PolicyModel, replay
+from nano_inference.system.locks import FairLock
 from tests.standing import stand_still
 from tests.weights.weight_cases import (
     NEW,

@@ -459,7 +459,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "merged_rounded_twice",
-        "src/nano_inference/engine/merging.py",
+        "src/nano_inference/engine/adapters.py",
         old="return (weight.float() + added * part.scale).to(weight.dtype)",
         new="return weight + (added * part.scale).half().to(weight.dtype)",
         seen_by="tests/engine/test_merging.py -k apart",

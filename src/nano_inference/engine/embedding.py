@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.batch import Chunks
 from nano_inference.core.sequence import Sequence
 from nano_inference.drafts.drawn_rows import DrawnRows
 from nano_inference.engine import generation
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import RequestAborted
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.types import SamplingParams
 
 

@@ -23,21 +23,22 @@ from nano_inference.device.routed_experts import route_taker
 from nano_inference.drafts.costs import StepCosts
 from nano_inference.drafts.sources import GUESSED, make_drafter, measure_costs
 from nano_inference.engine import generation
-from nano_inference.engine.adapters import AdapterInfo, Adapters
+from nano_inference.engine.adapters import AdapterInfo, Adapters, Merging
 from nano_inference.engine.block_exchange import BlockExchange
 from nano_inference.engine.build import Launcher, assemble_all
+from nano_inference.engine.delivery import Sink
 from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
-from nano_inference.engine.merging import Merging
 from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed
-from nano_inference.engine.shared_loop import FairLock, SharedLoop, Sink, why_dead
+from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
 from nano_inference.ranks.build import require_one_rank
 from nano_inference.ranks.lockstep import Lockstep
 from nano_inference.structured.matching import GrammarState
+from nano_inference.system.locks import FairLock
 from nano_inference.system.moved import Removed
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import (

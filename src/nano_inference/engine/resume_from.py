@@ -16,9 +16,9 @@ from nano_inference.core.sequence import (
     SampleGroup,
     Sequence,
 )
+from nano_inference.engine.delivery import Sink
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.requests import checked_ids
-from nano_inference.engine.shared_loop import Sink
 from nano_inference.errors import InvalidRequest
 from nano_inference.fields.options import is_whole
 from nano_inference.text.detokenizer import OutputText

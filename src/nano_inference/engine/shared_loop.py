@@ -5,21 +5,16 @@ failure ends.
 import asyncio
 import logging
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 from weakref import ref
 
 import torch
 
 from nano_inference.config import EngineConfig
-from nano_inference.core.deltas import last_delta
 from nano_inference.core.failures import is_device_failure
 from nano_inference.core.lifecycle import (
     AskSleep,
@@ -42,109 +37,16 @@ from nano_inference.core.lifecycle import (
 from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, Message
 from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
 from nano_inference.device.sleep import Sleep
+from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
 from nano_inference.ranks.lockstep import Lockstep, Member, not_together
-from nano_inference.types import Delta, KvPolicy, Memory, PauseMode, TrainingSample
+from nano_inference.system.locks import FairLock, HeldInterrupts
+from nano_inference.types import KvPolicy, Memory, PauseMode, TrainingSample
 
 logger = logging.getLogger("nano_inference")
 
-Sink = Callable[[Delta], None]
-
 GRAMMAR_SECONDS = 0.5  # that a step waits for a grammar where there is nothing else to do
 LOOK_SECONDS = 0.5  # between two looks of a caller at an engine that does not run
-
-
-class FairLock:
-    """Like `threading.RLock`, which a thread that steps in a loop would take again and again before
-    any other wakes up.
-
-    The thread that waits holds the turn, and none takes the lock past it: others get it after one
-    step, not after hundreds.
-    """
-
-    def __init__(self) -> None:
-        # Both know their thread: a signal may come when one is taken and nothing says so yet.
-        self._turn = threading.RLock()
-        self._lock = threading.RLock()
-        self._owner: int | None = None
-        self._depth = 0
-
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take it, once more if this thread has it; without `blocking` False where another thread
-        has it or waits.
-        """
-        me = threading.get_ident()
-        if self._owner != me:
-            try:
-                if not self._take(blocking):
-                    return False
-            except BaseException:  # Ctrl-C, before one of them was taken or after
-                for taken in (self._lock, self._turn):
-                    with suppress(RuntimeError):  # it was not
-                        taken.release()
-                raise
-            self._owner = me
-        self._depth += 1
-        return True
-
-    def _take(self, blocking: bool) -> bool:
-        if not blocking:
-            if not self._turn.acquire(blocking=False):
-                return False
-            try:
-                return self._lock.acquire(blocking=False)
-            finally:
-                self._turn.release()
-        with self._turn:  # which a signal cannot cut in two
-            return self._lock.acquire()
-
-    def release(self) -> None:
-        """Give it back. Raises `RuntimeError` if another thread has it, or none."""
-        if self._owner != threading.get_ident():
-            raise RuntimeError("the lock is not this thread's to release.")
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self._lock.release()
-
-    def __enter__(self) -> "FairLock":
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class HeldInterrupts:
-    """A block at whose end Ctrl-C takes effect: in the middle of a step it would leave the engine
-    in an unknown state.
-
-    The second one comes at once. Where Ctrl-C means something else than `KeyboardInterrupt`, and in
-    other threads, which it does not reach, nothing is held.
-    """
-
-    def __enter__(self) -> "HeldInterrupts":
-        self._came, self._before = False, None
-        ordinary = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if ordinary and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            if self._came and kind is None:
-                raise KeyboardInterrupt
-
-    def _note(self, *_: Any) -> None:
-        if self._came:
-            raise KeyboardInterrupt
-        self._came = True
 
 
 # The pauses that were made in this context and have not ended. Each call of `asyncio.to_thread`
@@ -210,86 +112,6 @@ def failed(what: str, problem: BaseException) -> Why:
     """That something failed, and of what."""
     name = type(problem).__name__
     return Why(f"{what}: {name}: {problem}", f"{what}: {name}")
-
-
-@dataclass(slots=True)
-class _Waiting:
-    sink: Sink
-    samples_left: int
-    queued: float = 0.0
-
-
-class Delivery:
-    """Sinks by request id. One goes by itself when its request's last sample has ended."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, _Waiting] = {}
-        self.broken: set[int] = set()  # requests whose sink has raised, to be aborted
-
-    def open(self, request_id: int, num_samples: int, sink: Sink) -> None:
-        """From now on `sink` takes this request's deltas, called by the thread that steps. Raises
-        `InvalidRequest`.
-        """
-        if request_id in self._waiting:
-            raise InvalidRequest(f"request id {request_id} is in use; ask for a new one.")
-        self._waiting[request_id] = _Waiting(sink, num_samples)
-
-    def abandon(self, request_ids: Iterable[int]) -> list[int]:
-        """Let what is still to come of these requests go nowhere; returns those that have not
-        ended.
-        """
-        unfinished = [request_id for request_id in request_ids if request_id in self._waiting]
-        for request_id in unfinished:
-            self._waiting[request_id].sink = _nowhere
-        return unfinished
-
-    def open_requests(self) -> set[int]:
-        """Requests with a sink."""
-        return set(self._waiting)
-
-    def note(self, queue_times: Iterable[tuple[int, float]]) -> None:
-        """How long requests waited before they were let in, for the deltas that end their
-        samples.
-        """
-        for request_id, seconds in queue_times:
-            if waiting := self._waiting.get(request_id):
-                waiting.queued = seconds
-
-    def hand_out(
-        self, streamed: Iterable[Delta], samples: Iterable[TrainingSample]
-    ) -> list[TrainingSample]:
-        """Give each its own; returns the samples without a sink."""
-        for delta in streamed:
-            if waiting := self._waiting.get(delta.request_id):
-                self._hand(delta, waiting)
-        unclaimed: list[TrainingSample] = []
-        for sample in samples:
-            waiting = self._waiting.get(sample.request_id)
-            if waiting is None:
-                unclaimed.append(sample)
-                continue
-            waiting.samples_left -= 1
-            if not waiting.samples_left:
-                del self._waiting[sample.request_id]
-            self._hand(last_delta(sample, waiting.queued), waiting)
-        return unclaimed
-
-    def _hand(self, delta: Delta, waiting: _Waiting) -> None:
-        """Give a delta to its sink. One that raises gets no other; other requests go on."""
-        try:
-            waiting.sink(delta)
-        except Exception as problem:
-            kind = type(problem).__name__
-            logger.error(
-                "Request %d: its sink raised %s.", delta.request_id, kind, exc_info=problem
-            )
-            waiting.sink = _nowhere
-            if delta.request_id in self._waiting:  # else it has ended
-                self.broken.add(delta.request_id)
-
-
-def _nowhere(_: Delta) -> None:
-    pass
 
 
 class SharedLoop:

@@ -19,9 +19,10 @@ from nano_inference.core.sequence import POLICY, PREVIOUS
 from nano_inference.core.updates import policy_of
 from nano_inference.device.memory_profile import CudaMemory, DeviceMemory
 from nano_inference.device.runner import ModelRunner
-from nano_inference.engine.shared_loop import FairLock, SharedLoop
+from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
+from nano_inference.system.locks import FairLock
 from nano_inference.types import KvPolicy, UpdateOptions
 from nano_inference.weights.sync import WeightSyncManager
 from nano_inference.weights.update import WeightUpdate
