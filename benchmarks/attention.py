@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops import flex
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.interface import AttentionArgs
 from nano_inference.ops.reference import attention as reference_attention
 

@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.machine import processor
 from nano_inference.config import CacheType, SchedulerConfig
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.core.loop import PHASES, Add, EngineLoop
 from nano_inference.core.sequence import CheckedRequest, Sequence
 from nano_inference.device.runner import Sampled
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ranks.build import CACHES
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import TORCH, SamplingBatch
 from nano_inference.types import SamplingParams
 
 BLOCK_SIZE = 16
@@ -92,6 +92,8 @@ class Row:
 
 class NullRunner:
     """Implements the loop's `Runner`: computes nothing, draws the same token for everyone."""
+
+    arrays = TORCH
 
     def __init__(self) -> None:
         self.draws: dict[int, Sampled] = {}

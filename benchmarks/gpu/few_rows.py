@@ -10,10 +10,10 @@ from torch import Tensor
 from benchmarks.gpu.card import seconds_of
 from benchmarks.gpu.scale import Scale
 from nano_inference import InferenceEngine
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
-from nano_inference.sampling.columns import to_device
+from nano_inference.ops.batches import Rows, batch_of_rows
+from nano_inference.sampling.tensors import to_device
 
 CALLS = 50
 

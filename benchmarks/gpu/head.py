@@ -18,8 +18,7 @@ from benchmarks.gpu.card import seconds_of
 from benchmarks.gpu.scale import Scale
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.device.queues import queue_of
-from nano_inference.sampling.columns import to_device
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 
 CALLS = 20
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -18,13 +18,13 @@ from torch import Tensor
 from benchmarks.gpu.card import seconds_of
 from benchmarks.gpu.head import batch_of
 from benchmarks.gpu.report import Part
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
 from nano_inference.models.spec.model import spec_from_config
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import attention, few_rows, filters, sampling, softmax
 from nano_inference.ops.interface import AttentionArgs, Norm
-from nano_inference.sampling.columns import to_device
+from nano_inference.sampling.tensors import to_device
 
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Run

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.core.batch import ALL, BatchBuilder, Chunks, ForwardBatch, Rows, batch_of_rows
+from nano_inference.core.batch import ALL, BatchBuilder, Chunks
 from nano_inference.core.loop import Abort, Add, EngineLoop, LoopHooks
 from nano_inference.core.sequence import (
     REFERENCE,
@@ -23,16 +23,17 @@ from nano_inference.core.sequence import (
     Sequences,
 )
 from nano_inference.kv_cache.hash_cache import PagedKVCache
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.sampling.columns import Entries, columns_of
 from nano_inference.sampling.pipeline import drawable
 from nano_inference.sampling.sample import sample
-from nano_inference.sampling.sampling_batch import (
+from nano_inference.sampling.sampling_batch import Masks, SamplingTable, mask_of
+from nano_inference.sampling.tensors import (
+    TORCH,
     DrawRequest,
-    Masks,
     SamplingBatch,
-    SamplingTable,
-    mask_of,
     sampling_batch,
+    torch_dtype,
 )
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, FakeWeights, queue_update
@@ -40,11 +41,11 @@ from tests.simulation.fake_model import EOS, VOCAB, FakeRunner, FakeWeights, que
 BLOCK_SIZE = 2
 
 
-class CheckedBuilder(BatchBuilder):
+class CheckedBuilder(BatchBuilder[Tensor]):
     """Compares every batch, and the one before it again: a step in flight may still read that."""
 
     def __init__(self) -> None:
-        super().__init__(BLOCK_SIZE)
+        super().__init__(BLOCK_SIZE, TORCH)
         self.before: list[tuple[Tensor, Tensor]] = []  # tensors of the last step, and copies
         self.num_draws = self.num_slots_reused = 0
 
@@ -79,7 +80,7 @@ class CheckedBuilder(BatchBuilder):
     def sampling_batch(self, chunks: Chunks, masks: Masks) -> SamplingBatch:
         batch = super().sampling_batch(chunks, masks)
         expected = sampling_batch(list(self.requests(chunks)))
-        for name in (field.name for field in fields(SamplingBatch)):
+        for name in (field.name for field in fields(batch)):
             mine, theirs = getattr(batch, name), getattr(expected, name)
             if isinstance(mine, Entries):
                 assert as_rows(mine) == as_rows(theirs), name
@@ -121,7 +122,7 @@ def tensors(batch: ForwardBatch | SamplingBatch) -> list[Tensor]:
 
 def assert_declared_dtypes(batch: ForwardBatch) -> None:
     for name, declared in columns_of(ForwardBatch).items():
-        assert getattr(batch, name).dtype == declared.dtype, name
+        assert getattr(batch, name).dtype == torch_dtype(declared.dtype), name
 
 
 def as_rows(entries: Entries) -> dict[int, dict[int, float]]:
@@ -236,7 +237,7 @@ def test_batches_say_what_the_sequences_say(seed: int, lookahead: int, max_draft
 
 
 def test_a_slot_that_is_filled_again_is_read_again() -> None:
-    table, place = SamplingTable(), np.zeros(1, dtype=np.int64)
+    table, place = SamplingTable(TORCH), np.zeros(1, dtype=np.int64)
     batches = []
     for temperature in (0.5, 0.25):
         table.put(0, SamplingParams(temperature=temperature), 1, 0, [])
@@ -246,7 +247,7 @@ def test_a_slot_that_is_filled_again_is_read_again() -> None:
 
 def test_a_mask_may_change_at_each_draw() -> None:
     """As a grammar will set it: what the parameters say stays the same tensors."""
-    table, slots = SamplingTable(), np.arange(3)
+    table, slots = SamplingTable(TORCH), np.arange(3)
     for slot in range(3):
         table.put(slot, SamplingParams(), slot, 0, [])
     before = table.batch(slots, slots, slots, {})
@@ -264,7 +265,7 @@ def test_a_mask_may_change_at_each_draw() -> None:
 
 def test_masks_of_256_rows_of_a_large_vocabulary_take_five_megabytes() -> None:
     vocab, rows = 151_936, np.arange(256)
-    table = SamplingTable()
+    table = SamplingTable(TORCH)
     for slot in range(256):
         table.put(slot, SamplingParams(), 0, slot, [])
     masks = [(slot, mask_of(range(slot, vocab))) for slot in range(256)]

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.device import cuda_runner
 from nano_inference.device.queues import Captured, Copies, Event, HostQueue, Pool
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda import backend
 from nano_inference.ops.interface import KvcacheView, Ops, RopeArgs
 from nano_inference.ops.reference import attention as reference_attention

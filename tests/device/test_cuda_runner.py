@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.cuda_runner import CudaRunner
 from nano_inference.device.graphs import row_by_row
 from nano_inference.device.units import UnitMap
 from nano_inference.kv_cache.block_pool import Block
 from nano_inference.kv_cache.sliding_window import BlockLayout, UnitPool
+from nano_inference.ops.batches import Rows, batch_of_rows
 from tests.device.cuda_cases import CheckingQueue, conventional
 from tests.drafts.test_bits import PROMPT, set_drafts
 from tests.invariance.scenario import same_bits

@@ -23,7 +23,7 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.cuda.backend import cuda_ops
-from nano_inference.sampling.columns import tensors_of, with_tensors
+from nano_inference.sampling.columns import arrays_of, with_arrays
 from tests.models.tiny import tiny_model
 
 KernelInterface = pytest.importorskip("triton.runtime.jit").KernelInterface
@@ -145,7 +145,7 @@ def test_captures_stay_on_the_card_and_wait_for_nothing(
     monkeypatch.setattr(
         graphs,
         "to_device",
-        lambda batch, _: with_tensors(batch, [fake(each) for each in tensors_of(batch)]),
+        lambda batch, _: with_arrays(batch, [fake(each) for each in arrays_of(batch)]),
     )
     monkeypatch.setattr(
         KernelInterface,

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from nano_inference import EngineDead, InferenceEngine, TrainingSample
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.core.failures import DeviceHangs, is_device_failure
 from nano_inference.device import sleep as sleeping
 from nano_inference.device.graphs import DrawResults, graph_sizes
 from nano_inference.device.queues import Event, HostQueue, wait_for
 from nano_inference.device.step_buffers import DecodeInputs, Downloads, Uploads, carve, specs_of
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.sampling.sample import Draw
 from tests.device.cuda_cases import JUNK, CheckingQueue, conventional
 from tests.device.test_cuda_runner import bare, params, queue, runner

@@ -32,10 +32,10 @@ from nano_inference import (
 from nano_inference.checkpoints.loading import read_tensors, resolve_model
 from nano_inference.config import CacheType
 from nano_inference.device import memory
+from nano_inference.kv_cache.caches import CACHES
 from nano_inference.models.parameters.slots import Slot
 from nano_inference.models.parameters.values import read, write
 from nano_inference.ranks import build as assembly
-from nano_inference.ranks.build import CACHES
 from nano_inference.system.machine import FreeMemory
 from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model

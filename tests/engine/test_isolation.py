@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nano_inference import Delta, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.sampling.sampling_batch import SamplingBatch, SamplingTable, TokenCounts
+from nano_inference.sampling.sampling_batch import SamplingTable, TokenCounts
+from nano_inference.sampling.tensors import SamplingBatch
 from tests.weights.weight_cases import Build
 
 ODD = 0.777  # temperature of the request that fails: how a fault knows it in a batch

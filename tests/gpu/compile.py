@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.interface import AttentionArgs, HeadNorms, Norm, RopeArgs
 from tests.gpu.compiled import SHARED_MEMORY, Compiled, compiling, describe, table
 
@@ -225,7 +225,7 @@ def _rope_units(shape: Shape) -> None:
 def _draw(shape: Shape, samples: Iterable[int] = (1, 7, 256), **options: Any) -> None:
     from nano_inference import SamplingParams
     from nano_inference.ops.cuda.sampling import draw
-    from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+    from nano_inference.sampling.tensors import DrawRequest, sampling_batch
 
     for num in samples:
         requests = [

@@ -32,8 +32,7 @@ from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.ops.cuda.backend import cuda_ops
-from nano_inference.sampling.columns import to_device
-from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
 from tests.gpu.compiled import compiling
 
 NOWHERE = torch.device("meta")

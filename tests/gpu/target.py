@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from tests.invariance.scenario import Schedule
 
 

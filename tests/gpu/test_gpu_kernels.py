@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import CudaOps
 from nano_inference.ops.interface import FEW_ROWS, AttentionArgs, HeadNorms, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
-from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import sample
-from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
 from tests.gpu.target import Target, moved, numbers
 from tests.models.tiny import llama_config
 

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from nano_inference import SamplingParams
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
 from nano_inference.models.spec.model import spec_from_config
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import sampling
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.cuda.matmul import invariant_product
 from nano_inference.ops.interface import AttentionArgs
-from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from tests.gpu.target import Target, moved, numbers
 from tests.invariance.scenario import small_tiles
 from tests.models.tiny import llama_config

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, model_forward
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.ops.batches import Rows, batch_of_rows
 from tests.gpu.target import Target, moved
 from tests.models.tiny import FAMILIES, tiny_model
 from tests.parity.compare import TOLERANCE

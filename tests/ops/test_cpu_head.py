@@ -22,11 +22,11 @@ from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.cpu.head import CpuHead
 from nano_inference.ops.cpu.weights import PackedWeight
 from nano_inference.sampling import sample as reference
+from nano_inference.sampling.exponential_noise import exponential_noise
 from nano_inference.sampling.filters import rank
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
-from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch
 from nano_inference.structured.mask_bits import mask_of
 from tests.depth import at_depth
 from tests.ops.cpu_kernels import as_packed, available

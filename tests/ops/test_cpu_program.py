@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.checkpoints.loading import load_params, load_spec
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.program import Program
 from nano_inference.ops.cpu.recorder import Buffer, Operation, place_buffers

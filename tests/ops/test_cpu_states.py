@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.state_tensors import StateStorage
 from nano_inference.models.spec.states import DeltaNet, ShortConv, StateSpec
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.reference import state as reference_state
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.ops import flex
+from nano_inference.ops.batches import ForwardBatch, forward_batch
 from nano_inference.ops.flex import HeadShape, flex_ops, require_flex
 from nano_inference.ops.interface import AttentionArgs, Ops
 from nano_inference.ops.reference import attention as reference_attention
@@ -129,7 +129,7 @@ class Paged:
         )
         bounds = functional.pad(lengths.cumsum(0), (1, 0))
         none = torch.empty(0, dtype=torch.int64)
-        return ForwardBatch(
+        return forward_batch(
             weight_set="policy",
             input_ids=torch.zeros_like(positions),
             positions=positions,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KVCacheDType
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.interface import AttentionArgs, Ops, RopeArgs
 from nano_inference.ops.kv_codes import KvFormat
 from tests.invariance.scenario import spoil

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.lora import Adapter, LoraPart, Place, placed

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.config import KVCacheDType
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.interface import AttentionArgs, Ops, RopeArgs

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.rope import RopeSpec
+from nano_inference.ops.batches import forward_batch
 from nano_inference.ops.interface import AttentionArgs, Norm, RopeArgs
 from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.attention import attention, plan_attention
@@ -362,7 +362,7 @@ class Paged:
         )
         bounds = functional.pad(lengths.cumsum(0), (1, 0))
         empty = torch.empty(0, dtype=torch.int64)
-        batch = ForwardBatch(
+        batch = forward_batch(
             weight_set="policy",
             input_ids=torch.zeros_like(positions),
             positions=positions,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda.attention_plan import Bounds, Items, plan_items
 from tests.depth import at_depth
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import HostQueue
 from nano_inference.device.step_buffers import DecodeInputs, Uploads
@@ -24,6 +23,7 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import spec_from_config
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import cuda_ops
 from nano_inference.ops.interface import Norm, Ops

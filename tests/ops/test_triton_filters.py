@@ -17,7 +17,7 @@ from nano_inference import SamplingParams
 from nano_inference.sampling import sample as reference
 from nano_inference.sampling.filters import FilterColumns, rank
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
 from tests.ops.test_cpu_head import random_requests, same_bits
 

@@ -16,14 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import SamplingParams
 from nano_inference.sampling import sample as reference
-from nano_inference.sampling.noise import exponential_noise
+from nano_inference.sampling.exponential_noise import exponential_noise
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import (
-    DrawRequest,
-    SamplingBatch,
-    greedy_batch,
-    sampling_batch,
-)
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, greedy_batch, sampling_batch
 from tests.depth import at_depth
 from tests.ops.test_cpu_head import random_requests, same_bits
 

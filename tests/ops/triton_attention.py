@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda.attention import Attention
 from nano_inference.ops.interface import AttentionArgs
 from nano_inference.ops.kv_codes import KvFormat

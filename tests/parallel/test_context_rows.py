@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference import EngineConfig
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.errors import ConfigError
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.parallel.context import SEGMENT, ContextSplit, ContextStep, own_rows
 from tests.depth import at_depth
 

@@ -21,7 +21,7 @@ from nano_inference.ops.interface import Ops
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.head import ShardedHead
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
 from tests.ops.compiler import NEEDS_COMPILER
 from tests.ops.test_cpu_head import random_requests

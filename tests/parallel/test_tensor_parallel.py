@@ -17,17 +17,17 @@ from nano_inference import SamplingParams
 from nano_inference.checkpoints.gguf.file import describe_gguf
 from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.config import KVCacheDType
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import shard_of
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.interface import Ops
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch
 from tests.checkpoints.hf_to_gguf import hf_to_gguf
 from tests.checkpoints.quantisers import write_quantised
 from tests.invariance.scenario import spoil

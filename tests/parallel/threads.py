@@ -19,7 +19,7 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.core.apply import SampledTokens
-from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.batch import Chunks
 from nano_inference.core.sequence import POLICY, PREVIOUS
 from nano_inference.device.backends import choose_ops
 from nano_inference.device.kv_tensors import KVStorage, common_layout, storage_key
@@ -36,10 +36,12 @@ from nano_inference.models.parameters.values import read, write
 from nano_inference.models.sharding.rank_exchange import RankClock, RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.ranks.build import Parts, assemble
 from nano_inference.ranks.replay import Draw, Forward, StepReplay, StepSender
-from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks
+from nano_inference.sampling.tensors import SamplingBatch
 from tests.invariance.scenario import spoil
 from tests.parallel.thread_group import ThreadGroup
 

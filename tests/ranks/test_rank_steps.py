@@ -12,18 +12,20 @@ from torch import Tensor
 msgspec = pytest.importorskip("msgspec")
 
 from nano_inference.config import SchedulerConfig  # noqa: E402
-from nano_inference.core.batch import Chunks, ForwardBatch  # noqa: E402
+from nano_inference.core.batch import Chunks  # noqa: E402
 from nano_inference.core.loop import Add, EngineLoop  # noqa: E402
 from nano_inference.core.sequence import CheckedRequest, Sequence  # noqa: E402
 from nano_inference.kv_cache.hash_cache import PagedKVCache  # noqa: E402
 from nano_inference.kv_cache.sliding_window import UnitPool  # noqa: E402
+from nano_inference.ops.batches import ForwardBatch  # noqa: E402
 from nano_inference.ranks.replay import (  # noqa: E402
     Draw,
     Forward,
     StepReplay,
     StepSender,
 )
-from nano_inference.sampling.sampling_batch import Masks, SamplingBatch  # noqa: E402
+from nano_inference.sampling.sampling_batch import Masks  # noqa: E402
+from nano_inference.sampling.tensors import TORCH, SamplingBatch  # noqa: E402
 from nano_inference.types import SamplingParams  # noqa: E402
 from tests.simulation import workload as workloads  # noqa: E402
 from tests.simulation.fake_model import FakeResult, FakeRunner, FakeSampled  # noqa: E402
@@ -39,6 +41,8 @@ DECODER = msgspec.msgpack.Decoder(Forward | Draw)
 
 class WireRunner(FakeRunner):
     """Computes what the other end has built."""
+
+    arrays = TORCH  # as those of workers
 
     def __init__(
         self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.sampling import noise
-from nano_inference.sampling.noise import exponential_noise, noise_keys
+from nano_inference.sampling.exponential_noise import exponential_noise
+from nano_inference.sampling.noise import noise_keys
 
 CALM = settings(deadline=None)
 SEEDS = st.integers(0, 2**64 - 1)
@@ -116,7 +116,9 @@ def test_neighbours_are_uncorrelated(million: Tensor, lag: int) -> None:
 def test_it_is_positive_and_finite_for_every_bit_pattern(
     monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
-    monkeypatch.setattr(noise, "_mix32", lambda x: torch.full_like(x, bits))
+    monkeypatch.setattr(
+        "nano_inference.sampling.exponential_noise._mix32", lambda x: torch.full_like(x, bits)
+    )
     value = float(exponential_noise(keys_of([(1, 1, 1)]), 1))
     assert 2.0**-32 <= value < 17
 
@@ -125,7 +127,9 @@ def test_it_grows_with_its_bits_also_where_the_formula_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     around = torch.arange(2**25 - 2048, 2**25 + 2048, dtype=torch.int32)  # v = 2**-6
-    monkeypatch.setattr(noise, "_mix32", lambda x: around.expand(x.shape))
+    monkeypatch.setattr(
+        "nano_inference.sampling.exponential_noise._mix32", lambda x: around.expand(x.shape)
+    )
     values = exponential_noise(keys_of([(1, 1, 1)]), len(around))[0]
     v = (around.double() + 0.5) * 2.0**-31
     torch.testing.assert_close(values.double(), -torch.log1p(-v), rtol=3e-6, atol=0)

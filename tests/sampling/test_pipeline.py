@@ -32,11 +32,7 @@ from nano_inference.sampling.pipeline import (
     TopP,
 )
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import (
-    DrawRequest,
-    SamplingBatch,
-    sampling_batch,
-)
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
 from tests.ops import cpu_kernels
 

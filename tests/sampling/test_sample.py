@@ -14,11 +14,7 @@ from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.logprobs import gather_logprobs, logsumexp
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sample import Draw, sample
-from nano_inference.sampling.sampling_batch import (
-    DrawRequest,
-    SamplingBatch,
-    sampling_batch,
-)
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch
 from tests.depth import at_depth
 
 VOCAB = 333

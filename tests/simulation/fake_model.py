@@ -19,6 +19,7 @@ from nano_inference.core.loop import EngineLoop, UpdateQueued
 from nano_inference.core.sequence import POLICY, PREVIOUS, REFERENCE
 from nano_inference.core.updates import UpdateQueue
 from nano_inference.kv_cache.sliding_window import NO_UNIT, UNIFORM, UnitPool
+from nano_inference.sampling.columns import Arrays
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.types import KvPolicy, TopLogprobs
@@ -122,7 +123,9 @@ Key = tuple[int, str, int, int]  # prefix hash, weight set, version, which of th
 
 
 class FakeRunner:
-    """Implements the loop's `Runner`. Logits are prefix hashes."""
+    """Implements the loop's `Runner`, on arrays of numpy. Logits are prefix hashes."""
+
+    arrays = Arrays[np.ndarray](lambda made: made)
 
     def __init__(
         self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
@@ -147,7 +150,7 @@ class FakeRunner:
 
     def forward(
         self,
-        batches: tuple[ForwardBatch, ...],
+        batches: tuple[ForwardBatch[np.ndarray], ...],
         block_copies: tuple[tuple[int, int], ...],
         previous: FakeSampled | None,
     ) -> FakeResult:
@@ -181,7 +184,7 @@ class FakeRunner:
         del self.versions[weight_set]
         self.num_dropped += 1
 
-    def sample(self, result: FakeResult, batch: SamplingBatch) -> FakeSampled:
+    def sample(self, result: FakeResult, batch: SamplingBatch[np.ndarray]) -> FakeSampled:
         rows, keys = batch.rows.tolist(), batch.noise_keys.tolist()
         self.contexts |= {
             (low, high): result.contexts[row] for row, (low, high) in zip(rows, keys, strict=True)
@@ -192,7 +195,9 @@ class FakeRunner:
         ]
         return FakeSampled(drawn, result.scores, result.best)
 
-    def _forward_one(self, batch: ForwardBatch, previous: FakeSampled | None) -> FakeResult:
+    def _forward_one(
+        self, batch: ForwardBatch[np.ndarray], previous: FakeSampled | None
+    ) -> FakeResult:
         ids = batch.input_ids.tolist()
         for row, source in zip(
             batch.relay_rows.tolist(), batch.relay_sources.tolist(), strict=True
@@ -200,7 +205,7 @@ class FakeRunner:
             assert previous is not None
             assert self.relays, "a row waits for a token that is on its way"
             ids[row] = previous.tokens[source]
-        bounds, tables = batch.cu_seqlens_q.tolist(), batch.block_tables.numpy()
+        bounds, tables = batch.cu_seqlens_q.tolist(), batch.block_tables
         drawn = set(batch.logits_indices.tolist())
         ends: dict[int, int] = {}
         contexts: dict[int, list[int]] = {}
@@ -286,7 +291,7 @@ class FakeRunner:
         assert unit != NO_UNIT, "a block was used whose memory is gone"
         return unit
 
-    def _count(self, batch: ForwardBatch, bounds: list[int]) -> None:
+    def _count(self, batch: ForwardBatch[np.ndarray], bounds: list[int]) -> None:
         self.tokens_computed += len(batch.input_ids)
         self.prompt_tokens_computed += batch.num_prompt_tokens if batch.weight_set == POLICY else 0
         self.largest_step = max(self.largest_step, len(batch.input_ids))

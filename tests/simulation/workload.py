@@ -20,8 +20,8 @@ from nano_inference.core.sequence import (
     Sequence,
     Sequences,
 )
+from nano_inference.kv_cache.caches import CACHES
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
-from nano_inference.ranks.build import CACHES
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.types import (
     GROUP_COMPLETE,

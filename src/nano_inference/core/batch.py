@@ -1,4 +1,4 @@
-"""A decision made into tensors: a `ForwardBatch` for the model, a `SamplingBatch` for the draw.
+"""A decision made into arrays: a `ForwardBatch` for the model, a `SamplingBatch` for the draw.
 Complete at birth.
 """
 
@@ -6,15 +6,13 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from nano_inference.core.decision import SchedulerOutput
-from nano_inference.core.sequence import POLICY, Sequence, Sequences
-from nano_inference.sampling.columns import column
+from nano_inference.core.sequence import Sequence, Sequences
+from nano_inference.sampling.columns import A, Arrays, column
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.sampling.sampling_batch import (
     Masks,
@@ -25,9 +23,6 @@ from nano_inference.sampling.sampling_batch import (
 from nano_inference.structured.mask_bits import bans_under
 
 ALL = np.ones(0, dtype=bool)  # all chunks are of one weight set
-NOTHING = torch.empty(0, dtype=torch.int64)
-NO_TEMPERATURES = torch.empty(0, dtype=torch.float64)
-NO_MASKS = torch.empty((0, 0), dtype=torch.int32)
 
 
 class Scored(NamedTuple):
@@ -54,101 +49,47 @@ class Scored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBatch:
+class ForwardBatch(Generic[A]):
     """The rows of one step that one weight set computes: N rows in S chunks, B blocks at most."""
 
     weight_set: str
     # rows named by relay_rows hold a placeholder
-    input_ids: Tensor = column(torch.int64, "N", padding=0)
+    input_ids: A = column("int64", "N", padding=0)
     # absolute position of each row in its sequence
-    positions: Tensor = column(torch.int64, "N", padding=0)
+    positions: A = column("int64", "N", padding=0)
     # where each row's keys and values go: block * block_size + offset
-    slot_mapping: Tensor = column(torch.int64, "N", padding=-1)
-    row_chunks: Tensor = column(torch.int64, "N")  # index of each row's chunk
+    slot_mapping: A = column("int64", "N", padding=-1)
+    row_chunks: A = column("int64", "N")  # index of each row's chunk
     # first row of each chunk, and N
-    cu_seqlens_q: Tensor = column(torch.int64, "S + 1", padding=0)
-    seq_lens: Tensor = column(torch.int64, "S", padding=0)  # context length after this step
-    block_tables: Tensor = column(torch.int64, "S", "B", padding=0)  # padded with 0
-    logits_indices: Tensor = column(torch.int64, "L", default=NOTHING)  # rows to draw from
+    cu_seqlens_q: A = column("int64", "S + 1", padding=0)
+    seq_lens: A = column("int64", "S", padding=0)  # context length after this step
+    block_tables: A = column("int64", "S", "B", padding=0)  # padded with 0
+    logits_indices: A = column("int64", "L")  # rows to draw from
     # rows of which only the logprob of one given token is wanted; a row of several stands here
     # several times
-    score_rows: Tensor = column(torch.int64, "P", default=NOTHING)
+    score_rows: A = column("int64", "P")
     # that token: the one that follows the row, or another that a trainer names
-    score_targets: Tensor = column(torch.int64, "P", default=NOTHING)
+    score_targets: A = column("int64", "P")
     # under which the logprob is
-    score_temperatures: Tensor = column(torch.float64, "P", default=NO_TEMPERATURES)
+    score_temperatures: A = column("float64", "P")
     # and the tokens that it is among: row of the masks, -1 for all; see `SamplingBatch`
-    score_mask_rows: Tensor = column(torch.int64, "P", default=NOTHING)
-    score_mask_words: Tensor = column(torch.int32, "M", "W", default=NO_MASKS)
+    score_mask_rows: A = column("int64", "P")
+    score_mask_words: A = column("int32", "M", "W")
     # rows whose token the step before is sampling, and where in its samples it stands
-    relay_rows: Tensor = column(torch.int64, "R", default=NOTHING)
-    relay_sources: Tensor = column(torch.int64, "R", default=NOTHING)
+    relay_rows: A = column("int64", "R")
+    relay_sources: A = column("int64", "R")
     # the adapter of each row, a place in `adapters`, -1 for none; empty: no row has one
-    row_adapters: Tensor = column(torch.int64, "N", default=NOTHING)
+    row_adapters: A = column("int64", "N")
     # those of score_rows whose most probable next tokens are wanted too
-    best_rows: Tensor = column(torch.int64, "T", default=NOTHING)
+    best_rows: A = column("int64", "T")
     scored: tuple[Scored, ...] = ()  # the sequences of score_rows, in order
     num_prompt_tokens: int = 0  # rows that belong to prompts, for the books
     num_best: int = 0  # how many most probable tokens are wanted
     adapters: tuple[Any, ...] = ()  # `ops.lora.Adapter`
     # int64 [1]: numbers from one row of block_tables to the next, where only the device knows
     # (`CudaRunner`)
-    table_stride: Tensor | None = None
+    table_stride: A | None = None
     context: Any = None  # `parallel.context.ContextStep`, where these are one rank's rows of a step
-
-
-class Rows(NamedTuple):
-    """Rows [start, start + len(token_ids)) of one sequence, and the blocks of its context up to
-    there.
-    """
-
-    token_ids: Listed[int]
-    start: int
-    block_ids: Listed[int]
-
-
-def batch_of_rows(
-    chunks: Listed[Rows],
-    block_size: int,
-    *,
-    draws: Listed[int] = (),
-    scores: Listed[tuple[int, int]] = (),
-    num_best: int = 0,
-    weight_set: str = POLICY,
-) -> ForwardBatch:
-    """Rows of sequences that no scheduler knows, as a batch on the CPU: one chunk each.
-
-    Args:
-        chunks: at least one.
-        block_size: of the KV storage.
-        draws: rows of the batch whose logits are needed; rising.
-        scores: rows of the batch and, for each, the token whose logprob after it is wanted.
-        num_best: most probable tokens that are wanted after each of these rows.
-        weight_set: who computes them.
-    """
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
-    tables = np.zeros((len(chunks), max(len(chunk.block_ids) for chunk in chunks)), dtype=np.int64)
-    for table, chunk in zip(tables, chunks, strict=True):
-        table[: len(chunk.block_ids)] = chunk.block_ids
-    cu_seqlens, row_chunks, positions, slots = layout_of_rows(starts, lengths, tables, block_size)
-    return ForwardBatch(
-        weight_set=weight_set,
-        input_ids=_tensor([token_id for chunk in chunks for token_id in chunk.token_ids]),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots),
-        row_chunks=torch.from_numpy(row_chunks),
-        block_tables=torch.from_numpy(tables),
-        cu_seqlens_q=torch.from_numpy(cu_seqlens),
-        seq_lens=torch.from_numpy(starts + lengths),
-        logits_indices=_tensor(draws),
-        score_rows=_tensor([row for row, _ in scores]),
-        score_targets=_tensor([target for _, target in scores]),
-        score_temperatures=torch.ones(len(scores), dtype=torch.float64),
-        score_mask_rows=torch.full((len(scores),), -1),
-        best_rows=_tensor([row for row, _ in scores]) if num_best else NOTHING,
-        num_best=num_best,
-    )
 
 
 def layout_of_rows(
@@ -198,22 +139,26 @@ def _record(seq: Sequence) -> tuple[int, int, bool, bool, bool, bool]:
     return prompt, least, bool(request.scored), True, has_grammar, has_adapter
 
 
-class BatchBuilder:
+class BatchBuilder(Generic[A]):
     """Makes a step's batches from arrays that keep what every step needs of a sequence, one slot
     each.
 
     A slot is written when its sequence first appears, and its block table when that changed: both
     are rare. A step only gathers from the slots, into new arrays: one that is in flight may still
     be reading its own.
+
+    Args:
+        block_size: tokens of a block.
+        arrays: makes the arrays of its batches.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, arrays: Arrays[A]) -> None:
+        self._block_size, self._arrays = block_size, arrays
         self._slots: dict[int, int] = {}  # sequence id -> slot
         self._free: list[int] = []
         self._tables = np.zeros((0, 0), dtype=np.int64)  # [slots, blocks], padded with 0
         self._records = np.zeros(0, dtype=_RECORD)  # [slots]
-        self._draws = SamplingTable()
+        self._draws = SamplingTable(arrays)
 
     def chunks(
         self, decision: SchedulerOutput, sampled: Listed[Sequence], sequences: Sequences
@@ -261,7 +206,7 @@ class BatchBuilder:
 
     def forward_batches(
         self, chunks: "Chunks", sampling_now: Mapping[int, int]
-    ) -> tuple[ForwardBatch, ...]:
+    ) -> tuple[ForwardBatch[A], ...]:
         """One `ForwardBatch` a weight set, in order of first appearance.
 
         `sampling_now`: sequence id -> place in the samples of the step in flight, for tokens not
@@ -288,7 +233,7 @@ class BatchBuilder:
             masks.append((place, grammar.mask_behind(len(chunks.behind.get(place, ())))))
         return masks
 
-    def sampling_batch(self, chunks: "Chunks", masks: Masks) -> SamplingBatch:
+    def sampling_batch(self, chunks: "Chunks", masks: Masks) -> SamplingBatch[A]:
         """The draw of a step, once the tokens before it are known. Logits of its batches stand one
         after another. `masks`: as the method gives them.
 
@@ -324,7 +269,7 @@ class BatchBuilder:
         drafts: Listed[Listed[int]],
         columns: "_Columns",
         sampling_now: Mapping[int, int],
-    ) -> ForwardBatch:
+    ) -> ForwardBatch[A]:
         slots, starts, lengths, draws = columns
         ends = starts + lengths
         tables = self._tables[slots, : -(-int(ends.max()) // self._block_size)]
@@ -338,29 +283,33 @@ class BatchBuilder:
         score_rows, score_targets, best_rows, scored = _rows_to_score(
             np.flatnonzero(self._records["scored"][slots]).tolist(), seqs, starts, ends, cu_seqlens
         )
-        adapted: dict[str, Any]
-        adapted = _adapters(seqs, lengths) if self._records["adapted"][slots].any() else {}
+        arrays, make = self._arrays, self._arrays.make
+        adapters, row_adapters = (), arrays.no_integers
+        if self._records["adapted"][slots].any():
+            adapters, own = _adapters(seqs, lengths)
+            row_adapters = make(own)
         prompts = self._records["prompt"][slots]
         return ForwardBatch(
             weight_set=weight_set,
-            **adapted,
-            input_ids=_tensor(input_ids),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slot_mapping),
-            row_chunks=torch.from_numpy(row_chunks),
-            block_tables=torch.from_numpy(tables),
-            cu_seqlens_q=torch.from_numpy(cu_seqlens),
-            seq_lens=torch.from_numpy(ends),
-            logits_indices=torch.from_numpy(cu_seqlens[draws.chunks] + draws.rows),
-            score_rows=_tensor(score_rows),
-            score_targets=_tensor(score_targets),
-            score_temperatures=_temperatures(scored),
-            **_score_masks(len(score_rows), scored),
+            adapters=adapters,
+            row_adapters=row_adapters,
+            input_ids=arrays.integers(input_ids),
+            positions=make(positions),
+            slot_mapping=make(slot_mapping),
+            row_chunks=make(row_chunks),
+            block_tables=make(tables),
+            cu_seqlens_q=make(cu_seqlens),
+            seq_lens=make(ends),
+            logits_indices=make(cu_seqlens[draws.chunks] + draws.rows),
+            score_rows=arrays.integers(score_rows),
+            score_targets=arrays.integers(score_targets),
+            score_temperatures=make(_temperatures(scored)) if scored else arrays.no_doubles,
+            **_score_masks(arrays, len(score_rows), scored),
             scored=tuple(scored),
-            relay_rows=_tensor(relay_rows),
-            relay_sources=_tensor(relay_sources),
+            relay_rows=arrays.integers(relay_rows),
+            relay_sources=arrays.integers(relay_sources),
             num_prompt_tokens=int(np.clip(prompts - starts, 0, lengths).sum()),
-            best_rows=_tensor(best_rows),
+            best_rows=arrays.integers(best_rows),
             num_best=max((seq.request.num_best for seq, _, _ in scored), default=0),
         )
 
@@ -549,27 +498,22 @@ def _rows_to_score(
     return score_rows, score_targets, best_rows, scored
 
 
-def _adapters(seqs: Listed[Sequence], lengths: np.ndarray) -> dict[str, Any]:
+def _adapters(seqs: Listed[Sequence], lengths: np.ndarray) -> tuple[tuple[Any, ...], np.ndarray]:
     """The adapters of chunks, and of each row its place among them."""
     places: dict[Any, int] = {}
     own = [-1 if s.adapter is None else places.setdefault(s.adapter, len(places)) for s in seqs]
-    rows = torch.from_numpy(np.repeat(np.array(own, dtype=np.int64), lengths))
-    return {"adapters": tuple(places), "row_adapters": rows}
+    return tuple(places), np.repeat(np.array(own, dtype=np.int64), lengths)
 
 
-def _temperatures(scored: Listed[Scored]) -> Tensor:
-    if not scored:
-        return NO_TEMPERATURES
+def _temperatures(scored: Listed[Scored]) -> np.ndarray:
     each = [own.seq.request.score_temperature for own in scored]
-    return torch.from_numpy(
-        np.repeat(np.array(each, dtype=np.float64), [own.num_scores for own in scored])
-    )
+    return np.repeat(np.array(each, dtype=np.float64), [own.num_scores for own in scored])
 
 
-def _score_masks(num_rows: int, scored: Listed[Scored]) -> dict[str, Any]:
+def _score_masks(arrays: Arrays[A], num_rows: int, scored: Listed[Scored]) -> dict[str, A]:
     """The columns of the masks that rows are scored under."""
     if not num_rows:
-        return {}
+        return {"score_mask_rows": arrays.no_integers, "score_mask_words": arrays.no_masks}
     masks: list[tuple[int, np.ndarray]] = []
     at = 0
     for own in scored:
@@ -577,11 +521,5 @@ def _score_masks(num_rows: int, scored: Listed[Scored]) -> dict[str, Any]:
         first = seq.request.scored.start
         masks += enumerate(seq.request.score_masks[start - first : end - first], at)
         at += own.num_scores
-    columns = mask_columns(num_rows, masks)
+    columns = mask_columns(arrays, num_rows, masks)
     return {f"score_{name}": each for name, each in columns.items()}
-
-
-def _tensor(values: Listed[int]) -> Tensor:
-    if not values:
-        return NOTHING
-    return torch.from_numpy(np.array(values, dtype=np.int64))

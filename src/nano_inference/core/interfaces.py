@@ -10,6 +10,7 @@ from nano_inference.core.batch import Chunks, ForwardBatch
 from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.sequence import Sequence, Sequences
 from nano_inference.kv_cache.block_hash import PrefixKeys
+from nano_inference.sampling.columns import Arrays
 from nano_inference.sampling.drafted import Drafts
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 
@@ -25,6 +26,11 @@ class Pending(Protocol):
 class Runner(Protocol):
     """Computes the loop's steps: on one device, with other ranks, or in a test."""
 
+    @property
+    def arrays(self) -> Arrays[Any]:
+        """Makes the arrays of the batches that it takes."""
+        ...
+
     def announce(self, decision: SchedulerOutput, applied: Applied, sequences: Sequences) -> None:
         """Called before the batches of a step are built: other ranks build theirs meanwhile."""
         ...
@@ -35,14 +41,14 @@ class Runner(Protocol):
 
     def forward(
         self,
-        batches: tuple[ForwardBatch, ...],
+        batches: tuple[ForwardBatch[Any], ...],
         block_copies: tuple[tuple[int, int], ...],
         previous: Any,
     ) -> Any:
         """Launch a forward; returns what `sample` draws from."""
         ...
 
-    def sample(self, result: Any, batch: SamplingBatch) -> Pending:
+    def sample(self, result: Any, batch: SamplingBatch[Any]) -> Pending:
         """Launch the draw."""
         ...
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.core.apply import (
+    Applied,
     SampledTokens,
     apply,
     commit,
@@ -116,7 +117,7 @@ class Flight:
 
 
 OnFinish = Callable[[Sequence, list[TrainingSample]], list[TrainingSample]]
-Watch = Callable[[Chunks, Listed[ForwardBatch], Any], None]
+Watch = Callable[[Chunks, Listed[ForwardBatch[Any]], Any], None]
 
 
 def _no_grammars(seq: Sequence) -> None:
@@ -203,7 +204,7 @@ class EngineLoop:
         self.lookahead = lookahead
         self.numerics = numerics
         self.sequences = Sequences() if sequences is None else sequences
-        self.batches = BatchBuilder(config.block_size)
+        self.batches = BatchBuilder(config.block_size, runner.arrays)
         self.in_flight: deque[Flight] = deque()
         self.inbox: deque[Message] = deque()
         self.gate, self.weights = hooks.gate, hooks.weights
@@ -260,6 +261,32 @@ class EngineLoop:
             self._accompany()
             self._retire(keep=0)
             return self.take()
+        decision, applied = self._decide()
+        if not decision.seq_ids:
+            self._accompany()  # until the oldest is back, whose sequences can go on
+            self._retire(keep=len(self.in_flight) - 1)
+            return self.take()
+        self.num_steps += 1
+        self.runner.announce(decision, applied, self.sequences)
+        chunks = self.batches.chunks(decision, applied.sampled, self.sequences)
+        batches = self.batches.forward_batches(chunks, self._sampling_now())
+        lap("build")
+        result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
+        for watch in self.watches:
+            watch(chunks, batches, result)
+        lap("forward")
+        # the last step's tokens are known before this one is drawn
+        self._retire(keep=self.lookahead - 1)
+        tokens, chunks = self._draw_or_end(result, chunks)
+        lap("sample")
+        scored = tuple(scored for batch in batches for scored in batch.scored)
+        self.in_flight.append(Flight(tuple(chunks.sampled), chunks.behind, scored, tokens))
+        self._retire(keep=self.lookahead)
+        return self.take()
+
+    def _decide(self) -> tuple[SchedulerOutput, Applied]:
+        """Decide who computes what, and apply it to sequences and cache."""
+        lap = self.clock.lap
         if self.kept_files is not None and len(self.kept_files):
             self._bring_back(self.kept_files)
         live, pending = self.sequences, self._pending()
@@ -278,23 +305,12 @@ class EngineLoop:
         self._count_admitted(decision)  # before a group is forked
         applied = apply(decision, live, self.cache)  # also a decision that only preempts
         lap("apply")
-        if not decision.seq_ids:
-            self._accompany()  # until the oldest is back, whose sequences can go on
-            self._retire(keep=len(self.in_flight) - 1)
-            return self.take()
-        self.num_steps += 1
-        self.runner.announce(decision, applied, live)
-        chunks = self.batches.chunks(decision, applied.sampled, live)
-        batches = self.batches.forward_batches(chunks, self._sampling_now())
-        lap("build")
-        result = self.runner.forward(batches, applied.block_copies, self._newest_tokens())
-        for watch in self.watches:
-            watch(chunks, batches, result)
-        lap("forward")
-        # the last step's tokens are known before this one is drawn
-        self._retire(keep=self.lookahead - 1)
+        return decision, applied
+
+    def _draw_or_end(self, result: Any, chunks: Chunks) -> tuple[Pending, Chunks]:
+        """Draw a step's samples. End those that fail, and return the chunks of the others."""
         try:
-            tokens = self._draw(result, chunks)
+            return self._draw(result, chunks), chunks
         except Exception as problem:  # one sample's, maybe
             if is_device_failure(problem):
                 raise
@@ -304,11 +320,7 @@ class EngineLoop:
             for seq, finish in failed:
                 if seq.status is not _FINISHED:  # its last token may have come meanwhile
                     self._end([seq], finish)
-        lap("sample")
-        scored = tuple(scored for batch in batches for scored in batch.scored)
-        self.in_flight.append(Flight(tuple(chunks.sampled), chunks.behind, scored, tokens))
-        self._retire(keep=self.lookahead)
-        return self.take()
+            return tokens, chunks
 
     def take(self) -> list[TrainingSample]:
         """Return the samples that ended and were not taken yet."""

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.core.apply import SampledTokens
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.backends import captures_graphs
@@ -45,8 +44,9 @@ from nano_inference.device.queues import Event, HostQueue, queue_of
 from nano_inference.device.runner import ModelRunner, StepResult, sampled_tokens
 from nano_inference.device.step_buffers import Downloads, Uploads
 from nano_inference.models.decoder import NO_ADAPTERS, Decoder
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch
 
 _NO_SCORES = torch.empty(0)
 _NO_IDS, _NO_LOGPROBS = torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 0))

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import Captured, HostQueue
 from nano_inference.device.step_buffers import (
@@ -35,16 +34,12 @@ from nano_inference.device.step_buffers import (
     carve,
 )
 from nano_inference.models.decoder import Decoder
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda.rows import make_noise_keys, relay_tokens
 from nano_inference.ops.interface import FEW_ROWS
-from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import (
-    COLUMNS,
-    DrawRequest,
-    SamplingBatch,
-    sampling_batch,
-)
+from nano_inference.sampling.sampling_batch import COLUMNS
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from nano_inference.types import SamplingParams
 
 SMALL = (1, 2, 4, 8)

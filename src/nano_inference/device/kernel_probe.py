@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError, one_line
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cpu.build import KernelsUnavailable
 from nano_inference.ops.interface import FEW_ROWS, Ops
 from nano_inference.ops.reference.backend import reference_ops
-from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
 from nano_inference.types import SamplingParams
 
 VOCABULARY = 4096  # rows of the head at most

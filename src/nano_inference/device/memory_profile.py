@@ -10,15 +10,14 @@ from typing import Protocol
 import torch
 
 from nano_inference.config import EngineConfig
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage, kv_shape
 from nano_inference.device.memory import Claims, gibibytes, longest_asked
 from nano_inference.device.warm_up import run_all_kinds
 from nano_inference.errors import ConfigError, one_line
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.sampling.columns import to_device
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from nano_inference.types import SamplingParams
 
 # of the storage that a step is tried on: every block table names these over and over

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.core.apply import Applied, SampledTokens
-from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.batch import Chunks
 from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.gate import Gate
 from nano_inference.core.interfaces import Pending
@@ -19,9 +19,10 @@ from nano_inference.device.sleep import Sleep, give_back
 from nano_inference.errors import RankLost
 from nano_inference.models.decoder import BestTokens, Decoder, ForwardResult, HeadRows
 from nano_inference.models.routes import RouteRecord
-from nano_inference.sampling.columns import to_device
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks
+from nano_inference.sampling.tensors import TORCH, SamplingBatch, to_device
 from nano_inference.types import Memory
 from nano_inference.weights.update import OtherRanks, WeightUpdate
 
@@ -87,6 +88,7 @@ class ModelRunner:
         shares: the other ranks' parts of weight updates; None: there are no other ranks.
     """
 
+    arrays = TORCH
     shares: OtherRanks | None = None
 
     def __init__(

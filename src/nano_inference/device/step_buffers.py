@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.queues import Event, HostQueue
-from nano_inference.sampling.columns import columns_of, tensors_of, with_tensors
+from nano_inference.ops.batches import ForwardBatch, forward_batch
+from nano_inference.sampling.columns import arrays_of, columns_of, with_arrays
+from nano_inference.sampling.tensors import to_device, torch_dtype
 
 WORD = 8  # bytes
 # words: where a tensor may begin. Triton compiles other code for an address that 16 does not divide
@@ -47,7 +48,7 @@ def captured_specs(batch: type, sizes: Mapping[Any, int]) -> dict[str, TensorPla
     sizes.
     """
     return {
-        name: TensorPlace(tuple(sizes[size] for size in each.sizes), each.dtype)
+        name: TensorPlace(tuple(sizes[size] for size in each.sizes), torch_dtype(each.dtype))
         for name, each in columns_of(batch).items()
         if each.padding is not None
     }
@@ -142,8 +143,8 @@ class Uploads:
         """The same batches (`ForwardBatch` or `SamplingBatch`), with their tensors on the device,
         by one copy.
         """
-        moved = iter(self.send([tensor for batch in batches for tensor in tensors_of(batch)]))
-        return [with_tensors(batch, moved) for batch in batches]
+        moved = iter(self.send([tensor for batch in batches for tensor in arrays_of(batch)]))
+        return [with_arrays(batch, moved) for batch in batches]
 
 
 class Fetched(NamedTuple):
@@ -203,13 +204,12 @@ class DecodeInputs:
         # place in the newest tokens; -1: the host knew the row's token
         self.relay_sources, stride = places.pop("relay_sources"), places.pop("table_stride")
         rows = torch.arange(size, device=buffer.device)
-        absent = {
-            name: torch.empty(0, dtype=each.dtype, device=buffer.device)
-            for name, each in columns_of(ForwardBatch).items()
-        }
-        alike = {"row_chunks": rows, "logits_indices": rows, "table_stride": stride}
-        found: dict[str, Any] = absent | places | alike
-        self.batch = ForwardBatch(weight_set=POLICY, **found)
+        self.batch = to_device(
+            forward_batch(
+                POLICY, **places, row_chunks=rows, logits_indices=rows, table_stride=stride
+            ),
+            buffer.device,
+        )
 
     @staticmethod
     def num_words(size: int, max_blocks: int) -> int:

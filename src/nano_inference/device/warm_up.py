@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import EngineConfig
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.memory import longest_asked
 from nano_inference.models.decoder import Decoder
-from nano_inference.sampling.columns import to_device
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from nano_inference.types import SamplingParams
 
 SAMPLES = 2

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ALL, Chunks, ForwardBatch, Rows, batch_of_rows
+from nano_inference.core.batch import ALL, Chunks
 from nano_inference.core.sequence import DRAFT, POLICY, Sequence
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.drawn_rows import DrawnRows
@@ -34,6 +34,7 @@ from nano_inference.drafts.source import Guess
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.rope import rope_table
 from nano_inference.models.taps import Taps
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.interface import (
     AttentionArgs,
     HeadNorms,
@@ -44,7 +45,7 @@ from nano_inference.ops.interface import (
     Trunk,
     X,
 )
-from nano_inference.sampling.columns import to_device
+from nano_inference.sampling.tensors import to_device
 
 UNKNOWN = 256  # sequences more than four times those of a step whose progress is remembered
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.batch import Chunks
 from nano_inference.core.sequence import Sequence
 from nano_inference.drafts.drawn_rows import DrawnRows
 from nano_inference.drafts.heads import HeadWeights, MedusaSpec
@@ -21,11 +21,11 @@ from nano_inference.drafts.model import (
 )
 from nano_inference.drafts.source import Guess
 from nano_inference.models.decoder import Decoder
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import Ops
-from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch, to_device
 
 NEVER = -1e30  # a logit of a token that heads do not know
 

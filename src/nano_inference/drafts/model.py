@@ -20,14 +20,13 @@ from itertools import takewhile
 
 import torch
 
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.core.sequence import DRAFT, Sequence
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.source import NO_GUESS, Guess
 from nano_inference.models.decoder import Decoder
-from nano_inference.sampling.columns import to_device
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import DrawRequest, SamplingBatch, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from nano_inference.structured.mask_bits import bans_under
 
 MOST_BEHIND = 512  # rows of one call that only bring a model's own cache up to date

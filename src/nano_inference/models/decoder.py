@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.blocks.build import build_layer, build_mixtures
 from nano_inference.models.blocks.gemma4 import LayerInputs
 from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
@@ -20,15 +19,15 @@ from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import KvcacheView, Operations, Ops, X
 from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.ops.reference.backend import lora, scaled
 from nano_inference.parallel.head import ShardedHead
-from nano_inference.sampling.columns import to_device
 from nano_inference.sampling.logit_scale import UNSCALED
 from nano_inference.sampling.pipeline import allowed
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch, greedy_batch
+from nano_inference.sampling.tensors import SamplingBatch, greedy_batch, to_device
 
 BEST_TILE = 256  # rows whose logits are in memory at once where only their best tokens are wanted
 MASKED_TILE = 64  # rows whose logits are in memory at once where they are scored under masks

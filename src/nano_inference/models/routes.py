@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.spec.experts import MoeSpec
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.moe import Note
 
 

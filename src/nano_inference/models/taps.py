@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 
 
 class Taps:

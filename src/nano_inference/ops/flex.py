@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.errors import ConfigError
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import AttentionArgs, KvcacheView, Ops
 
 # Rows of a tile: one for decodes; for chunks 32, since from 64 on the CPU kernel packs the whole KV

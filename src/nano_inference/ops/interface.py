@@ -12,7 +12,7 @@ from typing import Concatenate, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.formats import Format
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.ops.latent import LatentOps
@@ -24,7 +24,7 @@ from nano_inference.parallel.context import SegmentRows
 from nano_inference.sampling.logit_scale import LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch
 
 FEW_ROWS = 8  # what `Ops.few_rows` may be given at most
 

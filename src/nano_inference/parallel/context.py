@@ -124,12 +124,12 @@ class ContextStep:
 
 
 def own_rows(
-    batch: ForwardBatch,
+    batch: ForwardBatch[Tensor],
     split: ContextSplit,
     rank: int,
     windows: Collection[int] = (0,),
     most_states: int = MOST_NUMBERS,
-) -> ForwardBatch:
+) -> ForwardBatch[Tensor]:
     """The rows of a step that a rank computes, as a batch of its own, with `context` set.
 
     Args:
@@ -188,7 +188,7 @@ def _counts(owners: Tensor, size: int) -> tuple[int, ...]:
 
 
 def _pieces(
-    batch: ForwardBatch,
+    batch: ForwardBatch[Tensor],
     split: ContextSplit,
     rank: int,
     window: int,
@@ -211,7 +211,7 @@ def _pieces(
 
 
 def _piece(
-    batch: ForwardBatch,
+    batch: ForwardBatch[Tensor],
     split: ContextSplit,
     rank: int,
     window: int,

@@ -20,7 +20,7 @@ from nano_inference.sampling.filters import any_is_on
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch, select
 
 T = TypeVar("T")
 SCORE_TILE = 256  # rows whose logits travel at once where only one number of each is wanted
@@ -50,8 +50,8 @@ class ShardedHead:
             return self._together(self._parts.sample(hidden, weight, scale, batch, self.part))
         chosen = [mask.nonzero()[:, 0] for mask in (~whole, whole)]
         plain, gathered = (
-            replace(batch.select(chosen[0]), any_filter=False),
-            batch.select(chosen[1]),
+            replace(select(batch, chosen[0]), any_filter=False),
+            select(batch, chosen[1]),
         )
         rows, places = gathered.rows.unique(return_inverse=True)
         logits = self.logits(hidden[rows], weight, scale)

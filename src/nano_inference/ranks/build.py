@@ -15,7 +15,7 @@ import torch
 from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.loading import gguf_formats, load_params, load_spec, resolve_model
 from nano_inference.checkpoints.shard_checks import mesh_of, require_experts
-from nano_inference.config import SELF, CacheType, EngineConfig
+from nano_inference.config import SELF, EngineConfig
 from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import DRAFT, POLICY, REFERENCE
 from nano_inference.device.backends import (
@@ -61,8 +61,7 @@ from nano_inference.drafts.heads import (
 )
 from nano_inference.drafts.model import spread_layers
 from nano_inference.errors import ConfigError, InvalidRequest
-from nano_inference.kv_cache.hash_cache import PagedKVCache
-from nano_inference.kv_cache.radix import RadixKVCache
+from nano_inference.kv_cache.caches import CACHES, KVCache
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import (
     coded_copies,
@@ -85,11 +84,6 @@ from nano_inference.parallel.process_group import ProcessGroup
 logger = logging.getLogger("nano_inference")
 
 DRAFTING_SEQS = 16  # that may have drafts beyond their last block at once
-
-CACHES: dict[CacheType, type[PagedKVCache | RadixKVCache]] = {
-    "paged": PagedKVCache,
-    "radix": RadixKVCache,
-}
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class Parts:
     folder: Path  # of the policy
     # with the models, and the KV tensors, by weight set; sets of one shape share
     runner: ModelRunner
-    cache: PagedKVCache | RadixKVCache
+    cache: KVCache
     memory_budget: MemoryBudget
     numerics: Numerics
     heads: HeadWeights | None = None  # that draft
@@ -363,9 +357,7 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
     )
 
 
-def _kept_files(
-    plan: EnginePlan, runner: ModelRunner, cache: PagedKVCache | RadixKVCache
-) -> KeptFiles | None:
+def _kept_files(plan: EnginePlan, runner: ModelRunner, cache: KVCache) -> KeptFiles | None:
     config = plan.config
     if config.kept_cache_folder is None:
         return None

@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 
 from nano_inference.core.apply import Applied
-from nano_inference.core.batch import BatchBuilder, Chunks, ForwardBatch
+from nano_inference.core.batch import BatchBuilder, Chunks
 from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.sequence import CheckedRequest, Sequence, Sequences, SequenceStatus
 from nano_inference.kv_cache.sliding_window import UnitPool
-from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
+from nano_inference.ops.batches import ForwardBatch
+from nano_inference.sampling.sampling_batch import Masks
+from nano_inference.sampling.tensors import TORCH, SamplingBatch
 from nano_inference.types import SamplingParams
 
 _REALS = [each.name for each in fields(SamplingParams) if isinstance(each.default, float)]
@@ -184,7 +186,7 @@ class StepReplay:
     def __init__(self, block_size: int, units: UnitPool | None = None) -> None:
         self._block_size, self._units = block_size, units
         self._sequences = Sequences()
-        self._builder = BatchBuilder(block_size)
+        self._builder = BatchBuilder(block_size, TORCH)
         self._chunks: Chunks | None = None
         # sequence id -> place in the samples of the newest draw
         self._newest: dict[int, int] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.core.apply import Applied
-from nano_inference.core.batch import Chunks, ForwardBatch
+from nano_inference.core.batch import Chunks
 from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.failures import is_device_failure
 from nano_inference.core.sequence import POLICY, PREVIOUS, Sequences
@@ -18,12 +18,14 @@ from nano_inference.device.runner import ModelRunner
 from nano_inference.device.sleep import Sleep
 from nano_inference.errors import InvalidRequest, NanoInferenceError, RankLost
 from nano_inference.kv_cache.sliding_window import UnitPool
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.ranks.messages import Call
 from nano_inference.ranks.replay import StepSender
 from nano_inference.ranks.sharing import SentUpdates
 from nano_inference.ranks.worker_group import WorkerGroup
-from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
+from nano_inference.sampling.sampling_batch import Masks
+from nano_inference.sampling.tensors import SamplingBatch
 from nano_inference.types import Memory
 from nano_inference.weights.update import WeightUpdate
 

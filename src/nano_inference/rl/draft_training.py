@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.core.sequence import POLICY
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.heads import (
@@ -34,6 +33,7 @@ from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.spec.model import ModelSpec, spec_from_config
 from nano_inference.models.taps import Taps
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.reference.backend import scaled
 from nano_inference.ranks.build import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows

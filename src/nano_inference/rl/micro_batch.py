@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.sampling.sampling_batch import mask_columns
+from nano_inference.sampling.tensors import TORCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class _Rows:
             positions=torch.tensor(self.positions),
             segments=tuple(self.segments),
             scored_rows=torch.tensor([row for row, _ in self.places]),
-            **mask_columns(len(self.places), self.masks),
+            **mask_columns(TORCH, len(self.places), self.masks),
             owners=torch.tensor([place for place, _ in self.targets]),
             targets=torch.tensor([token_id for _, token_id in self.targets]),
             gradients=torch.tensor(list(self.targets.values()), dtype=torch.float32),

@@ -16,18 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nano_inference.core.batch import Rows, batch_of_rows
 from nano_inference.core.sequence import REFERENCE
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.runner import Sampled
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import InvalidRequest
 from nano_inference.models.decoder import Decoder
+from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ranks.build import require_one_rank
 from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
 from nano_inference.rl.versions import VersionedDecoders, Weights
-from nano_inference.sampling.columns import to_device
-from nano_inference.sampling.sampling_batch import DrawRequest, sampling_batch
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
 from nano_inference.structured.mask_bits import bans_under
 from nano_inference.structured.matching import GrammarState
 from nano_inference.types import (

@@ -15,19 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch, Rows, batch_of_rows
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
+from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.interface import Norm, Ops
 from nano_inference.rl.comparison import OF_PROMPT, Difference
 from nano_inference.rl.history import stretches
 from nano_inference.rl.replayer import MOST_ROWS, Draws, Replayer
-from nano_inference.sampling.columns import to_device
-from nano_inference.sampling.sampling_batch import sampling_batch
+from nano_inference.sampling.tensors import sampling_batch, to_device
 from nano_inference.types import TrainingSample
 
 # Rows computed one at a time, the last ones; those before them go in one chunk. What differs is the

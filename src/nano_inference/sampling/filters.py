@@ -7,28 +7,29 @@ A new filter is a parameter in `SamplingParams`, a column and a line of `FILTERS
 in `ops/cpu/kernels/filters.h` and `ops/cuda/filters.py`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
-import torch
-from torch import Tensor
+from nano_inference.sampling.columns import A, column
 
-from nano_inference.sampling.columns import column
+if TYPE_CHECKING:  # the columns are declared here, and the host that fills them needs no torch
+    from torch import Tensor
 
 _MOST = 2**31  # as good as any larger number of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilterColumns:
+class FilterColumns(Generic[A]):
     """What the filters ask of each sample, [R]."""
 
-    top_k: Tensor = column(torch.int64, "R", padding=0, param=lambda p: min(p.top_k, _MOST))
-    top_p: Tensor = column(torch.float32, "R", padding=1.0, param=lambda p: p.top_p)
-    min_p: Tensor = column(torch.float32, "R", padding=0.0, param=lambda p: p.min_p)
+    top_k: A = column("int64", "R", padding=0, param=lambda p: min(p.top_k, _MOST))
+    top_p: A = column("float32", "R", padding=1.0, param=lambda p: p.top_p)
+    min_p: A = column("float32", "R", padding=0.0, param=lambda p: p.min_p)
 
 
-def any_is_on(columns: FilterColumns, vocab_size: int) -> Tensor:
+def any_is_on(columns: "FilterColumns[Tensor]", vocab_size: int) -> "Tensor":
     """Which samples have a filter that can cut, bool [R]."""
     cuts = (columns.top_k > 0) & (columns.top_k < vocab_size)
     return cuts | (columns.top_p < 1) | (columns.min_p > 0)
@@ -37,42 +38,42 @@ def any_is_on(columns: FilterColumns, vocab_size: int) -> Tensor:
 class Ranking(NamedTuple):
     """Tokens of each row by (probability descending, id ascending)."""
 
-    ids: Tensor  # int64 [R, V]
-    odds: Tensor  # float32 [R, V], probability relative to the first
-    keep: Tensor  # bool [R, V], written by the filters
+    ids: "Tensor"  # int64 [R, V]
+    odds: "Tensor"  # float32 [R, V], probability relative to the first
+    keep: "Tensor"  # bool [R, V], written by the filters
 
 
-def rank(logits: Tensor) -> Ranking:
+def rank(logits: "Tensor") -> Ranking:
     """Sort rows of logits, float32 [R, V], after temperature."""
-    ranked, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-    keep = ranked > -torch.inf
+    ranked, ids = logits.sort(dim=-1, descending=True, stable=True)
+    keep = ranked > -math.inf
     keep[:, 0] = True
-    return Ranking(ids, torch.exp(ranked - ranked[:, :1]), keep)
+    return Ranking(ids, (ranked - ranked[:, :1]).exp(), keep)
 
 
-def keep_top_k(ranking: Ranking, top_k: Tensor) -> None:
+def keep_top_k(ranking: Ranking, top_k: "Tensor") -> None:
     """Keep exactly the first k. int64 [R], 0 for off."""
-    ranks = torch.arange(ranking.odds.shape[-1], device=ranking.odds.device)
-    ranking.keep.logical_and_((ranks < top_k[:, None]) | (top_k[:, None] == 0))
+    ranks = ranking.ids.new_ones(ranking.ids.shape[-1]).cumsum(dim=-1)  # from 1
+    ranking.keep.logical_and_((ranks <= top_k[:, None]) | (top_k[:, None] == 0))
 
 
-def keep_top_p(ranking: Ranking, top_p: Tensor) -> None:
+def keep_top_p(ranking: Ranking, top_p: "Tensor") -> None:
     """Keep the shortest prefix whose mass reaches top_p of what is left. float32 [R], 1 for off."""
-    mass = torch.cumsum(ranking.odds * ranking.keep, dim=-1)
+    mass = (ranking.odds * ranking.keep).cumsum(dim=-1)
     before = mass.roll(1, dims=-1)
     before[:, 0] = 0
     ranking.keep.logical_and_((before < top_p[:, None] * mass[:, -1:]) | (top_p[:, None] >= 1))
     ranking.keep[:, 0] = True
 
 
-def keep_min_p(ranking: Ranking, min_p: Tensor) -> None:
+def keep_min_p(ranking: Ranking, min_p: "Tensor") -> None:
     """Keep tokens at least min_p times as probable as the first. float32 [R], 0 for off."""
     ranking.keep.logical_and_(ranking.odds >= min_p[:, None])
     ranking.keep[:, 0] = True
 
 
 # By column, in the order in which they are applied.
-FILTERS: dict[str, Callable[[Ranking, Tensor], None]] = {
+FILTERS: dict[str, "Callable[[Ranking, Tensor], None]"] = {
     "top_k": keep_top_k,
     "top_p": keep_top_p,
     "min_p": keep_min_p,

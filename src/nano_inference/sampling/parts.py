@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.sampling.columns import Entries
+from nano_inference.sampling.exponential_noise import exponential_noise
 from nano_inference.sampling.logprobs import VOCAB_BLOCK, block_sums
-from nano_inference.sampling.noise import exponential_noise
 from nano_inference.sampling.pipeline import Bias, Distribution, Masks, Penalties, distance, divide
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch, select
 from nano_inference.structured.mask_bits import WORD
 
 ROW_TILE = 64  # rows of one exchange: bounds the memory of a large vocabulary
@@ -60,7 +60,7 @@ class VocabPart(NamedTuple):
         """How many blocks each rank has."""
         return [-(-size // block) for size in self.sizes]
 
-    def own(self, entries: Entries) -> Entries:
+    def own(self, entries: Entries[Tensor]) -> Entries[Tensor]:
         """Those entries that are of this rank's tokens, counted from its first."""
         rows, ids, values = entries
         inside = (ids >= self.first) & (ids < self.first + self.size)
@@ -81,7 +81,7 @@ def sample_part(
     drawn: list[tuple[Tensor, ...]] = []
     for start in range(0, num, ROW_TILE):
         tile = torch.arange(start, min(start + ROW_TILE, num), device=logits.device)
-        drawn.append((yield from _sample_tile(logits[batch.rows[tile]], batch.select(tile), part)))
+        drawn.append((yield from _sample_tile(logits[batch.rows[tile]], select(batch, tile), part)))
     if drawn:
         token_ids, logprobs, raw, mass = (torch.cat(column) for column in zip(*drawn, strict=True))
     else:

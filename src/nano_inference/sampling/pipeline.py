@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.sampling.filters import FILTERS, Ranking, rank
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch
 from nano_inference.structured.mask_bits import WORD
 
 

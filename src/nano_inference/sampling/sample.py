@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nano_inference.sampling.exponential_noise import exponential_noise
 from nano_inference.sampling.logprobs import best_tokens, gather_logprobs, logsumexp
-from nano_inference.sampling.noise import exponential_noise, noise_keys
+from nano_inference.sampling.noise import noise_keys
 from nano_inference.sampling.pipeline import STANDARD, Distribution, divide
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch, select
 
 ROW_TILE = 16  # rows handled at once: bounds the memory of a large vocabulary
 
@@ -37,7 +38,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Draw:
     """
     tiles = torch.arange(len(batch), device=logits.device).split(ROW_TILE)
     draws = [
-        _sample(logits[batch.rows[tile]], batch if len(tiles) == 1 else batch.select(tile))
+        _sample(logits[batch.rows[tile]], batch if len(tiles) == 1 else select(batch, tile))
         for tile in tiles
     ]
     columns = (None if each[0] is None else torch.cat(each) for each in zip(*draws, strict=True))

@@ -1,14 +1,12 @@
-"""What the draw of a step needs, as tensors: one row a sample."""
+"""What the draw of a step needs, as arrays: one row a sample."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from nano_inference.sampling.columns import Entries, column, columns_of
+from nano_inference.sampling.columns import A, Arrays, Entries, column, columns_of
 from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.sampling.filters import FilterColumns
 from nano_inference.sampling.noise import noise_streams, stream_keys
@@ -16,58 +14,32 @@ from nano_inference.structured.mask_bits import mask_of
 from nano_inference.types import SamplingParams
 
 
-class DrawRequest(NamedTuple):
-    """One token to draw.
-
-    Attributes:
-        params: how.
-        row: row of the logits; samples of a group share one.
-        key: (seed, sample index, position of the token).
-        prompt, completion: ids before it, for penalties.
-        banned: ids that may not be drawn here.
-        mask: of a grammar, int32 [W]; None: there is none.
-    """
-
-    params: SamplingParams
-    row: int = 0
-    key: tuple[int, int, int] = (0, 0, 0)
-    prompt: Sequence[int] = ()
-    completion: Sequence[int] = ()
-    banned: Iterable[int] = ()
-    mask: np.ndarray | None = None
-
-
 def _of_all(read: Callable[[SamplingParams], int]) -> Any:
     """A number of the whole batch: the greatest of what `read` says of the samples' parameters."""
     return field(metadata={"of_all": read})
 
 
-_NONE = torch.zeros(0, dtype=torch.int64)
-_NO_WORDS = torch.zeros((0, 0), dtype=torch.int32)
-NO_ENTRIES = Entries(_NONE, _NONE, torch.zeros(0))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingBatch(FilterColumns):
+class SamplingBatch(FilterColumns[A]):
     """R samples, M masks of W words."""
 
-    rows: Tensor = column(torch.int64, "R")  # row of the logits; a group's samples share one
-    temperature: Tensor = column(torch.float64, "R", padding=1.0, param=lambda p: p.temperature)
-    presence: Tensor = column(torch.float32, "R", param=lambda p: p.presence_penalty)
-    frequency: Tensor = column(torch.float32, "R", param=lambda p: p.frequency_penalty)
-    repetition: Tensor = column(torch.float32, "R", param=lambda p: p.repetition_penalty)
-    noise_keys: Tensor = column(torch.int64, "R", 2)  # values of 32 bits, from `sampling.noise`
-    bias: Entries = column(torch.float32, "E")  # added to logits
+    rows: A = column("int64", "R")  # row of the logits; a group's samples share one
+    temperature: A = column("float64", "R", padding=1.0, param=lambda p: p.temperature)
+    presence: A = column("float32", "R", param=lambda p: p.presence_penalty)
+    frequency: A = column("float32", "R", param=lambda p: p.frequency_penalty)
+    repetition: A = column("float32", "R", param=lambda p: p.repetition_penalty)
+    noise_keys: A = column("int64", "R", 2)  # values of 32 bits, from `sampling.noise`
+    bias: Entries[A] = column("float32", "E")  # added to logits
     # how often the completion holds a token; tokens of the prompt that it does not hold count 0
-    counts: Entries = column(torch.float32, "E")
-    banned: Entries = column(torch.float32, "E", default=NO_ENTRIES)  # never drawn; values are 0
-    mask_rows: Tensor = column(torch.int64, "R")  # row of `mask_words`, -1: the sample has no mask
+    counts: Entries[A] = column("float32", "E")
+    banned: Entries[A] = column("float32", "E")  # never drawn; values are 0
+    mask_rows: A = column("int64", "R")  # row of `mask_words`, -1: the sample has no mask
     # bit i % 32 of word i // 32 says whether token i may be drawn; tokens beyond may not
-    mask_words: Tensor = column(torch.int32, "M", "W")
+    mask_words: A = column("int32", "M", "W")
     # What the noise keys come from: `noise_streams`, and the positions of the tokens to draw. A
     # graph keeps the streams on the device and makes the keys of later positions.
-    streams: Tensor = column(torch.int64, "R", padding=0, on_host=True, default=_NONE)
-    positions: Tensor = column(torch.int64, "R", on_host=True, default=_NONE)
+    streams: A = column("int64", "R", padding=0, on_host=True)
+    positions: A = column("int64", "R", on_host=True)
     any_filter: bool = _of_all(lambda p: p.filters)
     any_greedy: bool = _of_all(lambda p: p.temperature == 0)
     # some sample wants raw logprobs (greedy ones always do)
@@ -83,23 +55,6 @@ class SamplingBatch(FilterColumns):
         """Whether some sample may not draw some token."""
         return len(self.mask_words) + len(self.banned.ids) > 0
 
-    @property
-    def masked(self) -> Tensor:
-        """Which samples may not draw some token, bool [R]."""
-        return (self.mask_rows >= 0).index_fill(0, self.banned.rows, True)
-
-    def select(self, samples: Tensor) -> "SamplingBatch":
-        """Some of the samples, rising places int64 [n]. What is said of a whole batch stays, and
-        what only the host reads.
-        """
-        cut: dict[str, Any] = {}
-        for name, declared in COLUMNS.items():
-            if declared.sizes[0] == "E":
-                cut[name] = getattr(self, name).of(samples)
-            elif declared.sizes[0] == "R" and not declared.on_host:
-                cut[name] = getattr(self, name)[samples]
-        return replace(self, **cut)
-
 
 COLUMNS = columns_of(SamplingBatch)
 # The columns that parameters say, and the numbers of a whole batch.
@@ -111,14 +66,9 @@ OF_ALL: dict[str, Callable[[SamplingParams], int]] = {
 }
 
 
-def numpy_dtype(dtype: torch.dtype) -> Any:
-    """Numpy's name for one of torch's."""
-    return np.dtype(str(dtype).removeprefix("torch."))
-
-
 _RECORD = np.dtype(
     [("seed", np.uint64), ("sample_index", np.uint64)]
-    + [(name, numpy_dtype(each.dtype)) for name, each in PARAMETERS.items()]
+    + [(name, each.dtype) for name, each in PARAMETERS.items()]
     + [(name, np.int64) for name in OF_ALL]
 )
 _READ = [*(each.param for each in PARAMETERS.values()), *OF_ALL.values()]
@@ -174,15 +124,19 @@ class _Fixed(NamedTuple):
     penalized: list[tuple[int, TokenCounts]]  # by place in `slots`
 
 
-class SamplingTable:
+class SamplingTable(Generic[A]):
     """How samples are drawn: what their parameters say, read once, one record a slot; the caller
     hands out slots.
+
+    Args:
+        arrays: makes the arrays of its batches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrays: Arrays[A]) -> None:
+        self._arrays = arrays
         self._records = np.zeros(0, dtype=_RECORD)
         self._fixed: _Fixed | None = None
-        self._masked: dict[str, Tensor] | None = None  # the masks of the samples of `_fixed`
+        self._masked: dict[str, A] | None = None  # the masks of the samples of `_fixed`
         # by slot, of those that have some
         self._bias: dict[int, Pairs] = {}
         self._masks: dict[int, np.ndarray] = {}
@@ -218,7 +172,7 @@ class SamplingTable:
         banned: Mapping[int, Iterable[int]],
         masks: Masks = (),
         behind: Drafts = NO_DRAFTS,
-    ) -> SamplingBatch:
+    ) -> SamplingBatch[A]:
         """One token of each of these slots. A slot may stand here more than once.
 
         Args:
@@ -232,19 +186,20 @@ class SamplingTable:
         """
         fixed = self._fixed_of(slots)
         if self._masked is None:
-            self._masked = mask_columns(len(slots), _having(slots, self._masks))
+            self._masked = mask_columns(self._arrays, len(slots), _having(slots, self._masks))
         masked = self._masked
         if masks:
             both = sorted({**dict(_having(slots, self._masks)), **dict(masks)}.items())
-            masked = mask_columns(len(slots), both)
+            masked = mask_columns(self._arrays, len(slots), both)
+        make = self._arrays.make
         return SamplingBatch(
-            rows=torch.from_numpy(rows),
-            noise_keys=torch.from_numpy(stream_keys(fixed.streams, positions.astype(np.uint64))),
-            positions=torch.from_numpy(positions),
-            counts=_entries(
+            rows=make(rows),
+            noise_keys=make(stream_keys(fixed.streams, positions.astype(np.uint64))),
+            positions=make(positions),
+            counts=self._entries(
                 [(place, counts.pairs(behind.get(place, ()))) for place, counts in fixed.penalized]
             ),
-            banned=_entries(
+            banned=self._entries(
                 [(i, _pairs(dict.fromkeys(ids, 0.0))) for i, ids in sorted(banned.items())]
             ),
             **masked,
@@ -254,49 +209,26 @@ class SamplingTable:
     def _fixed_of(self, slots: np.ndarray) -> _Fixed:
         if self._fixed is None or not np.array_equal(slots, self._fixed.slots):
             record = self._records[slots]
-            found: dict[str, Any] = {
-                name: torch.from_numpy(record[name].copy()) for name in PARAMETERS
-            }
+            make = self._arrays.make
+            found: dict[str, Any] = {name: make(record[name].copy()) for name in PARAMETERS}
             for name in OF_ALL:
                 most = int(record[name].max(initial=0))
                 found[name] = bool(most) if name.startswith("any_") else most
-            found["bias"] = _entries(_having(slots, self._bias))
+            found["bias"] = self._entries(_having(slots, self._bias))
             streams = noise_streams(record["seed"], record["sample_index"])
-            found["streams"] = torch.from_numpy(streams.view(np.int64))
+            found["streams"] = make(streams.view(np.int64))
             penalized = _having(slots, self._counts)
             self._fixed, self._masked = _Fixed(slots, streams, found, penalized), None
         return self._fixed
 
-
-def sampling_batch(draws: Sequence[DrawRequest]) -> SamplingBatch:
-    """The tensors of these draws, in their order."""
-    table = SamplingTable()
-    for slot, draw in enumerate(draws):
-        table.put(slot, draw.params, *draw.key[:2], draw.prompt)
-    slots = np.arange(len(draws))
-    for place, counts in table.penalized(slots):
-        counts.add(draws[place].completion)
-    rows, positions = (
-        np.array(column, dtype=np.int64)
-        for column in ([d.row for d in draws], [d.key[2] for d in draws])
-    )
-    return table.batch(
-        slots,
-        rows,
-        positions,
-        {i: draw.banned for i, draw in enumerate(draws) if draw.banned},
-        [(i, draw.mask) for i, draw in enumerate(draws) if draw.mask is not None],
-    )
-
-
-def greedy_batch(num_rows: int, most_top: int) -> SamplingBatch:
-    """The most probable token of each of so many rows, and with it the `most_top` best under the
-    model's own logits.
-    """
-    table = SamplingTable()
-    table.put(0, SamplingParams(temperature=0, top_logprobs=most_top), 0, 0, ())
-    slots = np.zeros(num_rows, dtype=np.int64)
-    return table.batch(slots, np.arange(num_rows), slots, {})
+    def _entries(self, pairs: Sequence[tuple[int, Pairs]]) -> Entries[A]:
+        """The pairs of some rows, which rise."""
+        if not pairs:
+            return self._arrays.no_entries
+        make = self._arrays.make
+        ids, values = (make(np.concatenate([own[part] for _, own in pairs])) for part in range(2))
+        rows = np.repeat([row for row, _ in pairs], [len(own[0]) for _, own in pairs])
+        return Entries(make(rows), ids, values)
 
 
 def _having(slots: np.ndarray, values: Mapping[int, T]) -> list[tuple[int, T]]:
@@ -306,32 +238,23 @@ def _having(slots: np.ndarray, values: Mapping[int, T]) -> list[tuple[int, T]]:
     return [(i, values[slot]) for i, slot in enumerate(slots.tolist()) if slot in values]
 
 
-def mask_columns(num_samples: int, masks: Sequence[tuple[int, np.ndarray]]) -> dict[str, Tensor]:
+def mask_columns(
+    arrays: Arrays[A], num_samples: int, masks: Sequence[tuple[int, np.ndarray]]
+) -> dict[str, A]:
     """`mask_rows` and `mask_words` of so many samples, some of which have masks, given by place."""
     rows = np.full(num_samples, -1, dtype=np.int64)
     if not masks:
-        return {"mask_rows": torch.from_numpy(rows), "mask_words": _NO_WORDS}
+        return {"mask_rows": arrays.make(rows), "mask_words": arrays.no_masks}
     rows[[place for place, _ in masks]] = np.arange(len(masks))
     most = max(len(words) for _, words in masks)
     table = np.zeros((len(masks), most), dtype=np.int32)
     for row, (_, words) in zip(table, masks, strict=True):
         row[: len(words)] = words
-    return {"mask_rows": torch.from_numpy(rows), "mask_words": torch.from_numpy(table)}
+    return {"mask_rows": arrays.make(rows), "mask_words": arrays.make(table)}
 
 
 def _pairs(values: Mapping[int, float]) -> Pairs:
     return np.fromiter(values, dtype=np.int64), np.fromiter(values.values(), dtype=np.float32)
-
-
-def _entries(pairs: Sequence[tuple[int, Pairs]]) -> Entries:
-    """The pairs of some rows, which rise."""
-    if not pairs:
-        return NO_ENTRIES
-    ids, values = (
-        torch.from_numpy(np.concatenate([own[part] for _, own in pairs])) for part in range(2)
-    )
-    rows = np.repeat([row for row, _ in pairs], [len(own[0]) for _, own in pairs])
-    return Entries(torch.from_numpy(rows), ids, values)
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:

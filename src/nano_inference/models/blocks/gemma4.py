@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.blocks.experts import Mixture
 from nano_inference.models.blocks.layer import Layer
 from nano_inference.models.blocks.step import NOT_ROUNDED, ModelPart, Step
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import Norm, Operations, X
 from nano_inference.ops.reference import backend as reference
 

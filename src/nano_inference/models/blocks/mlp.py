@@ -4,10 +4,10 @@ from functools import partial
 
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.activations import UNGATED
 from nano_inference.models.blocks.linear import Linear, row_parallel
 from nano_inference.models.blocks.step import ModelPart, Step
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import X
 
 

@@ -8,13 +8,13 @@ from typing import Any, Generic, Protocol
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.rope import Rotation
 from nano_inference.models.routes import RouteRecord
 from nano_inference.models.sharding.context import SharedContext
 from nano_inference.models.sharding.rank_exchange import RankExchange
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.taps import Taps
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import KvcacheView, Norm, Operations, Ops, X
 
 NOT_ROUNDED = Norm(None, 0.0, 0.0, torch.float32)  # only adds to the residual stream

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import AttentionArgs, Joint, KvcacheView, Ops, PartialAttention
 from nano_inference.parallel.context import (
     MOST_NUMBERS,

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
 from nano_inference.models.sharding.expert_exchange import ExpertExchange
 from nano_inference.models.sharding.shard import ModelShard, expert_bounds
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.parallel.process_group import ProcessGroup
 
 

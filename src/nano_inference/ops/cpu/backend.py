@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cpu import library
 from nano_inference.ops.cpu.build import Law, best_instruction_set, law_of
 from nano_inference.ops.cpu.head import CpuHead

@@ -17,7 +17,8 @@ from nano_inference.ops.interface import HeadParts, Weight
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.parts import VocabPart
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import COLUMNS, SamplingBatch
+from nano_inference.sampling.sampling_batch import COLUMNS
+from nano_inference.sampling.tensors import SamplingBatch, torch_dtype
 
 _MEMORY, _ROW, _ID = 1, 2, 3  # `HeadError` of head.h
 BLOCK = 384  # VOCAB_BLOCK of filters.h
@@ -39,10 +40,10 @@ def _pointers() -> list[Pointer]:
     found: list[Pointer] = []
     for name, column in COLUMNS.items():
         if column.sizes == ("E",):
-            dtypes = {"rows": torch.int64, "ids": torch.int64, "values": column.dtype}
+            dtypes = {"rows": torch.int64, "ids": torch.int64, "values": torch_dtype(column.dtype)}
             found += [Pointer(name, part, dtype) for part, dtype in dtypes.items()]
         elif not column.on_host:
-            found.append(Pointer(None, name, column.dtype))
+            found.append(Pointer(None, name, torch_dtype(column.dtype)))
     for each in found:  # ctypes would take any name, and the kernels would never see it
         place = getattr(DrawBatch(), each.entries) if each.entries else DrawBatch()
         assert hasattr(place, each.name), f"DrawBatch of head.h lacks {each.name} ({each.entries})"

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.recorder import (
     CALL,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cpu.library import struct
 from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView

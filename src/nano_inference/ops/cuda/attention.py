@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda.attention_plan import FIELDS, Bounds, Items, plan_items
 from nano_inference.ops.cuda.matmul import shared_memory
 from nano_inference.ops.interface import AttentionArgs, KvcacheView

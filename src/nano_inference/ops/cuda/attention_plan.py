@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 
 FIELDS = tl.constexpr(16)  # numbers of an item, of which eleven are used; one line of the cache
 SIZES = tl.constexpr(16)  # candidates for the splits of an item: 1, 2, 4 … and, last, all of a tile

@@ -16,7 +16,7 @@ from nano_inference.ops.reference import backend as reference
 from nano_inference.ops.reference.backend import scaled
 from nano_inference.sampling.logit_scale import UNSCALED, LogitScale
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch
 
 VERSION = 2  # counted up whenever any bit may change
 # rows whose logits are in memory at once where only one logprob of each is wanted

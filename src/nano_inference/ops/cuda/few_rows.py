@@ -50,7 +50,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cuda.matmul import shared_memory
 from nano_inference.ops.cuda.rows import ACTIVATIONS, aligned, gated
 from nano_inference.ops.interface import (

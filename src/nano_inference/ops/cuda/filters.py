@@ -30,7 +30,7 @@ from torch import Tensor
 
 from nano_inference.ops.cuda.noise import exponential, key_halves
 from nano_inference.ops.cuda.softmax import BLOCK, LOG2_E, divisor_of, finite_or_zero, num_blocks
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch
 
 CAPACITY = 4096  # gathered tokens of a row
 LEVELS = tl.constexpr(16)

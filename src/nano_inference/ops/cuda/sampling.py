@@ -33,7 +33,7 @@ from nano_inference.ops.cuda.softmax import (
 )
 from nano_inference.sampling.columns import Entries
 from nano_inference.sampling.sample import Draw
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch, masked_samples
 
 # Of a block: of the logits that are drawn from, and of the model's own where they are others.
 _PARTS = 5
@@ -357,7 +357,7 @@ def cut(logits: Tensor, batch: SamplingBatch) -> Uncut:
     """
     num, vocab = logits.shape
     blocks = num_blocks(vocab)
-    masked = batch.masked.view(torch.uint8)
+    masked = masked_samples(batch).view(torch.uint8)
     parts = torch.empty((2, num, blocks), device=logits.device)
     words = batch.mask_words
     _mask_kernel[num, blocks](
@@ -368,7 +368,9 @@ def cut(logits: Tensor, batch: SamplingBatch) -> Uncut:
     return Uncut(masked, parts)
 
 
-def _edit(batch: SamplingBatch, changed: Tensor, entries: Entries, what: tl.constexpr) -> None:
+def _edit(
+    batch: SamplingBatch, changed: Tensor, entries: Entries[Tensor], what: tl.constexpr
+) -> None:
     count, vocab = len(entries.ids), changed.shape[1]
     if not count:
         return

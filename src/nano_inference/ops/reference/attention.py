@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.interface import AttentionArgs, KvcacheView
 from nano_inference.parallel.context import SEGMENT, SegmentRows
 

@@ -51,7 +51,7 @@ from nano_inference.sampling.logprobs import VOCAB_BLOCK, gather_logprobs
 from nano_inference.sampling.parts import VocabPart, sample_part, score_part
 from nano_inference.sampling.pipeline import divide
 from nano_inference.sampling.sample import Draw, sample
-from nano_inference.sampling.sampling_batch import SamplingBatch
+from nano_inference.sampling.tensors import SamplingBatch
 
 ROW_TILE = 16
 VOCAB_TILE = 4096  # rows of the head cast to float32 at a time

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.core.batch import ForwardBatch
+from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView
 
 L2_EPS = 1e-6  # of the norms of queries and keys
