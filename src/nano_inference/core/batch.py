@@ -308,7 +308,7 @@ class BatchBuilder(Generic[A]):
             scored=tuple(scored),
             relay_rows=arrays.integers(relay_rows),
             relay_sources=arrays.integers(relay_sources),
-            num_prompt_tokens=int(np.clip(prompts - starts, 0, lengths).sum()),
+            num_prompt_tokens=int(np.minimum(np.maximum(prompts - starts, 0), lengths).sum()),
             best_rows=arrays.integers(best_rows),
             num_best=max((seq.request.num_best for seq, _, _ in scored), default=0),
         )
