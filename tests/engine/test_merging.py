@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.checkpoints.lora import LoraSettings
-from nano_inference.engine import merging
+from nano_inference.engine import adapters
 from nano_inference.errors import (
     AdapterError,
     AdapterNotFound,
@@ -177,14 +177,14 @@ def amid_a_merge(
 ) -> None:
     """Call `do` where the merged weights are computed, once, and let the merge go on."""
     calls = iter([do])
-    inner = merging.merged
+    inner = adapters.merged
 
     def merged(*args: Any) -> Tensor:
         for call in calls:
             call()
         return inner(*args)
 
-    monkeypatch.setattr(merging, "merged", merged)
+    monkeypatch.setattr(adapters, "merged", merged)
     engine.merge_adapter("own")
 
 
