@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.weights.session import Bucket
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes, overlapped
 from nano_inference.weights.transports.rendezvous import (
@@ -27,7 +28,6 @@ from nano_inference.weights.transports.rendezvous import (
     parse_address,
 )
 from nano_inference.weights.transports.reuse import ReusedMemory
-from nano_inference.weights.update import Bucket
 
 
 class BroadcastReceiver:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.weights.session import WeightPatch
 from nano_inference.weights.sources import BUCKET_BYTES
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, overlapped
@@ -19,7 +20,6 @@ from nano_inference.weights.transports.rendezvous import (
     parse_address,
     serve_store,
 )
-from nano_inference.weights.update import WeightPatch
 
 UNDER_WAY = 3  # runs that travel at once
 
