@@ -23,7 +23,7 @@ from nano_inference.drafts.heads import (
 )
 from nano_inference.drafts.medusa import MedusaDrafts
 from nano_inference.drafts.suffix import SuffixDrafts
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 
 # what EAGLE-3 heads have in common: see `eagle_tensors`
 LAYER = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference.models.parameters.fused import fused_tensors, unfused
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.rl import PolicyModel, score, torch_decoder
 from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
 from nano_inference.rl.torch_decoder import TorchDecoder

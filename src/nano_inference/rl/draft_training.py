@@ -32,7 +32,8 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.models.taps import Taps
 from nano_inference.ops.reference.backend import scaled
 from nano_inference.ranks.build import require_one_rank
