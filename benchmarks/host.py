@@ -27,7 +27,7 @@ from nano_inference.core.batch import ForwardBatch
 from nano_inference.core.loop import PHASES, Add, EngineLoop
 from nano_inference.core.sequence import CheckedRequest, Sequence
 from nano_inference.device.runner import Sampled
-from nano_inference.ranks.build import CACHES
+from nano_inference.ranks.parts import CACHES
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.sampling_batch import SamplingBatch
 from nano_inference.types import SamplingParams

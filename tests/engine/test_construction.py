@@ -11,7 +11,7 @@ from nano_inference.core.sequence import POLICY
 from nano_inference.engine import engine as engine_module
 from nano_inference.engine.build import assemble_all
 from nano_inference.errors import AdapterError
-from nano_inference.ranks.build import Parts
+from nano_inference.ranks.parts import Parts
 from tests.models.tiny import tiny_llama
 from tests.ranks.rank_threads import ThreadLauncher
 

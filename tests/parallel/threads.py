@@ -37,7 +37,7 @@ from nano_inference.models.sharding.rank_exchange import RankClock, RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.parallel.mesh import Mesh, Place
-from nano_inference.ranks.build import Parts, assemble
+from nano_inference.ranks.parts import Parts, assemble
 from nano_inference.ranks.replay import Draw, Forward, StepReplay, StepSender
 from nano_inference.sampling.sampling_batch import Masks, SamplingBatch
 from tests.invariance.scenario import spoil

@@ -8,7 +8,7 @@ import pytest
 
 from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.kv_cache.sliding_window import BlockLayout
-from nano_inference.ranks.build import CACHES
+from nano_inference.ranks.parts import CACHES
 from tests.depth import share_of
 from tests.simulation.workload import (
     Ask,

@@ -13,7 +13,7 @@ from nano_inference.core.loop import Add, EngineLoop
 from nano_inference.core.sequence import CheckedRequest, Sequence
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.sliding_window import BlockLayout
-from nano_inference.ranks.build import CACHES
+from nano_inference.ranks.parts import CACHES
 from nano_inference.types import SamplingParams
 from tests.simulation.fake_model import FakeRunner
 from tests.simulation.workload import Ask, Workload, random_workload, run, with_groups

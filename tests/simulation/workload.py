@@ -21,7 +21,7 @@ from nano_inference.core.sequence import (
     Sequences,
 )
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
-from nano_inference.ranks.build import CACHES
+from nano_inference.ranks.parts import CACHES
 from nano_inference.sampling.noise import noise_keys
 from nano_inference.types import (
     GROUP_COMPLETE,

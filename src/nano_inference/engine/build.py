@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 from nano_inference.checkpoints.shard_checks import mesh_of
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.ranks.build import Parts, assemble, rank_in_lockstep
+from nano_inference.ranks.build import rank_in_lockstep
 from nano_inference.ranks.lockstep import Lockstep
+from nano_inference.ranks.parts import Parts, assemble
 
 if TYPE_CHECKING:
     from nano_inference.ranks.launcher import Launcher

@@ -35,8 +35,8 @@ from nano_inference.engine.resume_from import resumed
 from nano_inference.engine.shared_loop import FairLock, SharedLoop, Sink, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
-from nano_inference.ranks.build import require_one_rank
 from nano_inference.ranks.lockstep import Lockstep
+from nano_inference.ranks.parts import require_one_rank
 from nano_inference.structured.matching import GrammarState
 from nano_inference.system.moved import Removed
 from nano_inference.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from nano_inference.device.runner import Sampled
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import InvalidRequest
 from nano_inference.models.decoder import Decoder
-from nano_inference.ranks.build import require_one_rank
+from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.columns import to_device
