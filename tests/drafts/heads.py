@@ -13,7 +13,6 @@ from nano_inference.core.sequence import DRAFT, POLICY
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.drafter import Drafter
 from nano_inference.drafts.eagle import EagleDrafts
-from nano_inference.drafts.grammar import ForcedDrafts
 from nano_inference.drafts.heads import (
     EagleSpec,
     HeadsSpec,
@@ -22,6 +21,7 @@ from nano_inference.drafts.heads import (
     table_of,
 )
 from nano_inference.drafts.medusa import MedusaDrafts
+from nano_inference.drafts.sources import ForcedDrafts
 from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.models.spec.read import spec_from_config
 

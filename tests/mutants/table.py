@@ -572,7 +572,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "experts_add_up_as_they_arrive",
-        "src/nano_inference/models/sharding/expert_exchange.py",
+        "src/nano_inference/models/sharding/rank_exchange.py",
         old="""\
         products = answers[0].new_empty((*ids.shape, x.shape[1]))
         for (rows, which), answer in zip(wanted, answers, strict=True):

@@ -23,7 +23,7 @@ from nano_inference.device.backends import (
     require_drafting,
 )
 from nano_inference.device.memory import Claims, MemoryBudget, plan_memory
-from nano_inference.device.memory_profile import CudaMemory, DeviceMemory, guess
+from nano_inference.device.memory_profile import DeviceMemory, guess
 from nano_inference.device.quantization import settle_quantization
 from nano_inference.drafts.heads import EagleSpec, HeadsSpec, heads_bytes, read_heads
 from nano_inference.errors import ConfigError
@@ -224,7 +224,7 @@ def _guessed_claims(
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    return CudaMemory(device) if device.type == "cuda" else None
+    return DeviceMemory(device) if device.type == "cuda" else None
 
 
 def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: Rank) -> None:

@@ -1,7 +1,7 @@
 """Engines in lockstep: each has requests, a scheduler and attention of its own, and all have the
 experts in common.
 
-Rows go to the engine that holds their expert (`models/sharding/expert_exchange.py`), so no engine
+Rows go to the engine that holds their expert (`models/sharding/rank_exchange.py`), so no engine
 can compute a layer while another does nothing: a step of one is a **round** of all, and an engine
 without rows takes part with none. Rounds that follow each other are a **wave**. It begins when an
 engine that rests has work and rings the bell for the next wave, and ends with a round in which none
