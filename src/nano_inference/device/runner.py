@@ -157,8 +157,8 @@ class ModelRunner:
         shared = [key for key in changing if kept[key] is model.params[key]]
         if shared or name not in self.models:
             params = {**kept, **{key: model.params[key].clone() for key in shared}}
-            self.models[name] = twin = model.twin(params)
-            twin.routes = model.routes  # its rows lie in the same slots
+            # its rows lie in the same slots
+            self.models[name] = model.twin(params, routes=model.routes)
             self.storages[name] = self.storages[weight_set]
 
     def set_aside_for(self, update: WeightUpdate) -> None:

@@ -36,7 +36,7 @@ from nano_inference.device.memory_profile import DeviceMemory, GraphMemory, meas
 from nano_inference.device.quantization import told_weights
 from nano_inference.device.runner import ModelRunner
 from nano_inference.device.units import UnitMap
-from nano_inference.drafts.heads import HeadWeights
+from nano_inference.drafts.heads import EagleSpec, HeadWeights
 from nano_inference.drafts.model import spread_layers
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.kv_cache.hash_cache import PagedKVCache
@@ -45,6 +45,7 @@ from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import coded_copies, formats_of, num_bytes
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.routes import RouteRecord
+from nano_inference.models.taps import Taps
 from nano_inference.ops.formats import FILE
 from nano_inference.ops.interface import Numerics
 from nano_inference.ranks.build import EnginePlan, Rank, memory_of, plan_engine
@@ -137,13 +138,15 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         evicted=lambda: kept_files,  # which need the runner, and so the cache
     )
     storages = _storages(plan, cache)
-    moe = plan.parts[POLICY].spec.moe
+    record, moe, kept = None, plan.parts[POLICY].spec.moe, storages[POLICY]
     if config.enable_return_routed_experts and moe is not None:
-        kept = storages[POLICY]
-        models[POLICY].routes = RouteRecord(moe, kept.num_blocks, kept.block_size, device)
+        record = RouteRecord(moe, kept.num_blocks, kept.block_size, device)
+    spec = None if plan.heads is None else plan.heads[1]
+    taps = Taps(spec.layer_ids) if isinstance(spec, EagleSpec) else None
+    models = {**models, POLICY: models[POLICY].twin(routes=record, taps=taps)}
     if config.draft_model == SELF:
-        models = {**models, DRAFT: _self_draft(config, models[POLICY])}
-        storages[DRAFT] = storages[POLICY]
+        models[DRAFT] = _self_draft(config, models[POLICY])
+        storages[DRAFT] = kept
     runner, heads = _runner(plan, models, storages), _load_heads(plan)
     kept_files = _kept_files(plan, runner, cache)
     return Parts(

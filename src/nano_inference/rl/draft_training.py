@@ -284,13 +284,13 @@ class DraftTrainer:
     @torch.no_grad()
     def _computed(self, samples: Sequence[TrainingSample]) -> list[PolicyRows]:
         policy = self.engine.model
-        model = policy.twin()
         taps = embedding = None
         if isinstance(self.spec, EagleSpec):
-            taps = model.taps = Taps(self.spec.layer_ids)
+            taps = Taps(self.spec.layer_ids)
             embedding = self._embedding
             if embedding is None:
                 embedding = _matrix(policy.params["embed"])
+        model = policy.twin(taps=taps)
         lengths = [len(each.prompt_tokens) + len(each.completion_tokens) for each in samples]
         blocks = -(-max(lengths) // BLOCK)
         storage = KVStorage(policy.spec, blocks, BLOCK, policy.dtype, policy.device)

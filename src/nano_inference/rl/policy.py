@@ -227,13 +227,12 @@ class _TrainerWeights:
             *(param_table(policy.spec), policy.dtype, policy.device, policy.ops.allocate),
             formats_of(policy.params),
         )
-        self._decoder = policy.twin(params)
         # the backward pass goes through the experts of the forward pass
-        if policy.spec.moe is not None:
+        record, moe = None, policy.spec.moe
+        if moe is not None:
             storage = engine.runner.storages[POLICY]
-            self._decoder.routes = RouteRecord(
-                policy.spec.moe, storage.num_blocks, storage.block_size, policy.device
-            )
+            record = RouteRecord(moe, storage.num_blocks, storage.block_size, policy.device)
+        self._decoder = policy.twin(params, routes=record)
         self.name = WEIGHT_SET
         self.closed = False
         engine.shared.between_steps(POLICY, self._register)
