@@ -26,8 +26,8 @@ from nano_inference.config import CacheType, SchedulerConfig
 from nano_inference.core.loop import PHASES, Add, EngineLoop
 from nano_inference.core.sequence import CheckedRequest, Sequence
 from nano_inference.device.runner import Sampled
+from nano_inference.kv_cache.caches import CACHES
 from nano_inference.ops.batches import ForwardBatch
-from nano_inference.ranks.build import CACHES
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import TORCH, SamplingBatch
 from nano_inference.types import SamplingParams

@@ -14,7 +14,7 @@ from nano_inference.checkpoints.gguf.file import described_by
 from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.rl.checkpoint import checkpoint_of
 from nano_inference.system.cache_folder import cache_folder
 

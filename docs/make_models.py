@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nano_inference.models.spec.model import ARCHITECTURES, ModelSpec, spec_from_config
+from nano_inference.models.spec.families import ARCHITECTURES
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.models.spec.states import DeltaNet
 

@@ -15,7 +15,7 @@ from benchmarks.models import STD
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import num_bytes
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 
 SHARD_BYTES = 4 << 30
 

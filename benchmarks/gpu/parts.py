@@ -27,7 +27,7 @@ from benchmarks.gpu.workload import TEMPERATURE, nano_vllm
 from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
 from benchmarks.workloads import BASE, Workload, workload
 from nano_inference import InferenceEngine
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.interface import FEW_ROWS
 
 RATES = "rates"

@@ -20,7 +20,7 @@ from benchmarks.gpu.head import batch_of
 from benchmarks.gpu.report import Part
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import attention, few_rows, filters, sampling, softmax
 from nano_inference.ops.interface import AttentionArgs, Norm

@@ -57,8 +57,9 @@ if TYPE_CHECKING:
     from nano_inference.models.decoder import model_forward
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
+    from nano_inference.weights.session import WeightPatch
     from nano_inference.weights.sync import WeightSyncManager
-    from nano_inference.weights.update import WeightPatch, WeightUpdate
+    from nano_inference.weights.update import WeightUpdate
 
 
 _report_moves()
@@ -77,7 +78,7 @@ _NEEDS_TORCH = {
     "LoraSettings": "nano_inference.checkpoints.lora",
     "SamplingPipeline": "nano_inference.sampling.pipeline",
     "WeightSyncManager": "nano_inference.weights.sync",
-    "WeightPatch": "nano_inference.weights.update",
+    "WeightPatch": "nano_inference.weights.session",
     "WeightUpdate": "nano_inference.weights.update",
     "model_forward": "nano_inference.models.decoder",
     "sample_with_logprobs": "nano_inference.sampling.sample",

@@ -27,7 +27,7 @@ from benchmarks.gpu.workload import OUTPUT_TOKENS, PROMPT_TOKENS, nano_vllm
 from benchmarks.roofline import Rates, Shape, bound_of, shape_of, steps_of
 from benchmarks.workloads import NAMES, workload
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from tests.gpu import run as shards
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from benchmarks.roofline import (
     steps_of,
 )
 from benchmarks.workloads import NAMES, Request, Workload, distinct_prompt_tokens, workload
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from tests.depth import at_depth
 
 SMOLLM2 = {

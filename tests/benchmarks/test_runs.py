@@ -20,7 +20,7 @@ from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.workloads import workload
 from nano_inference.models.parameters.storage import num_bytes
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from tests.models.tiny import tiny_llama
 
 

@@ -22,7 +22,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
-from nano_inference.models.spec.model import CONVERTED
+from nano_inference.models.spec.read import CONVERTED
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.rl.checkpoint import checkpoint_of

@@ -18,7 +18,7 @@ from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import allocate, num_bytes
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read, write
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from tests.models.tiny import Weights, llama_config, llama_weights, tiny_llama, write_model
 
 CPU = torch.device("cpu")

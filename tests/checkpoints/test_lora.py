@@ -22,7 +22,7 @@ from nano_inference.checkpoints.lora import (
     within,
 )
 from nano_inference.errors import AdapterError
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from tests.models.families import CASES, STATE_CASES
 from tests.models.strong import NOTICED, TOLERANCE, strong_model, strong_prompts
 from tests.models.tiny import WithoutNumbers, llama_config, tiny_llama

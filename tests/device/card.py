@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from nano_inference.device.memory_profile import MemoryReading
+from nano_inference.device.memory_profile import DeviceMemory, MemoryReading
 
 
 @dataclass
-class Card:
+class Card(DeviceMemory):
     """Memory in bytes: the card's, what others hold of it, what this engine's weights and its
     largest step take.
     """

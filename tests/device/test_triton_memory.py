@@ -19,7 +19,8 @@ from nano_inference.device.memory import Claims, MemoryBudget, plan_memory
 from nano_inference.device.memory_profile import measure, run_largest_steps
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ranks.build import assemble, plan_engine
+from nano_inference.ranks.build import plan_engine
+from nano_inference.ranks.parts import assemble
 from tests.depth import at_depth
 from tests.device.card import Card
 from tests.models.tiny import tiny_llama, tiny_model

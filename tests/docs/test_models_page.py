@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference.models.spec.model import ARCHITECTURES
+from nano_inference.models.spec.families import ARCHITECTURES
 from tests.checkpoints.quantisers import QUANTISERS
 from tests.models.families import CASES, STATE_CASES
 from tests.models.strong import TOLERANCE

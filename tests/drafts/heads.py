@@ -13,7 +13,6 @@ from nano_inference.core.sequence import DRAFT, POLICY
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.drafter import Drafter
 from nano_inference.drafts.eagle import EagleDrafts
-from nano_inference.drafts.grammar import ForcedDrafts
 from nano_inference.drafts.heads import (
     EagleSpec,
     HeadsSpec,
@@ -22,8 +21,10 @@ from nano_inference.drafts.heads import (
     table_of,
 )
 from nano_inference.drafts.medusa import MedusaDrafts
+from nano_inference.drafts.sources import ForcedDrafts
 from nano_inference.drafts.suffix import SuffixDrafts
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
+from nano_inference.models.taps import Taps
 
 # what EAGLE-3 heads have in common: see `eagle_tensors`
 LAYER = {
@@ -73,6 +74,8 @@ def with_heads(engine: InferenceEngine, weights: HeadWeights, most: int) -> Draf
         count, size = engine.cache.num_blocks, engine.loop.config.block_size
         storage = KVStorage(weights.spec.layer, count + 8, size, policy.dtype, policy.device)
         engine.runner.storages[DRAFT] = storage  # blocks that are copied are copied here too
+        policy.taps = Taps(weights.spec.layer_ids)
+        policy.forget_recorded()
         source = EagleDrafts(policy, weights, storage, range(count, count + 8))
     else:
         source = MedusaDrafts(policy, weights)

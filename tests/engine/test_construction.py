@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine
-from nano_inference.core.gate import Gate
 from nano_inference.core.sequence import POLICY
 from nano_inference.engine import engine as engine_module
 from nano_inference.engine.build import assemble_all
 from nano_inference.errors import AdapterError
-from nano_inference.ranks.build import Parts
+from nano_inference.ranks.parts import Parts
 from tests.models.tiny import tiny_llama
 from tests.ranks.rank_threads import ThreadLauncher
 
@@ -64,13 +63,21 @@ def test_engine_that_fails_late_lets_go_of_its_weights(
     assert not parts.runner.models[POLICY].params
 
 
-class Left(Gate):
-    """A lockstep that says whether the engine has left it."""
+class Left:
+    """A lockstep that says whether the engine has left it. It is its own bell, which nobody rings."""
 
+    group = None
     is_left = False
 
-    def attach(self, *_: Any) -> None:
+    @property
+    def bell(self) -> "Left":
+        return self
+
+    def listen(self, wake: Any) -> None:
         pass
+
+    def heard(self) -> int:
+        return -1
 
     def close(self) -> None:
         self.is_left = True

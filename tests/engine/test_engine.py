@@ -35,7 +35,7 @@ from nano_inference.device import memory
 from nano_inference.kv_cache.caches import CACHES
 from nano_inference.models.parameters.slots import Slot
 from nano_inference.models.parameters.values import read, write
-from nano_inference.ranks import build as assembly
+from nano_inference.ranks import parts
 from nano_inference.system.machine import FreeMemory
 from tests.depth import at_depth
 from tests.models.tiny import llama_config, llama_weights, tiny_llama, write_model
@@ -832,7 +832,7 @@ def test_a_cache_without_room_for_a_block_says_how_much_is_needed(build: Build) 
 def test_a_cache_that_memory_cannot_hold_is_rejected_before_weights_are_read(
     build: Build, monkeypatch: pytest.MonkeyPatch, asked: int
 ) -> None:
-    monkeypatch.setattr(assembly, "load_params", None)
+    monkeypatch.setattr(parts, "load_params", None)
     with pytest.raises(
         ConfigError,
         match=rf"kv_cache_memory of {asked / 2**30:,.1f} GiB does not fit in memory: .* are free; "
@@ -863,7 +863,7 @@ def test_a_cache_that_the_system_does_not_give_is_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was free a moment ago, or the system counts otherwise."""
-    monkeypatch.setattr(assembly, "KVStorage", lambda *_: torch.empty(2**60))
+    monkeypatch.setattr(parts, "KVStorage", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=r"the KV cache of 1\.0 MiB cannot be allocated: .* free"):
         build()
 
@@ -871,7 +871,7 @@ def test_a_cache_that_the_system_does_not_give_is_a_config_error(
 def test_weights_that_the_system_does_not_give_memory_for_are_a_config_error(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "load_params", lambda *_: torch.empty(2**60))
+    monkeypatch.setattr(parts, "load_params", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=r"the weights \(.*\) cannot be allocated: .* are free"):
         build()
 

@@ -30,7 +30,8 @@ from nano_inference.device.warm_up import run_all_kinds
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cuda.backend import cuda_ops
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
 from tests.gpu.compiled import compiling

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nano_inference import SamplingParams
 from nano_inference.device.kv_tensors import KVStorage
-from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import CudaOps

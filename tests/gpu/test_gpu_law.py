@@ -15,7 +15,7 @@ from torch import Tensor
 from nano_inference import SamplingParams
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.queues import queue_of
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import sampling
 from nano_inference.ops.cuda.attention import Attention

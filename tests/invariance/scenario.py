@@ -19,8 +19,8 @@ from nano_inference.config import Backend, CacheType, KVCacheDType, SchedulerCon
 from nano_inference.core.sequence import DRAFT, POLICY, Sequence, Sequences
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.drafts.drafter import Drafter, allowed, may_draft
-from nano_inference.drafts.grammar import ForcedDrafts
 from nano_inference.drafts.model import ModelDrafts
+from nano_inference.drafts.sources import ForcedDrafts
 from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.kv_cache.block_hash import NO_PREFIX
 from tests.drafts.heads import random_eagle, random_medusa, with_heads

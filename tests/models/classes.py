@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.errors import ModelLoadError, NanoInferenceError
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from tests.models.families import CASES, STATE_CASES, Case
 from tests.models.strong import TOLERANCE, disagreement, strong_model
 

@@ -26,7 +26,7 @@ from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.config import Backend
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
-from nano_inference.ranks import build as assembly
+from nano_inference.ranks import build, parts
 
 TOLERANCE = 1e-4  # on a logprob, in float32
 NOTICED = 1e-3  # what leaving a feature out changes at least
@@ -182,8 +182,8 @@ def _engine(
         return {name: param for name, param in params.items() if name in kept}
 
     with (
-        patch.object(assembly, "load_spec", lambda _: changed),
-        patch.object(assembly, "load_params", load),
+        patch.object(build, "load_spec", lambda _: changed),
+        patch.object(parts, "load_params", load),
     ):
         return InferenceEngine(config)
 

@@ -9,8 +9,9 @@ import pytest
 
 from nano_inference.checkpoints import folders
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.spec import model as spec_module
-from nano_inference.models.spec.model import ARCHITECTURES, spec_from_config
+from nano_inference.models.spec import families
+from nano_inference.models.spec.families import ARCHITECTURES
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.models.spec.refused import REFUSED
 from tests.models import classes
 from tests.models.classes import EVERY_CASE, class_names, judged, try_all, try_defaults, try_switch
@@ -59,7 +60,7 @@ def test_a_class_that_is_read_without_a_case_is_a_problem(monkeypatch: pytest.Mo
     (found,) = try_defaults("HyperCLOVAXForCausalLM")
     assert found.refused
     monkeypatch.setitem(
-        spec_module.ARCHITECTURES, "HyperCLOVAXForCausalLM", ARCHITECTURES["GraniteForCausalLM"]
+        families.ARCHITECTURES, "HyperCLOVAXForCausalLM", ARCHITECTURES["GraniteForCausalLM"]
     )
     (found,) = try_defaults("HyperCLOVAXForCausalLM")
     assert found.problem

@@ -15,7 +15,8 @@ from nano_inference.device.kv_tensors import KVStorage, common_layout, unit_widt
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.kv_cache.sliding_window import UNIFORM, BlockLayout
 from nano_inference.models.sharding.shard import shard_of
-from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.kv_codes import KvFormat
 from nano_inference.parallel.mesh import Mesh, Place
 from tests.models.families import CASES

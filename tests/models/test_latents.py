@@ -14,7 +14,7 @@ from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.errors import ConfigError, ModelLoadError
 from nano_inference.models.sharding.shard import shard_of
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.parallel.mesh import Mesh, Place
 from tests.models.families import CASES
 from tests.models.strong import rewrite_config, strong_model

@@ -24,8 +24,8 @@ from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
 from nano_inference.models.sharding.shard import shard_of
-from nano_inference.models.spec.model import spec_from_config
 from nano_inference.models.spec.quantisation import Quantisation, Scheme, read_quantisation
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.parallel.mesh import Mesh, Place
 from nano_inference.weights.sources import read_folder
 from tests.checkpoints.quantisers import QUANTISERS, quantised, write_quantised

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nano_inference.models.rope import rope_table
-from nano_inference.models.spec.model import RopeSpec, spec_from_config
+from nano_inference.models.spec.model import RopeSpec
+from nano_inference.models.spec.read import spec_from_config
 from tests.models.tiny import llama_config
 
 CALM = settings(deadline=None)

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from nano_inference import ModelLoadError
-from nano_inference.models.spec.model import ARCHITECTURES, RopeSpec, spec_from_config
+from nano_inference.models.spec.families import ARCHITECTURES
+from nano_inference.models.spec.read import spec_from_config
+from nano_inference.models.spec.rope import RopeSpec
 from tests.models.tiny import FAMILIES, MORE_FAMILIES, llama_config
 
 

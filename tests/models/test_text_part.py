@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine, ModelLoadError
 from nano_inference.errors import ConfigError
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.models.spec.rope import RopeSpec
 from nano_inference.rl.checkpoint import require_savable
 from tests.models.families import CASES

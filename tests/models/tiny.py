@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 
 
 class WithoutNumbers(Tensor):

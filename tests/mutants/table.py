@@ -572,7 +572,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "experts_add_up_as_they_arrive",
-        "src/nano_inference/models/sharding/expert_exchange.py",
+        "src/nano_inference/models/sharding/rank_exchange.py",
         old="""\
         products = answers[0].new_empty((*ids.shape, x.shape[1]))
         for (rows, which), answer in zip(wanted, answers, strict=True):
@@ -754,7 +754,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "gradients_add_up_from_the_last",
-        "src/nano_inference/rl/policy.py",
+        "src/nano_inference/rl/scoring_module.py",
         old="_add(totals, running.popleft().result())",
         new="_add(totals, running.pop().result())",
         seen_by="tests/rl/test_gradients.py -k same_bits",

@@ -13,7 +13,7 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.device.backends import choose_ops
 from nano_inference.errors import ConfigError
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS
 from nano_inference.ops.cpu.latent import LatentWeight

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nano_inference.models.sharding.expert_exchange import ExpertExchange
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.sharding.rank_exchange import ExpertExchange
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cpu.backend import CpuOps
 from nano_inference.ops.cpu.build import LAWS, Law
 from nano_inference.ops.moe import Biases, Exchange, Experts, MoeSteps, Shared

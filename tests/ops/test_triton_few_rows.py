@@ -22,7 +22,7 @@ from nano_inference.device.step_buffers import DecodeInputs, Uploads
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.cuda import few_rows
 from nano_inference.ops.cuda.backend import cuda_ops

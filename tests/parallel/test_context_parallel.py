@@ -23,7 +23,7 @@ from nano_inference.models import decoder
 from nano_inference.models.sharding import context as shared_context
 from nano_inference.models.sharding.context import SharedContext
 from nano_inference.parallel.mesh import Mesh
-from nano_inference.ranks import build as assembly
+from nano_inference.ranks import parts
 from tests.invariance.scenario import Request, Schedule, run, same_bits, threads_restored
 from tests.models.families import CASES
 from tests.models.strong import strong_model
@@ -160,7 +160,7 @@ def shared(
     WatchedStorage.made.clear()
     WatchedContext.made.clear()
     with (
-        patch.object(assembly, "KVStorage", WatchedStorage),
+        patch.object(parts, "KVStorage", WatchedStorage),
         patch.object(decoder, "SharedContext", WatchedContext),
     ):
         samples, preemptions = run(

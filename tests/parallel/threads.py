@@ -38,7 +38,7 @@ from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.parallel.mesh import Mesh, Place
-from nano_inference.ranks.build import Parts, assemble
+from nano_inference.ranks.parts import Parts, assemble
 from nano_inference.ranks.replay import Draw, Forward, StepReplay, StepSender
 from nano_inference.sampling.sampling_batch import Masks
 from nano_inference.sampling.tensors import SamplingBatch

@@ -28,7 +28,7 @@ from nano_inference.errors import (
 )
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.ranks import lockstep as lockstep_module
-from nano_inference.ranks.lockstep import Lockstep, StoreBell
+from nano_inference.ranks.lockstep import Lockstep, LockstepGate, StoreBell
 from nano_inference.rl import differences, replay
 from tests.models.tiny import FAMILIES, family_weights, llama_config, tiny_model
 from tests.parallel.thread_group import ThreadGroup
@@ -276,7 +276,7 @@ def test_an_update_that_all_have_agreed_on_is_not_withdrawn(
     with lockstep(folder) as engines:
         one, other = engines.each
         early, member = one.update_weights(weights), one.loop.gate
-        assert isinstance(member, Lockstep)
+        assert isinstance(member, LockstepGate)
         take_in = member._take_in
         threads: list[threading.Thread] = []
 

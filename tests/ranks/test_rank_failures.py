@@ -133,8 +133,8 @@ def test_an_update_that_is_cancelled_while_a_bucket_arrives_leaves_nothing(
         manager.receive(changed(str(folder)))
     assert len(given) >= 3
     assert pair.weights_checksum() == before  # and all that was told before has been done
-    assert not shards[0].updates.num_staged
-    assert not sent.num_open
+    assert not shards[0].updates._staged
+    assert not sent._numbers
 
 
 def test_a_rank_without_memory_to_wake_in_sleeps_on(

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from nano_inference.models.parameters.fused import fused_tensors, unfused
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
-from nano_inference.rl import PolicyModel, score, torch_decoder
+from nano_inference.models.spec.read import spec_from_config
+from nano_inference.rl import PolicyModel, score, torch_attention, torch_decoder
 from nano_inference.rl.micro_batch import ScoredSequence, micro_batches
-from nano_inference.rl.torch_decoder import TorchDecoder
 from tests.depth import at_depth
 from tests.models.families import CASES
 from tests.models.strong import strong_model
@@ -251,13 +250,13 @@ def test_long_sequences_keep_no_layer_and_no_square_of_their_length(
     once.
     """
     masks: list[tuple[int, int]] = []
-    build_mask = TorchDecoder._mask
+    build_mask = torch_attention._mask
 
-    def mask(self: TorchDecoder, n: int, length: int, *rest: Any) -> Tensor:
-        masks.append((n, length))
-        return build_mask(self, n, length, *rest)
+    def mask(q: Tensor, k: Tensor, window: int) -> Tensor:
+        masks.append((len(q), len(k)))
+        return build_mask(q, k, window)
 
-    monkeypatch.setattr(TorchDecoder, "_mask", mask)
+    monkeypatch.setattr(torch_attention, "_mask", mask)
     with build(tiny_model(tmp_path, family), dtype="bfloat16") as engine:
         model = PolicyModel(engine, num_workers=1)
         whole = gradients(model)

@@ -26,7 +26,7 @@ from nano_inference.checkpoints.loading import load_spec, resolve_dtype
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
-from nano_inference.models.spec.model import CONVERTED
+from nano_inference.models.spec.read import CONVERTED
 from nano_inference.rl import PolicyModel, score
 from tests.models.families import CASES
 from tests.models.strong import TOLERANCE, disagreement, strong_model

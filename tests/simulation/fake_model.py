@@ -125,7 +125,7 @@ Key = tuple[int, str, int, int]  # prefix hash, weight set, version, which of th
 class FakeRunner:
     """Implements the loop's `Runner`, on arrays of numpy. Logits are prefix hashes."""
 
-    arrays = Arrays[np.ndarray](lambda made: made)
+    arrays: Arrays[Any] = Arrays[np.ndarray](lambda made: made)
 
     def __init__(
         self, num_slots: int, block_size: int, units: UnitPool | None = None, relays: bool = True
@@ -150,7 +150,7 @@ class FakeRunner:
 
     def forward(
         self,
-        batches: tuple[ForwardBatch[np.ndarray], ...],
+        batches: tuple[ForwardBatch[Any], ...],
         block_copies: tuple[tuple[int, int], ...],
         previous: FakeSampled | None,
     ) -> FakeResult:
@@ -184,7 +184,7 @@ class FakeRunner:
         del self.versions[weight_set]
         self.num_dropped += 1
 
-    def sample(self, result: FakeResult, batch: SamplingBatch[np.ndarray]) -> FakeSampled:
+    def sample(self, result: FakeResult, batch: SamplingBatch[Any]) -> FakeSampled:
         rows, keys = batch.rows.tolist(), batch.noise_keys.tolist()
         self.contexts |= {
             (low, high): result.contexts[row] for row, (low, high) in zip(rows, keys, strict=True)
@@ -195,9 +195,7 @@ class FakeRunner:
         ]
         return FakeSampled(drawn, result.scores, result.best)
 
-    def _forward_one(
-        self, batch: ForwardBatch[np.ndarray], previous: FakeSampled | None
-    ) -> FakeResult:
+    def _forward_one(self, batch: ForwardBatch[Any], previous: FakeSampled | None) -> FakeResult:
         ids = batch.input_ids.tolist()
         for row, source in zip(
             batch.relay_rows.tolist(), batch.relay_sources.tolist(), strict=True
@@ -291,7 +289,7 @@ class FakeRunner:
         assert unit != NO_UNIT, "a block was used whose memory is gone"
         return unit
 
-    def _count(self, batch: ForwardBatch[np.ndarray], bounds: list[int]) -> None:
+    def _count(self, batch: ForwardBatch[Any], bounds: list[int]) -> None:
         self.tokens_computed += len(batch.input_ids)
         self.prompt_tokens_computed += batch.num_prompt_tokens if batch.weight_set == POLICY else 0
         self.largest_step = max(self.largest_step, len(batch.input_ids))

@@ -129,18 +129,18 @@ def test_update_of_a_file_is_checked_as_it_was_copied(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is written over between the check of a tensor and its copy."""
-    from nano_inference.weights import update
+    from nano_inference.weights import session
 
     engine = build()
     weights, spoil = from_file(tmp_path)
-    require_finite = update._require_finite
+    require_finite = session._require_finite
 
     def spoiling(name: str, *args: Any) -> None:
         require_finite(name, *args)
         if name == HEAD:  # the last one
             spoil()
 
-    monkeypatch.setattr(update, "_require_finite", spoiling)
+    monkeypatch.setattr(session, "_require_finite", spoiling)
     engine.add_request(PROMPT, drawn())
     engine.step()
     engine.update_weights(weights, kv_policy="wait", check_finite=True)

@@ -16,7 +16,7 @@ from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import allocate
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read, write
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference.backend import reference_ops
 from tests.models.tiny import Weights, llama_config, llama_weights

@@ -15,8 +15,9 @@ from nano_inference.checkpoints.gguf.file import (
 )
 from nano_inference.checkpoints.names import plain_name
 from nano_inference.errors import ModelLoadError, one_line
-from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import quantisation_of
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.system.progress import Progress
 from nano_inference.system.regular_files import read_json
 

@@ -3,8 +3,8 @@ holds all of them as Python's numbers.
 """
 
 from array import array
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,79 +12,48 @@ import numpy as np
 PackedRow = tuple[bool, bytes]
 
 
-class KeptIds(Sequence["array[int]"]):
-    """The ids that filters kept, row by row, rising; made when a row is asked for.
+Row = TypeVar("Row")
+
+
+class LazyRows(Sequence[Row]):
+    """Rows that are made when they are asked for, one at a time.
 
     Args:
-        kept: bool [R, V].
+        count: of rows.
+        make: makes a row by its number. Raises `IndexError` beyond the last one.
     """
 
-    def __init__(self, kept: np.ndarray) -> None:
-        self._kept = kept
+    def __init__(self, count: int, make: Callable[[int], Row]) -> None:
+        self._count, self._make = count, make
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self._count
 
-    @overload
-    def __getitem__(self, row: int) -> "array[int]": ...
-    @overload
-    def __getitem__(self, row: slice) -> "Sequence[array[int]]": ...
-    def __getitem__(self, row: int | slice) -> "array[int] | Sequence[array[int]]":
-        return (
-            KeptIds(self._kept[row])
-            if isinstance(row, slice)
-            else _array(np.flatnonzero(self._kept[row]))
-        )
+    def __getitem__(self, row: Any) -> Any:
+        return self._make(row)
 
 
-class PackedIds(Sequence["array[int]"]):
-    """The same of rows that have travelled."""
-
-    def __init__(self, rows: Sequence[PackedRow]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, row: int) -> "array[int]": ...
-    @overload
-    def __getitem__(self, row: slice) -> "Sequence[array[int]]": ...
-    def __getitem__(self, row: int | slice) -> "array[int] | Sequence[array[int]]":
-        if isinstance(row, slice):
-            return PackedIds(self._rows[row])
-        are_bits, data = self._rows[row]
-        if are_bits:
-            return _array(np.flatnonzero(np.unpackbits(np.frombuffer(data, dtype=np.uint8))))
-        return _array(np.frombuffer(data, dtype=np.int32))
+def kept_ids(kept: np.ndarray) -> LazyRows["array[int]"]:
+    """Return the ids that filters kept, row by row, rising: of bool [R, V]."""
+    return LazyRows(len(kept), lambda row: _array(np.flatnonzero(kept[row])))
 
 
-BestRow = tuple[list[int], list[float]]
+def best_rows(
+    token_ids: np.ndarray, logprobs: np.ndarray
+) -> LazyRows[tuple[list[int], list[float]]]:
+    """Return the best tokens and their logprobs, row by row: of int64 and float32 [R, K]."""
+    return LazyRows(len(token_ids), lambda row: (token_ids[row].tolist(), logprobs[row].tolist()))
 
 
-class BestRows(Sequence[BestRow]):
-    """The most probable tokens and their logprobs, row by row; made when a row is asked for.
+def unpacked(rows: Sequence[PackedRow]) -> LazyRows["array[int]"]:
+    """Return the ids of rows that `pack` made bytes of."""
+    return LazyRows(len(rows), lambda row: _unpack(*rows[row]))
 
-    Args:
-        token_ids: int64 [R, K].
-        logprobs: float32 [R, K].
-    """
 
-    def __init__(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        self._ids, self._logprobs = token_ids, logprobs
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, row: int) -> BestRow: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[BestRow]: ...
-    def __getitem__(self, row: int | slice) -> BestRow | Sequence[BestRow]:
-        ids, logprobs = self._ids[row], self._logprobs[row]
-        return (
-            BestRows(ids, logprobs) if isinstance(row, slice) else (ids.tolist(), logprobs.tolist())
-        )
+def _unpack(are_bits: bool, data: bytes) -> "array[int]":
+    if are_bits:
+        return _array(np.flatnonzero(np.unpackbits(np.frombuffer(data, dtype=np.uint8))))
+    return _array(np.frombuffer(data, dtype=np.int32))
 
 
 def pack(row: Sequence[int]) -> PackedRow:

@@ -188,12 +188,7 @@ def plan_memory(
     if states is not None:
         return _with_states(config, held, states, claims, dtype, device, asked_len)
     layout = common_layout(specs, asked_len, some.place.mesh.pipeline) if knows_units else UNIFORM
-    stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
-    unit_bytes = _bytes_of_keys(held, layout, kv_format(dtype, config.kv_cache_dtype)) * stored
-    unit_bytes += _bytes_of_states(held, layout, config.block_size, dtype)
-    routes, ids_of_a_unit = _bytes_of_routes(config, held), -(-asked_len // max(layout.window, 1))
-    # blocks of layers with a window alone share a unit one after the other
-    unit_bytes += -(-routes // layout.num_full) if layout.num_full else routes * ids_of_a_unit
+    unit_bytes = _bytes_of_unit(config, held, layout, dtype, asked_len)
     memory = _for_the_cache(config, claims, device, unit_bytes * layout.num_units, ranks_here)
     chunk = min(config.max_tokens_per_batch, config.max_chunk_tokens or asked_len, asked_len)
     useful = config.max_batch_size * layout.most_units(
@@ -264,6 +259,22 @@ def _with_states(
         estimated=claims.estimated,
         state_bytes=unit_bytes,
     )
+
+
+def _bytes_of_unit(
+    config: EngineConfig,
+    specs: Mapping[str, ModelSpec],
+    layout: BlockLayout,
+    dtype: torch.dtype,
+    asked_len: int,
+) -> int:
+    """Return the bytes of a unit of keys and values, with the states and experts kept beside it."""
+    stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
+    size = _bytes_of_keys(specs, layout, kv_format(dtype, config.kv_cache_dtype)) * stored
+    size += _bytes_of_states(specs, layout, config.block_size, dtype)
+    routes, ids_of_a_unit = _bytes_of_routes(config, specs), -(-asked_len // max(layout.window, 1))
+    # blocks of layers with a window alone share a unit one after the other
+    return size + (-(-routes // layout.num_full) if layout.num_full else routes * ids_of_a_unit)
 
 
 def _bytes_of_keys(specs: Mapping[str, ModelSpec], layout: BlockLayout, kept: KvFormat) -> int:

@@ -5,7 +5,6 @@ is made.
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -69,30 +68,14 @@ class MemoryReading:
         return self.total - self.free - (self.reserved - self.allocated)
 
 
-class DeviceMemory(Protocol):
-    """What can tell of a card's memory."""
-
-    def read(self) -> MemoryReading:
-        """As it is now, with nothing under way."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Begin to look for the peak anew."""
-        ...
-
-    def release(self) -> None:
-        """Give back what no tensor stands in."""
-        ...
-
-
-class CudaMemory:
-    """That of a CUDA device."""
+class DeviceMemory:
+    """The memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def read(self) -> MemoryReading:
-        """See `DeviceMemory`."""
+        """Return what the memory holds now, with nothing under way."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return MemoryReading(
@@ -104,11 +87,11 @@ class CudaMemory:
         )
 
     def reset_peak(self) -> None:
-        """See `DeviceMemory`."""
+        """Look for the peak from now on."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release(self) -> None:
-        """See `DeviceMemory`."""
+        """Give back what no tensor stands in."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -150,28 +133,41 @@ def measure(
         ) from problem
     workspace = max(memory.read().peak - before.allocated, 0)
     memory.release()
-    graphs = 0
-    if graph_memory is not None:
-        try:
-            graphs = graph_memory(models, storages)
-        except torch.OutOfMemoryError:
-            raise ConfigError(
-                f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not "
-                "fit beside the "
-                f"weights ({gibibytes(weights)}); lower max_batch_size to "
-                f"{max(config.max_batch_size // 2, 1)}."
-            ) from None
-        except Exception as problem:
-            raise ConfigError(
-                "CUDA graphs cannot be captured; cuda_graphs=False runs without them "
-                f"({one_line(problem)})."
-            ) from problem
+    graphs = _graphs(config, models, storages, weights, graph_memory)
     del storages
     memory.release()
     after = memory.read()
     # with what kernels and the CUDA context hold, and other tensors of ours
     others = max(after.used - weights, 0)
     return Claims(weights, workspace, graphs, others, after.total)
+
+
+def _graphs(
+    config: EngineConfig,
+    models: Mapping[str, Decoder],
+    storages: Mapping[str, KVStorage],
+    weights: int,
+    graph_memory: GraphMemory | None,
+) -> int:
+    """Return the bytes that captured graphs take. Raises `ConfigError` where they cannot be
+    captured.
+    """
+    if graph_memory is None:
+        return 0
+    try:
+        return graph_memory(models, storages)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the CUDA graphs of batches up to max_batch_size={config.max_batch_size} do not "
+            "fit beside the "
+            f"weights ({gibibytes(weights)}); lower max_batch_size to "
+            f"{max(config.max_batch_size // 2, 1)}."
+        ) from None
+    except Exception as problem:
+        raise ConfigError(
+            "CUDA graphs cannot be captured; cuda_graphs=False runs without them "
+            f"({one_line(problem)})."
+        ) from problem
 
 
 @torch.inference_mode()

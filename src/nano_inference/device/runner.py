@@ -13,7 +13,7 @@ from nano_inference.core.decision import SchedulerOutput
 from nano_inference.core.gate import Gate
 from nano_inference.core.interfaces import Pending
 from nano_inference.core.sequence import POLICY, PREVIOUS, Sequences
-from nano_inference.device.kept_ids import BestRows, KeptIds
+from nano_inference.device.kept_ids import best_rows, kept_ids
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.sleep import Sleep, give_back
 from nano_inference.errors import RankLost
@@ -39,9 +39,9 @@ def sampled_tokens(
     """
     top = masks = None
     if draw.top_ids.shape[1]:
-        top = BestRows(draw.top_ids.cpu().numpy(), draw.top_logprobs.cpu().numpy())
+        top = best_rows(draw.top_ids.cpu().numpy(), draw.top_logprobs.cpu().numpy())
     if draw.kept is not None:
-        masks = KeptIds(draw.kept.cpu().numpy())
+        masks = kept_ids(draw.kept.cpu().numpy())
     return SampledTokens(
         token_ids=draw.token_ids.tolist(),
         logprobs=draw.logprobs.tolist(),
@@ -159,8 +159,8 @@ class ModelRunner:
         shared = [key for key in changing if kept[key] is model.params[key]]
         if shared or name not in self.models:
             params = {**kept, **{key: model.params[key].clone() for key in shared}}
-            self.models[name] = twin = model.twin(params)
-            twin.routes = model.routes  # its rows lie in the same slots
+            # its rows lie in the same slots
+            self.models[name] = model.twin(params, routes=model.routes)
             self.storages[name] = self.storages[weight_set]
 
     def set_aside_for(self, update: WeightUpdate) -> None:

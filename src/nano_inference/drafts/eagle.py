@@ -33,7 +33,6 @@ from nano_inference.drafts.model import (
 from nano_inference.drafts.source import Guess
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.rope import rope_table
-from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.interface import (
     AttentionArgs,
@@ -61,7 +60,7 @@ class EagleDrafts:
     """See `TimedSource`.
 
     Args:
-        policy: whose layers are read.
+        policy: whose layers are read; has the head's taps.
         weights: of the head.
         storage: where its keys and values go; the slots of blocks are those of the policy's.
         scratch: blocks of that storage that no sequence has: for drafts behind a sequence's last.
@@ -73,10 +72,10 @@ class EagleDrafts:
         self, policy: Decoder, weights: HeadWeights, storage: KVStorage, scratch: Listed[int]
     ) -> None:
         assert isinstance(weights.spec, EagleSpec)
+        assert policy.taps is not None
         self.policy, self.weights, self.spec = policy, weights, weights.spec
         self._storage, self._scratch = storage, scratch
-        self._taps = policy.taps = Taps(self.spec.layer_ids)
-        policy.forget_recorded()
+        self._taps = policy.taps
         layer = self.spec.layer
         self._num_positions = len(policy.ropes[0][0])
         self._rope = rope_table(layer.ropes[0], layer.head_dim, self._num_positions, policy.device)

@@ -24,7 +24,8 @@ from nano_inference.models.parameters.param import ParamSpec, Source
 from nano_inference.models.parameters.slots import slots
 from nano_inference.models.parameters.storage import Allocate, allocate, num_bytes
 from nano_inference.models.parameters.values import WEIGHT_DTYPES, write
-from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.system.regular_files import read_json
 
 EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")

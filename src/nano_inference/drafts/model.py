@@ -13,11 +13,12 @@ nothing here. What may stand there wrongly makes wrong drafts, and nothing else.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from itertools import takewhile
 
+import numpy as np
 import torch
 
 from nano_inference.core.sequence import DRAFT, Sequence
@@ -28,6 +29,7 @@ from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.sampling.sample import Draw
 from nano_inference.sampling.tensors import DrawRequest, SamplingBatch, sampling_batch, to_device
 from nano_inference.structured.mask_bits import bans_under
+from nano_inference.types import SamplingParams
 
 MOST_BEHIND = 512  # rows of one call that only bring a model's own cache up to date
 SURE = 8  # kinds of drafts: by how probable the model thought them
@@ -41,6 +43,35 @@ class _Computed:
     num_tokens: int
     drafts: list[int]
     block_ids: list[int]
+
+
+def draw_request(
+    params: SamplingParams,
+    stop_ids: frozenset[int],
+    num_prompt_tokens: int,
+    token_ids: Listed[int],
+    row: int,
+    key: tuple[int, int, int],
+    mask: np.ndarray | None,
+) -> DrawRequest:
+    """Return the draw of one token, as a step of the engine would draw it.
+
+    Args:
+        params, stop_ids, num_prompt_tokens: of the request.
+        token_ids: the sequence, at least as far as the token.
+        row: of the logits.
+        key: of the noise: the sample's seed and index, and the token's position.
+        mask: of its grammar, int32 [W]; None: it has none.
+    """
+    first, position = num_prompt_tokens, key[2]
+    banned: Collection[int] = ()
+    if position < first + params.min_tokens:
+        banned = stop_ids if mask is None else bans_under(mask, stop_ids)
+    counted = token_ids if params.penalizes else ()
+    prompt, completion = counted[:first], counted[first:position]
+    return DrawRequest(
+        params, row, key, prompt=prompt, completion=completion, banned=banned, mask=mask
+    )
 
 
 class Drafting:
@@ -76,21 +107,11 @@ class Drafting:
 
     def request(self, row: int) -> DrawRequest:
         """The draw of the next token, as the step would draw it."""
-        request, position = self.seq.request, len(self.token_ids)
-        params, first = request.params, request.num_prompt_tokens
-        banned = request.stop_ids if position < first + params.min_tokens else frozenset[int]()
-        mask = None
-        if self.grammar is not None:
-            mask = self.grammar.mask_behind(0)
-            banned = frozenset(bans_under(mask, banned))
-        return DrawRequest(
-            params,
-            row,
-            (request.seed, self.seq.sample_index, position),
-            prompt=self.token_ids[:first] if params.penalizes else (),
-            completion=self.token_ids[first:] if params.penalizes else (),
-            banned=banned,
-            mask=mask,
+        request = self.seq.request
+        return draw_request(
+            *(request.params, request.stop_ids, request.num_prompt_tokens, self.token_ids, row),
+            (request.seed, self.seq.sample_index, len(self.token_ids)),
+            None if self.grammar is None else self.grammar.mask_behind(0),
         )
 
     def take(self, token_id: int, logprob: float) -> None:

@@ -14,12 +14,11 @@ from nano_inference.device.runner import ModelRunner
 from nano_inference.drafts.costs import ROWS, StepCosts
 from nano_inference.drafts.drafter import Drafter, may_draft
 from nano_inference.drafts.eagle import EagleDrafts
-from nano_inference.drafts.grammar import ForcedDrafts
 from nano_inference.drafts.heads import HeadWeights, MedusaSpec
 from nano_inference.drafts.history import HistoryDrafts
 from nano_inference.drafts.medusa import MedusaDrafts
 from nano_inference.drafts.model import ModelDrafts
-from nano_inference.drafts.source import DraftSource
+from nano_inference.drafts.source import NO_GUESS, DraftSource, Guess
 from nano_inference.drafts.suffix import SuffixDrafts
 from nano_inference.kv_cache.manager import KVCacheManager
 from nano_inference.models.decoder import Decoder
@@ -33,6 +32,20 @@ TRIES = 3
 PROMPT = 8  # tokens of the sequences that are measured
 # Where nothing could be measured.
 GUESSED = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.1, 1.25, 1.6, 2.4, 4.4))
+
+
+class ForcedDrafts:
+    """See `DraftSource`. The text is certain; another split of it may be drawn."""
+
+    name = "grammar"
+
+    def propose(self, seqs: Listed[Sequence], most: int) -> list[Guess]:
+        """See `DraftSource`."""
+        return [self._guess(seq, most) for seq in seqs]
+
+    def _guess(self, seq: Sequence, most: int) -> Guess:
+        forced = () if seq.grammar is None else seq.grammar.forced()[:most]
+        return Guess(forced, (0,) * len(forced)) if forced else NO_GUESS
 
 
 class MadeDrafter(NamedTuple):

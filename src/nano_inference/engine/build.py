@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from nano_inference.checkpoints.shard_checks import mesh_of
 from nano_inference.config import EngineConfig
+from nano_inference.core.gate import Gate
 from nano_inference.errors import ConfigError
-from nano_inference.ranks.build import Parts, assemble, rank_in_lockstep
-from nano_inference.ranks.lockstep import Lockstep
+from nano_inference.ranks.build import rank_in_lockstep
+from nano_inference.ranks.lockstep import LockstepGate
+from nano_inference.ranks.parts import Parts, assemble
 
 if TYPE_CHECKING:
     from nano_inference.ranks.launcher import Launcher
@@ -15,13 +17,13 @@ else:
 
 
 def assemble_all(
-    config: EngineConfig, launcher: "Launcher | None", lockstep: Lockstep | None = None
+    config: EngineConfig, launcher: "Launcher | None", gate: Gate | None = None
 ) -> Parts:
     """Load everything that a config names, on all ranks. Raises `ConfigError` or
     `ModelLoadError`.
     """
-    if lockstep is not None:
-        return assemble(config, rank=rank_in_lockstep(config, lockstep.group, lockstep))
+    if isinstance(gate, LockstepGate):
+        return assemble(config, rank=rank_in_lockstep(config, gate.group, gate))
     if mesh_of(config).world_size == 1:
         if launcher is not None:
             raise ConfigError(

@@ -3,6 +3,7 @@ out.
 """
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,7 +19,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.core.gate import Gate
 from nano_inference.core.loop import Abort, EngineLoop, GrammarReady, LoopHooks
 from nano_inference.core.sequence import POLICY, REFERENCE, Sequence, Sequences
-from nano_inference.device.backends import lookahead_of
+from nano_inference.device.backends import choose_device, lookahead_of
 from nano_inference.device.routed_experts import route_taker
 from nano_inference.drafts.costs import StepCosts
 from nano_inference.drafts.sources import GUESSED, make_drafter, measure_costs
@@ -35,8 +36,8 @@ from nano_inference.engine.resume_from import resumed
 from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
-from nano_inference.ranks.build import require_one_rank
-from nano_inference.ranks.lockstep import Lockstep
+from nano_inference.ranks.lockstep import Lockstep, LockstepGate
+from nano_inference.ranks.parts import require_one_rank
 from nano_inference.structured.matching import GrammarState
 from nano_inference.system.locks import FairLock
 from nano_inference.system.moved import Removed
@@ -83,9 +84,14 @@ class InferenceEngine:
         Raises `ConfigError` or `ModelLoadError`, with every rank ended and the lockstep left.
         """
         with ExitStack() as undo:  # of what a constructor that fails would leave behind
+            gate, work_arrived = Gate(), threading.Event()
             if lockstep is not None:
                 undo.callback(lockstep.close)
-            parts = assemble_all(config, launcher, lockstep)
+                device = choose_device(config.device)
+                gate = LockstepGate(
+                    lockstep, lambda: self.shared.member(), work_arrived.set, device
+                )
+            parts = assemble_all(config, launcher, gate)
             undo.callback(parts.runner.close)
             self.kept_files = parts.kept_files
             if self.kept_files is not None:
@@ -97,7 +103,7 @@ class InferenceEngine:
             self.numerics, self.memory_budget = parts.numerics, parts.memory_budget
             self.model_folder, self.cache = parts.folder, parts.cache
             self.max_model_len = self.memory_budget.max_model_len
-            sequences, gate, lock = Sequences(), lockstep or Gate(), FairLock()
+            sequences, lock = Sequences(), FairLock()
             if REFERENCE in self.runner.models:
                 sequences.versions[REFERENCE] = 0
             checks = RequestChecks(config, self.spec, parts.folder, self.max_model_len)
@@ -129,12 +135,10 @@ class InferenceEngine:
                 *(hooks, sequences),
             )
             explain = partial(why_dead, config=config, loop=self.loop)
-            self.shared = SharedLoop(self.loop, explain, self._when_dead, lock)
+            self.shared = SharedLoop(self.loop, explain, self._when_dead, lock, work_arrived)
             self.blocks = BlockExchange(
                 self.shared, self.cache, self.runner, enabled=config.enable_prefix_caching
             )
-            if lockstep is not None:
-                self.shared.join(lockstep, self.model.device)
             self._updates = Updates(self.weight_sync, self.shared)
             self.adapter_table = self._make_adapters()
             self._merging = Merging(self.model, self._updates, self.shared)

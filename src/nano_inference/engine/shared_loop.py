@@ -39,7 +39,7 @@ from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
 from nano_inference.device.sleep import Sleep
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
-from nano_inference.ranks.lockstep import Lockstep, Member, not_together
+from nano_inference.ranks.lockstep import Member, not_together
 from nano_inference.system.locks import FairLock, HeldInterrupts
 from nano_inference.types import KvPolicy, Memory, PauseMode, TrainingSample
 
@@ -121,9 +121,6 @@ class SharedLoop:
         loop: what is stepped.
         explain: says of what a step raised why the engine has failed.
         when_dead: called once, with the reason, when the engine ends or has failed.
-        lock: to be held by the thread that runs the loop; None: a new one.
-
-    Attributes:
         lock: held by the thread that runs the loop.
         work_arrived: set whenever a message arrives; a thread that waits for work clears it.
     """
@@ -133,12 +130,12 @@ class SharedLoop:
         loop: EngineLoop,
         explain: Callable[[Exception], Why],
         when_dead: Callable[[str], None],
-        lock: FairLock | None = None,
+        lock: FairLock,
+        work_arrived: threading.Event,
     ) -> None:
         self.loop = loop
         self._explain, self._when_dead = explain, when_dead
-        self.lock = lock or FairLock()
-        self.work_arrived = threading.Event()
+        self.lock, self.work_arrived = lock, work_arrived
         self._grammar_arrived = threading.Event()
         self.delivery = Delivery()
         self._unclaimed: list[TrainingSample] = []  # for the next `step`
@@ -146,21 +143,13 @@ class SharedLoop:
         self._runs.set()
         self._given_back: dict[Memory, Sleep] = {}  # what each part that sleeps wakes from
 
-    def join(self, lockstep: Lockstep, device: torch.device) -> None:
-        """Take part in the rounds of the lockstep that is the loop's gate; what engines say to
-        each other lies on `device`.
-        """
-        loop = self.loop
-
-        def say() -> Member:
-            life = loop.life
-            busy = life.launching and loop.is_busy()
-            version = loop.sequences.versions[POLICY]
-            update = loop.ready_update()
-            ready = None if update is None else update.version
-            return Member(busy, version, ready, life.wants_sleep)
-
-        lockstep.attach(say, self.work_arrived.set, device)
+    def member(self) -> Member:
+        """What this engine says of itself to the engines in lockstep."""
+        loop, life = self.loop, self.life
+        busy = life.launching and loop.is_busy()
+        update = loop.ready_update()
+        ready = None if update is None else update.version
+        return Member(busy, loop.sequences.versions[POLICY], ready, life.wants_sleep)
 
     @property
     def life(self) -> Lifecycle:

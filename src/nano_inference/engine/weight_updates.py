@@ -17,7 +17,7 @@ from nano_inference.core.gate import Gate
 from nano_inference.core.loop import EngineLoop, UpdateQueued, UpdatesGivenUp
 from nano_inference.core.sequence import POLICY, PREVIOUS
 from nano_inference.core.updates import policy_of
-from nano_inference.device.memory_profile import CudaMemory, DeviceMemory
+from nano_inference.device.memory_profile import DeviceMemory
 from nano_inference.device.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
@@ -185,7 +185,7 @@ def staging_room(device: torch.device, workspace: int, memory: DeviceMemory | No
     """
     if device.type == "cpu":
         return math.inf
-    reading = (memory or CudaMemory(device)).read()
+    reading = (memory or DeviceMemory(device)).read()
     # what is under way takes some too
     return max(0, (reading.total - reading.used - workspace) // 2)
 

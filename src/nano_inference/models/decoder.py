@@ -292,14 +292,16 @@ class Decoder:
         params: dict[str, Any] | None = None,
         ops: Ops | None = None,
         layers: Sequence[int] | None = None,
+        routes: RouteRecord | None = None,
+        taps: Taps | None = None,
     ) -> "Decoder":
-        """The same model with other weights, other operations, some of its layers alone, or for KV
-        tensors of its own; tables are shared.
+        """Return the same model with other weights, other operations, only some of its layers, a
+        record of experts, taps, or for KV tensors of its own; tables are shared.
         """
         other = copy.copy(self)
         other.params = self.params if params is None else params
         other.ops = self.ops if ops is None else ops
-        other.routes, other.taps, other.recorded = None, None, {}
+        other.routes, other.taps, other.recorded = routes, taps, {}
         other.layers = self.layers if layers is None else layers
         other.context = other._shared_context()
         other._build()

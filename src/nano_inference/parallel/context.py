@@ -144,9 +144,8 @@ def own_rows(
     index = torch.full_like(owners, -1)  # of a row among its owner's own
     for each in range(split.size):
         index[owners == each] = torch.arange(int((owners == each).sum()), device=owners.device)
-    scored = owners[batch.score_rows] == rank
-    best = owners[batch.best_rows] == rank
-    relayed = owners[batch.relay_rows] == rank
+    wanted = batch.score_rows, batch.best_rows, batch.relay_rows
+    scored, best, relayed = (owners[each] == rank for each in wanted)
     step = ContextStep(
         rows=rows,
         pieces={

@@ -22,9 +22,10 @@ from nano_inference.models.sharding.rank_exchange import RankClock, RankExchange
 from nano_inference.models.sharding.shard import ModelShard
 from nano_inference.parallel.mesh import Place
 from nano_inference.parallel.process_group import ProcessGroup
-from nano_inference.ranks.build import EnginePlan, Parts, Rank, assemble, plan_engine
+from nano_inference.ranks.build import EnginePlan, Rank, plan_engine
 from nano_inference.ranks.launcher import Handle, Launcher, LocalLauncher
 from nano_inference.ranks.messages import Build, Size
+from nano_inference.ranks.parts import Parts, assemble
 from nano_inference.ranks.rendezvous import Rendezvous
 from nano_inference.ranks.runner import RankedRunner
 from nano_inference.ranks.worker_group import WorkerGroup

@@ -1,7 +1,7 @@
 """Engines in lockstep: each has requests, a scheduler and attention of its own, and all have the
 experts in common.
 
-Rows go to the engine that holds their expert (`models/sharding/expert_exchange.py`), so no engine
+Rows go to the engine that holds their expert (`models/sharding/rank_exchange.py`), so no engine
 can compute a layer while another does nothing: a step of one is a **round** of all, and an engine
 without rows takes part with none. Rounds that follow each other are a **wave**. It begins when an
 engine that rests has work and rings the bell for the next wave, and ends with a round in which none
@@ -139,13 +139,33 @@ class Member:
     wants_sleep: bool
 
 
-class Lockstep(Gate):
-    """One engine's side of the lockstep.
+@dataclass(frozen=True)
+class Lockstep:
+    """One engine's seat among the engines in lockstep, before the engine is built.
 
-    Args:
+    Attributes:
         group: the engines, by number. Its experts are those of `shard_of(spec, engines=(group.rank,
             group.size))`.
         bell: that all of them hear.
+    """
+
+    group: ProcessGroup
+    bell: StoreBell
+
+    def close(self) -> None:
+        """Leave; the others end too, since their experts are incomplete."""
+        self.group.close()
+        self.bell.close()
+
+
+class LockstepGate(Gate):
+    """One engine's side of the lockstep.
+
+    Args:
+        seat: of this engine.
+        say: asked in every round.
+        wake: called when a round is wanted.
+        device: where messages lie as they travel.
 
     Attributes:
         wave: how many waves have ended.
@@ -154,33 +174,29 @@ class Lockstep(Gate):
 
     alone = False
 
-    def __init__(self, group: ProcessGroup, bell: StoreBell) -> None:
-        self.group = group
+    def __init__(
+        self,
+        seat: Lockstep,
+        say: Callable[[], Member],
+        wake: Callable[[], None],
+        device: torch.device,
+    ) -> None:
+        self.group, self._bell = seat.group, seat.bell
         self.wave = 0
         self.running = False
         self.asleep = False
         self.num_rounds = 0
-        self._bell = bell
-        self._say: Callable[[], Member] | None = None
-        self._device = torch.device("cpu")
+        self._say, self._device, self._seat = say, device, seat
         self._agreed: int | None = None  # the update that all apply before the next round
         self._told: int | None = None  # the update that the others know of
         self._told_sleep = False
-
-    def attach(
-        self, say: Callable[[], Member], wake: Callable[[], None], device: torch.device
-    ) -> None:
-        """Take part: `say` is asked in every round, `wake` is called when one is wanted; what is
-        said lies on `device` as it travels.
-        """
-        self._say, self._device = say, device
         self._bell.listen(wake)
 
     def is_due(self) -> bool:
         """Whether this engine has to take part in a round."""
         if self.running or self._bell.heard() >= self.wave:
             return True
-        mine = self._member()
+        mine = self._say()
         return (
             mine.busy
             or mine.update not in (None, self._told)
@@ -206,7 +222,7 @@ class Lockstep(Gate):
         if not self.running:
             self._bell.ring(self.wave)
             self.running = True
-        mine = self._member()
+        mine = self._say()
         sets = sum(1 << place for place, name in enumerate(SETS) if name in weight_sets)
         update = NOTHING if mine.update is None else mine.update
         said = torch.tensor(
@@ -244,9 +260,8 @@ class Lockstep(Gate):
         return True
 
     def close(self) -> None:
-        """Leave; the others end too, since their experts are incomplete."""
-        self.group.close()
-        self._bell.close()
+        """See `Gate`."""
+        self._seat.close()
 
     def _take_in(self, told: list[list[int]], mine: Member) -> list[str]:
         busy, versions, updates, sets, sleepers = zip(*told, strict=True)
@@ -262,10 +277,6 @@ class Lockstep(Gate):
         if not any(busy) and not any(sets) and self._agreed is None:
             self.running, self.wave = False, self.wave + 1
         return [name for place, name in enumerate(SETS) if any(each >> place & 1 for each in sets)]
-
-    def _member(self) -> Member:
-        assert self._say is not None
-        return self._say()
 
 
 def not_together() -> NanoInferenceError:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from nano_inference.core.apply import SampledTokens
-from nano_inference.device.kept_ids import PackedIds, PackedRow, pack
+from nano_inference.device.kept_ids import PackedRow, pack, unpacked
 from nano_inference.errors import RankLost
 
 
@@ -38,7 +38,7 @@ def to_message(tokens: SampledTokens) -> Samples:
 
 def from_message(message: Samples) -> SampledTokens:
     """Samples as the loop takes them in."""
-    masks = None if message.masks is None else PackedIds(message.masks)
+    masks = None if message.masks is None else unpacked(message.masks)
     return replace(message.tokens, masks=masks)
 
 

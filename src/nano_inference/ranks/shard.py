@@ -16,8 +16,9 @@ from nano_inference.models.parameters.slots import named_slots
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.parameters.values import read
 from nano_inference.ranks.assembly import config_here, digest_of, process_groups, rank_of
-from nano_inference.ranks.build import assemble, plan_engine
+from nano_inference.ranks.build import plan_engine
 from nano_inference.ranks.messages import Begin, Build, Size
+from nano_inference.ranks.parts import assemble
 from nano_inference.ranks.replay import Draw, Forward, StepReplay
 from nano_inference.ranks.samples import Samples, to_message
 from nano_inference.ranks.sharing import PIECE_BYTES, StagedUpdates

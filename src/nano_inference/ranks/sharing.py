@@ -48,11 +48,6 @@ class SentUpdates:
         self._count = itertools.count(1)
         self._lock = threading.Lock()
 
-    @property
-    def num_open(self) -> int:
-        """Updates that the others have something of."""
-        return len(self._numbers)
-
     def give(self, update: WeightUpdate, name: str, values: Tensor, indices: Tensor | None) -> None:
         """Send all other ranks their parts of a checked tensor, or of single numbers of one."""
         if update.done():  # given up by another thread, as who brings it is about to see
@@ -186,11 +181,6 @@ class StagedUpdates:
         self._model, self._slots = model, slots
         self._staged: dict[int, _Staged] = {}
         self._settled: list[int] = []
-
-    @property
-    def num_staged(self) -> int:
-        """Updates of which something is put aside."""
-        return len(self._staged)
 
     def take(self, piece: Piece) -> None:
         """Put a piece aside. Errors are told when the update is settled."""

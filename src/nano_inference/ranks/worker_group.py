@@ -185,9 +185,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End all, in order if that works."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()  # those that wait for an answer get none
+        self._end_waiting()
         for worker in self.workers:
             with suppress(LinkLost):
                 worker.link.send(encode(Stop()))
@@ -198,15 +196,19 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End all at once."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify_all()  # those that wait for an answer get none
+        self._end_waiting()
         for worker in self.workers:
             worker.link.close()
         for worker in self.workers:
             worker.handle.kill()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _end_waiting(self) -> None:
+        """Let threads that wait for an answer get none."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
 
     def _send(self, worker: Worker, frame: bytes) -> None:
         if self.lost is not None:

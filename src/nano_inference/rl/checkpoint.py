@@ -15,8 +15,9 @@ from nano_inference.errors import ConfigError
 from nano_inference.models.parameters.fused import fused_tensors
 from nano_inference.models.parameters.param import ParamSpec
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import CONVERTED, ModelSpec
+from nano_inference.models.spec.model import ModelSpec
 from nano_inference.models.spec.quantisation import KEYS
+from nano_inference.models.spec.read import CONVERTED
 
 COPIED = (
     "tokenizer*",

@@ -31,11 +31,12 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.requests import checked_ids
 from nano_inference.errors import ConfigError, InvalidRequest
 from nano_inference.models.decoder import Decoder
-from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.models.taps import Taps
 from nano_inference.ops.batches import Rows, batch_of_rows
 from nano_inference.ops.reference.backend import scaled
-from nano_inference.ranks.build import require_one_rank
+from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.draft_modules import PolicyRows, eagle_rows, medusa_rows
 from nano_inference.system.regular_files import read_json
 from nano_inference.types import TrainingSample
@@ -283,13 +284,13 @@ class DraftTrainer:
     @torch.no_grad()
     def _computed(self, samples: Sequence[TrainingSample]) -> list[PolicyRows]:
         policy = self.engine.model
-        model = policy.twin()
         taps = embedding = None
         if isinstance(self.spec, EagleSpec):
-            taps = model.taps = Taps(self.spec.layer_ids)
+            taps = Taps(self.spec.layer_ids)
             embedding = self._embedding
             if embedding is None:
                 embedding = _matrix(policy.params["embed"])
+        model = policy.twin(taps=taps)
         lengths = [len(each.prompt_tokens) + len(each.completion_tokens) for each in samples]
         blocks = -(-max(lengths) // BLOCK)
         storage = KVStorage(policy.spec, blocks, BLOCK, policy.dtype, policy.device)

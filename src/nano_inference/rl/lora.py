@@ -41,12 +41,8 @@ from nano_inference.models.parameters.table import param_table
 from nano_inference.ops.lora import HEAD, Adapter
 from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence, micro_batches
 from nano_inference.rl.parameter_states import State, states
-from nano_inference.rl.policy import (
-    ScoringModule,
-    place_param,
-    sum_of_parts,
-)
 from nano_inference.rl.scoring import BatchScores, ScoreBatch, score_batch
+from nano_inference.rl.scoring_module import ScoringModule, place_param, sum_of_parts
 from nano_inference.rl.torch_decoder import LORA
 from nano_inference.types import KvPolicy
 

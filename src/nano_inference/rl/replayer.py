@@ -19,15 +19,15 @@ import torch
 from nano_inference.core.sequence import REFERENCE
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.runner import Sampled
+from nano_inference.drafts.model import draw_request
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import InvalidRequest
 from nano_inference.models.decoder import Decoder
 from nano_inference.ops.batches import Rows, batch_of_rows
-from nano_inference.ranks.build import require_one_rank
+from nano_inference.ranks.parts import require_one_rank
 from nano_inference.rl.history import Stretch, stretches, versions_of, was_sampled
 from nano_inference.rl.versions import VersionedDecoders, Weights
 from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
-from nano_inference.structured.mask_bits import bans_under
 from nano_inference.structured.matching import GrammarState
 from nano_inference.types import (
     SamplingMask,
@@ -215,20 +215,11 @@ class Draws(NamedTuple):
         """The draw of the token at `position`, after those in `tokens` before it, from `row` of
         some logits.
         """
-        first = len(self.sample.prompt_tokens)
-        banned = self.stop_ids if position < first + self.params.min_tokens else frozenset[int]()
-        mask = None
-        if self.grammar is not None:
-            mask = self.grammar.mask(tokens, position)
-            banned = bans_under(mask, banned)
-        return DrawRequest(
-            self.params,
-            row,
-            (self.sample.seed, self.sample.sample_index, position),
-            prompt=tokens[:first] if self.params.penalizes else (),
-            completion=tokens[first:position] if self.params.penalizes else (),
-            banned=banned,
-            mask=mask,
+        sample = self.sample
+        return draw_request(
+            *(self.params, self.stop_ids, len(sample.prompt_tokens), tokens, row),
+            (sample.seed, sample.sample_index, position),
+            None if self.grammar is None else self.grammar.mask(tokens, position),
         )
 
 

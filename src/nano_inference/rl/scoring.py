@@ -17,7 +17,7 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.scoring import ScoreRequest, checked_sequence, score_tokens
 from nano_inference.errors import InvalidRequest
 from nano_inference.fields.checks import real
-from nano_inference.ranks.build import require_one_rank
+from nano_inference.ranks.parts import require_one_rank
 from nano_inference.structured.grammar import Grammar
 from nano_inference.structured.token_masks import NotInGrammar
 from nano_inference.types import RoutedExperts

@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from nano_inference.models.activations import UNGATED
 from nano_inference.models.blocks.experts import EXPERT_BIASES
 from nano_inference.models.rope import Rotation
+from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.models.spec.latents import LatentSpec
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ops.reference.attention import capped
 from nano_inference.ops.reference.backend import rotate, scaled
-from nano_inference.ops.settings import CLAMP, SLOPE, Latent
+from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
 from nano_inference.rl.micro_batch import MicroBatch
+from nano_inference.rl.torch_attention import attend
 from nano_inference.sampling.pipeline import allowed
 
 HEAD_ROWS = 256  # rows whose logits are in memory at once
@@ -278,7 +279,7 @@ class TorchDecoder:
             for rows in own_q.split(ATTENTION_ROWS):
                 last = first + len(rows)
                 sinks = params.get(name + "sinks")
-                parts.append(self._attend(rows, own_k[:last], own_v[:last], window, sinks))
+                parts.append(attend(rows, own_k[:last], own_v[:last], window, sinks, spec))
                 first = last
         attended = torch.cat(parts)
         if spec.latent is not None:
@@ -318,22 +319,20 @@ class TorchDecoder:
     ) -> Tensor:
         """As `LatentOps.meet`: queries that meet latents, and the key twice."""
         sizes, q = latent.sizes, normed
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return self._normed(x.float(), weight, latent.eps).to(self.dtype)
+
         if latent.query_rank is not None:
-            q = self._latent(self._linear(q, params, name + "q_a"), params[name + "q_a_norm"])
+            q = norm(self._linear(q, params, name + "q_a"), params[name + "q_a_norm"])
         q = self._linear(q, params, name + "q_b").unflatten(1, (self.spec.num_heads, -1))
         plain, turning = q.split([sizes.plain, sizes.rotary], dim=-1)
         c = self._linear(normed, params, name + "kv_a")
         keys = params[name + "kv_b"].unflatten(0, (self.spec.num_heads, -1))[:, : sizes.plain]
         met = torch.cat((turning, torch.einsum("nhp,hpr->nhr", plain, keys)), dim=-1)
         c, turning = c.split([sizes.rank, sizes.rotary], dim=-1)
-        key = torch.cat((turning, self._latent(c, params[name + "kv_a_norm"])), dim=-1)
+        key = torch.cat((turning, norm(c, params[name + "kv_a_norm"])), dim=-1)
         return torch.cat((met.flatten(1), key, key), dim=1)
-
-    def _latent(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normed by an epsilon of its own."""
-        latent = self.spec.latent
-        assert latent is not None
-        return self._normed(x.float(), weight, latent.eps).to(self.dtype)
 
     def _latent_values(self, attended: Tensor, kv: Tensor, sizes: Latent) -> Tensor:
         """As `LatentOps.values`."""
@@ -401,10 +400,10 @@ class TorchDecoder:
         """
         moe = self.spec.moe
         assert moe is not None
-        router_bias, up_biases, down_biases = self._expert_biases(params, name)
+        router_bias, up_biases, down_biases = _expert_biases(moe, params, name)
         read = (normed if routed is None else routed).float() * moe.routing.logit_scale
         logits = functional.linear(read, params[name + "router"].float(), router_bias)
-        weights = self._weights_of(logits[:, : moe.num_experts], ids)
+        weights = _weights_of(logits[:, : moe.num_experts], ids, moe.routing)
         if moe.scales is not None:
             weights = weights * params[name + "router_scales"][ids]
         gate_ups, downs = (
@@ -423,75 +422,6 @@ class TorchDecoder:
         product = functional.linear(gated, params[name + "shared_down"]).float()
         gates = logits[:, moe.num_experts :].sigmoid() if moe.shared.gate is not None else 1.0
         return total + product * gates
-
-    def _expert_biases(
-        self, params: Mapping[str, Tensor], name: str
-    ) -> tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """Of the router, and of each expert's gate and up, and down."""
-        moe = self.spec.moe
-        assert moe is not None
-        nothing = (None,) * moe.num_experts
-        if not moe.biases:
-            return None, nothing, nothing
-        router, gate_up, down = (params[name + part] for part in EXPERT_BIASES)
-        return router, gate_up.chunk(moe.num_experts), down.chunk(moe.num_experts)
-
-    def _weights_of(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The weights of the engine's choice of experts [N, K], from all their logits [N, E]."""
-        moe = self.spec.moe
-        assert moe is not None
-        routing = moe.routing
-        scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
-        weights = scores.gather(1, ids)
-        if routing.renormalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.floor)
-        return weights * routing.scale
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
-        """Attention of the last n of L rows, q [n, heads, D], over k and v [L, kv heads, D]: [n,
-        heads * D].
-        """
-        mask = self._mask(len(q), len(k), window, q.device, q.shape[1] // k.shape[1])
-        if sinks is not None:
-            mask = self._with_sinks(mask, sinks)
-            k, v = (functional.pad(each, (0, 0, 0, 0, 0, 1)) for each in (k, v))
-        n, kv_heads, head_dim = len(q), k.shape[1], k.shape[2]
-        # heads that share keys are rows of one matrix
-        q = q.view(n, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        q, k, v = (
-            q.reshape(1, kv_heads, -1, head_dim),
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-        )
-        if self.spec.attention_cap:
-            scores = q.float() @ k.float().transpose(2, 3) * self.spec.attention_scale
-            weights = capped(scores, self.spec.attention_cap).add(mask).softmax(dim=-1)
-            out = weights.to(self.dtype) @ v
-        else:
-            out = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=self.spec.attention_scale
-            )
-        return out.view(kv_heads, -1, n, head_dim).permute(2, 0, 1, 3).reshape(n, -1)
-
-    def _mask(self, n: int, length: int, window: int, device: torch.device, group: int) -> Tensor:
-        """What the last n of L rows may not see is -inf: [heads that share keys * n, L]."""
-        keys = torch.arange(length, device=device)
-        rows = keys[length - n :, None]
-        outside = keys > rows
-        if window:
-            outside |= keys <= rows - window
-        mask = torch.zeros(outside.shape, dtype=self.dtype, device=keys.device).masked_fill(
-            outside, -torch.inf
-        )
-        return mask.repeat(group, 1)
-
-    def _with_sinks(self, mask: Tensor, sinks: Tensor) -> Tensor:
-        """The mask for one key more, of which products and value are zero: [kv heads, heads that
-        share keys * n, L + 1].
-        """
-        group = len(sinks) // self.spec.num_kv_heads
-        own = sinks.to(self.dtype).view(-1, group).repeat_interleave(len(mask) // group, dim=1)
-        return torch.cat([mask.expand(len(own), -1, -1), own[:, :, None]], dim=2)
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """[N, heads * D], over each head, or over all where the weight is that wide."""
@@ -562,3 +492,23 @@ class TorchDecoder:
             if wanted:
                 d_head += d_logits.T @ own
         return d_hidden, d_head
+
+
+def _expert_biases(
+    moe: MoeSpec, params: Mapping[str, Tensor], name: str
+) -> tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Return the biases of the router, and of each expert's gate and up, and down."""
+    nothing = (None,) * moe.num_experts
+    if not moe.biases:
+        return None, nothing, nothing
+    router, gate_up, down = (params[name + part] for part in EXPERT_BIASES)
+    return router, gate_up.chunk(moe.num_experts), down.chunk(moe.num_experts)
+
+
+def _weights_of(logits: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    """Return the weights of the engine's choice of experts [N, K], from all their logits [N, E]."""
+    scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
+    weights = scores.gather(1, ids)
+    if routing.renormalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.floor)
+    return weights * routing.scale

@@ -19,7 +19,7 @@ from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError, InvalidRequest, RequestAborted
 from nano_inference.fields.options import is_whole
 from nano_inference.rl.parameter_states import states
-from nano_inference.rl.policy import require_chosen_codes
+from nano_inference.rl.scoring_module import require_chosen_codes
 from nano_inference.rl.trainer_weights import require_whole, whole_weights
 from nano_inference.types import GROUP_COMPLETE, SamplingParams, TrainingSample
 

@@ -65,11 +65,6 @@ class Matcher(Protocol):
         ...
 
     @property
-    def is_complete(self) -> bool:
-        """Whether nothing but the end can follow."""
-        ...
-
-    @property
     def is_spent(self) -> bool:
         """Whether it shares limits with its copies that one of these has reached."""
         ...

@@ -165,11 +165,6 @@ class LlguidanceMatcher:
         self._limits.are_reached = True
         return GrammarError(_first_line(self.inner.get_error()))
 
-    @property
-    def is_complete(self) -> bool:
-        """See `Matcher`."""
-        return self.inner.is_stopped()
-
     def fill(self, words: np.ndarray) -> None:
         """See `Matcher`."""
         self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)

@@ -140,12 +140,6 @@ class OutlinesMatcher:
 
     is_spent = False  # copies share no limits
 
-    @property
-    def is_complete(self) -> bool:
-        """See `Matcher`."""
-        state = self._states[-1]
-        return bool(self._automaton.final[state]) and not len(self._automaton.steps(state)[0])
-
     def fill(self, words: np.ndarray) -> None:
         """See `Matcher`."""
         bits = np.zeros(len(words) * 32, dtype=np.bool_)

@@ -11,7 +11,6 @@ named; it never allows more. Every part of it is one of
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,104 +18,27 @@ from urllib.parse import unquote
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.structured.regular import NotPlain, plain_pattern
+from nano_inference.structured.schema_keywords import (
+    ASSERTIONS,
+    FORMATS,
+    OF_ALL,
+    OF_STRINGS,
+    OF_TYPES,
+    TRIVIAL,
+    TYPES,
+    count_of,
+    is_of_type,
+    object_of,
+    same,
+    schemas_of,
+    to_integers,
+    type_of,
+)
 
 MOST_DEPTH = 64  # schemas within each other
 MOST_PARTS = 20_000  # of a plain form
 MOST_INTEGER = 2**53
 MOST_DECIMALS = 6  # of bounds of numbers
-
-_OF_TYPES: Mapping[str, frozenset[str]] = {
-    "object": frozenset(
-        [
-            "properties",
-            "required",
-            "additionalProperties",
-            "patternProperties",
-            "propertyNames",
-            "minProperties",
-            "maxProperties",
-            "dependencies",
-            "dependentRequired",
-            "dependentSchemas",
-            "unevaluatedProperties",
-        ]
-    ),
-    "array": frozenset(
-        [
-            "items",
-            "prefixItems",
-            "additionalItems",
-            "minItems",
-            "maxItems",
-            "uniqueItems",
-            "contains",
-            "minContains",
-            "maxContains",
-            "unevaluatedItems",
-        ]
-    ),
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset(
-        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    ),
-    "boolean": frozenset(),
-    "null": frozenset(),
-}
-_TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
-_OF_ALL = frozenset(
-    [
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-        "enum",
-        "const",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "not",
-        "if",
-        "type",
-    ]
-)
-_ASSERTIONS = _OF_ALL.union(*_OF_TYPES.values())
-# that say nothing with these values
-_TRIVIAL: Mapping[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "minItems": (0,),
-    "minLength": (0,),
-    "minProperties": (0,),
-    "required": ([],),
-    "patternProperties": ({},),
-    "dependencies": ({},),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "propertyNames": (True, {}),
-    "additionalItems": (True,),
-    "unevaluatedItems": (True,),
-    "unevaluatedProperties": (True,),
-    "multipleOf": (),
-}
-_DAY = (
-    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|"
-    "02-(0[1-9]|1[0-9]|2[0-8]))"
-)
-_DATE = f"[12][0-9]{{3}}-{_DAY}"
-_TIME = (
-    "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\x2e[0-9]{1,6})?"
-    "(Z|[\\x2b\\x2d]([01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_NAME = "[0-9A-Za-z]([0-9A-Za-z\\x2d]*[0-9A-Za-z])?"
-_MAILBOX = "[0-9A-Za-z\\x2b\\x2d_]+"
-# values of `format`: some of the strings that have it, such as no 29th of February
-FORMATS: Mapping[str, str] = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
-    "ipv4": f"({_BYTE}[\\x2e]){{3}}{_BYTE}",
-    "email": f"{_MAILBOX}([\\x2e]{_MAILBOX})*@{_NAME}([\\x2e]{_NAME})+",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +126,7 @@ class _Plain:
         said = {
             name: value
             for name, value in schema.items()
-            if name in _ASSERTIONS and value not in _TRIVIAL.get(name, ())
+            if name in ASSERTIONS and value not in TRIVIAL.get(name, ())
         }
         if depth and "$id" in schema:
             self._refuse("$id", "below the root")
@@ -297,10 +219,10 @@ class _Plain:
         if not isinstance(values, list):
             raise InvalidRequest(f"enum must be a list, not {values!r}.")
         if "enum" in said and "const" in said:
-            values = [each for each in values if _same(each, said["const"])]
+            values = [each for each in values if same(each, said["const"])]
         if "type" in said:
             types = self._types(said["type"])
-            values = [each for each in values if any(_is_of(each, type_) for type_ in types)]
+            values = [each for each in values if any(is_of_type(each, type_) for type_ in types)]
         if any(isinstance(each, int) and abs(each) > MOST_INTEGER for each in values):
             self._refuse(name, f"with integers beyond {MOST_INTEGER}")
         if not values:
@@ -330,9 +252,9 @@ class _Plain:
         """A schema of a choice, as far as it is of these types."""
         if option is True:
             return {"type": types}
-        if isinstance(option, dict) and not _OF_ALL.intersection(option):
+        if isinstance(option, dict) and not OF_ALL.intersection(option):
             return {**option, "type": types}
-        if isinstance(option, dict) and _OF_ALL.intersection(option) == {"type"}:
+        if isinstance(option, dict) and OF_ALL.intersection(option) == {"type"}:
             types = self._types(types)
             own = self._types(option["type"])
             shared = [
@@ -357,7 +279,7 @@ class _Plain:
     def _marks(self, part: Mapping[str, Any]) -> set[str] | None:
         """What tells a schema's values from those of another: their types. None: not known."""
         if "enum" in part:
-            return {_type_of(each) for each in part["enum"]}
+            return {type_of(each) for each in part["enum"]}
         if "anyOf" in part:
             inner = [self._marks(each) for each in part["anyOf"]]
             return None if None in inner else set().union(*(each for each in inner if each))
@@ -377,8 +299,8 @@ class _Plain:
     def _types(self, types: Any) -> list[str]:
         types = types if isinstance(types, list) else [types]
         for each in types:
-            if each not in _TYPES:
-                raise InvalidRequest(f"type {each!r} is not one of {', '.join(_TYPES)}.")
+            if each not in TYPES:
+                raise InvalidRequest(f"type {each!r} is not one of {', '.join(TYPES)}.")
         if not types:
             raise InvalidRequest("type must name a type.")
         return types
@@ -390,7 +312,7 @@ class _Plain:
             types = self._types(said["type"])
             types = [each for each in types if each != "integer" or "number" not in types]
         else:  # values of other types are allowed too; these are what it is about
-            types = [each for each, names in _OF_TYPES.items() if names.intersection(said)]
+            types = [each for each, names in OF_TYPES.items() if names.intersection(said)]
         makers = {
             "object": self._object,
             "array": self._array,
@@ -400,7 +322,7 @@ class _Plain:
         }
         parts: list[dict[str, Any]] = []
         for type_ in types:
-            keywords = _OF_TYPES["number" if type_ == "integer" else type_]
+            keywords = OF_TYPES["number" if type_ == "integer" else type_]
             own = {name: value for name, value in said.items() if name in keywords}
             make = makers.get(type_)
             parts.append({"type": type_} if make is None else make(type_, own, depth))
@@ -408,7 +330,7 @@ class _Plain:
 
     def _anything(self, depth: int) -> dict[str, Any]:
         if not self._can.recursion:
-            return {"anyOf": [{"type": each} for each in _TYPES if each != "integer"]}
+            return {"anyOf": [{"type": each} for each in TYPES if each != "integer"]}
         if "any" not in self._definitions:
             again = {"$ref": "#/$defs/any"}
             self._definitions["any"] = {
@@ -433,7 +355,7 @@ class _Plain:
             del said["unevaluatedProperties"]
             said.setdefault("additionalProperties", unevaluated)
         said = self._enforced(said)
-        properties = _object_of("properties", said.get("properties", {}))
+        properties = object_of("properties", said.get("properties", {}))
         required = said.get("required", [])
         if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
             raise InvalidRequest(f"required must be a list of names, not {required!r}.")
@@ -463,11 +385,11 @@ class _Plain:
         if "items" in said or "prefixItems" in said:
             said.pop("unevaluatedItems", None)
         said = self._enforced(said)
-        least, most = _count("minItems", said, 0), _count("maxItems", said, None)
+        least, most = count_of("minItems", said, 0), count_of("maxItems", said, None)
         if most is not None and (most < least):
             raise _Unsatisfiable("`minItems` is more than `maxItems`")
         items = said.get("items", True)
-        first = items if isinstance(items, list) else _schemas("prefixItems", said)
+        first = items if isinstance(items, list) else schemas_of("prefixItems", said)
         plain: dict[str, Any]
         if first:
             # No more than are listed, and outlines allows no fewer: less than JSON schema allows.
@@ -493,7 +415,7 @@ class _Plain:
         said = self._enforced(said)
         plain: dict[str, Any] = {"type": "string"}
         for name in ("format", "pattern", "length"):
-            own = {key: said[key] for key in _STRINGS[name] if key in said}
+            own = {key: said[key] for key in OF_STRINGS[name] if key in said}
             if not own:
                 continue
             if len(plain) > 1:  # one of them is all that backends look at
@@ -520,7 +442,7 @@ class _Plain:
             return {}
 
     def _length(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        least, most = _count("minLength", said, 0), _count("maxLength", said, None)
+        least, most = count_of("minLength", said, 0), count_of("maxLength", said, None)
         if most is not None and most < least:
             raise _Unsatisfiable("`minLength` is more than `maxLength`")
         return {"minLength": least} | ({} if most is None else {"maxLength": most})
@@ -538,7 +460,7 @@ class _Plain:
             ("maximum", "exclusiveMaximum", -1),
         ):
             if type_ == "integer":
-                _to_integers(bounds, inclusive, exclusive, sign)
+                to_integers(bounds, inclusive, exclusive, sign)
             elif inclusive in bounds and exclusive in bounds:  # the stricter one
                 tighter = sign * bounds[inclusive] > sign * bounds[exclusive]
                 del bounds[exclusive if tighter else inclusive]
@@ -555,64 +477,3 @@ class _Plain:
         if not exact:
             self._refuse(name, f"of {bound!r}")
         return exact
-
-
-_STRINGS: Mapping[str, tuple[str, ...]] = {
-    "format": ("format",),
-    "pattern": ("pattern",),
-    "length": ("minLength", "maxLength"),
-}
-
-
-def _to_integers(bounds: dict[str, Any], inclusive: str, exclusive: str, sign: int) -> None:
-    """Leave one bound of integers, which may be reached; `sign` is 1 for lower ones."""
-    found: list[int] = []
-    if inclusive in bounds:
-        found.append(sign * math.ceil(sign * bounds[inclusive]))
-    if exclusive in bounds:
-        found.append(sign * (math.floor(sign * bounds.pop(exclusive)) + 1))
-    if found:
-        bounds[inclusive] = sign * max(sign * each for each in found)
-
-
-def _object_of(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be an object, not {value!r}.")
-    return value
-
-
-def _schemas(name: str, said: Mapping[str, Any]) -> list[Any]:
-    value = said.get(name, [])
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{name} must be a list of schemas, not {value!r}.")
-    return value
-
-
-def _count(name: str, said: Mapping[str, Any], missing: Any) -> Any:
-    value = said.get(name, missing)
-    if value is missing:
-        return missing
-    if isinstance(value, bool) or not _is_whole(value):
-        raise InvalidRequest(f"{name} must be a whole number, not {value!r}.")
-    return max(int(value), 0)
-
-
-def _type_of(value: Any) -> str:
-    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
-    return "null" if value is None else names.get(type(value), "object")
-
-
-def _is_of(value: Any, type_: str) -> bool:
-    if type_ == "integer":
-        return _type_of(value) == "number" and _is_whole(value)
-    return _type_of(value) == type_
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether it is a whole number. JSON's 1e400 is read as infinity."""
-    return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equal as values of JSON: `1` and `true` are not."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

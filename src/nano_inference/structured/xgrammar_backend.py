@@ -22,7 +22,7 @@ from nano_inference.structured.backend import (
 )
 from nano_inference.structured.compile_process import CompileProcesses, Job, way_for_whitespace
 from nano_inference.structured.grammar import BOUNDED, COMPACT, Grammar
-from nano_inference.structured.mask_bits import cut_to, num_words, without
+from nano_inference.structured.mask_bits import cut_to
 from nano_inference.structured.plain_schema import Abilities, parts_of, plain_schema
 from nano_inference.structured.regular import NotPlain, characters, plain_regex
 from nano_inference.structured.token_bytes import token_bytes
@@ -106,15 +106,6 @@ class XgrammarMatcher:
         self._inner, self._vocabulary = inner, vocabulary
 
     is_spent = False  # copies share no limits
-
-    @property
-    def is_complete(self) -> bool:
-        """See `Matcher`."""
-        if not self._inner.is_completed():
-            return False
-        words = np.zeros(num_words(self._vocabulary.size), dtype=np.int32)
-        self.fill(words)
-        return not without(words, self._vocabulary.eos_token_ids).any()
 
     def fill(self, words: np.ndarray) -> None:
         """See `Matcher`."""

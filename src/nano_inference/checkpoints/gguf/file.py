@@ -21,7 +21,7 @@ from nano_inference.checkpoints.gguf.families import FAMILIES, Config, Family
 from nano_inference.checkpoints.gguf.header import GgufHeader, StoredTensor, read_header, stamp
 from nano_inference.checkpoints.gguf.tokenizer import write_tokenizer_or_reason
 from nano_inference.errors import ModelLoadError
-from nano_inference.models.spec.model import CONVERTED, spec_from_config
+from nano_inference.models.spec.read import CONVERTED, spec_from_config
 from nano_inference.system.cache_folder import cache_folder, unfinished
 from nano_inference.system.regular_files import read_json
 

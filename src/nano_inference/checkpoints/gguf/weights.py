@@ -21,7 +21,7 @@ from nano_inference.errors import ModelLoadError
 from nano_inference.models.parameters.fused import fused_tensors
 from nano_inference.models.parameters.slots import named_slots
 from nano_inference.models.parameters.table import param_table
-from nano_inference.models.spec.model import spec_from_config
+from nano_inference.models.spec.read import spec_from_config
 from nano_inference.ops.formats import FORMATS, Format
 from nano_inference.ops.quantised import Codes
 

@@ -20,22 +20,18 @@ def expert_params(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[
     hidden, inner, count = part.whole.hidden_size, moe.intermediate_size, moe.num_experts
     gate, up, down = moe.projections
     hf, names = f"{layer}.{moe.module}", moe.in_memory
-
     gate_up = _by_expert(part, count, hf, (gate, up), "weight", (inner, hidden))
 
     def fused(names: tuple[str, ...], *shape: int, axes: str = "") -> tuple[Fused, ...]:
         if not (axes and moe.columns):
             return tuple(Fused(f"{layer}.{name}", shape) for name in names)
-        how, blocks = (
-            _of_columns(count, hidden, inner)[axes],
-            _of_blocks(count, hidden, inner)[axes],
-        )
+        how = _of_columns(count, hidden, inner)[axes]
+        blocks = _of_blocks(count, hidden, inner)[axes]
         return (
             *(Fused(f"{layer}.{name}", *how) for name in names),
             *(Fused(f"{layer}.{name}{BLOCKS}", *blocks) for name in names),
         )
 
-    router = Source(f"{hf}.{moe.router}", (count, hidden))
     gates: list[Source] = []  # of the shared expert: one more row of the router
     if moe.shared is not None and moe.shared.gate is not None:
         gates = [Source(f"{layer}.{moe.shared.gate}.weight", (1, hidden))]
@@ -43,7 +39,7 @@ def expert_params(part: ModelShard, moe: MoeSpec, own: str, layer: str) -> list[
         ParamSpec(
             f"{own}.router",
             (count + len(gates), hidden),
-            (router, *gates),
+            (Source(f"{hf}.{moe.router}", (count, hidden)), *gates),
             fused=() if gates else fused(names.router, count, hidden),
         ),
         *_router_bias(moe, own, hf, layer),

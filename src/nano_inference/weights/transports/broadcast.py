@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.weights.session import Bucket
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes, overlapped
 from nano_inference.weights.transports.rendezvous import (
@@ -27,59 +28,24 @@ from nano_inference.weights.transports.rendezvous import (
     parse_address,
 )
 from nano_inference.weights.transports.reuse import ReusedMemory
-from nano_inference.weights.update import Bucket
 
 
-class BroadcastReceiver:
-    """An engine's end of a group that has the trainer as rank 0; the trainer uses
-    `sender.WeightSender`.
-
-    The group is made with the first update and kept for the next ones, as is the memory that it was
-    staged in. After an error in the middle of an update it is gone on both sides, and the next
-    update makes a new one. A description that is refused leaves it standing.
+class GroupReceiver:
+    """An engine's end of a group that was joined already, whose rank 0 sends by
+    `WeightSender.over`. An error in the middle of an update ends the group.
 
     Args:
-        address: "tcp://host:port" of the trainer.
-        rank: of this engine, from 1 on.
-        world_size: the trainer and all engines.
-        backend: "gloo" or "nccl".
-        device: where the weights arrive; None: the CPU with gloo, the current CUDA device with
-            NCCL.
-        host: address of this machine that the trainer reaches it at; gloo listens there alone.
-        default_group: the trainer called `init_process_group` and sends by `WeightSender.over`.
-            Such a group cannot be joined a second time.
+        group: None: `_join` makes one for the first update.
+        device: where the weights arrive.
+        memory: for what arrives.
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        rank: int = 1,
-        world_size: int = 2,
-        backend: str = "gloo",
-        device: str | torch.device | None = None,
-        host: str = "127.0.0.1",
-        default_group: bool = False,
+        self, group: ProcessGroup | None, device: torch.device, memory: ReusedMemory
     ) -> None:
-        check_ranks(rank, world_size)
-        check_backend(backend)
-        self.address: Address | None = parse_address(address)
-        self.default_group = default_group
-        self.rank, self.world_size, self.backend, self.host = rank, world_size, backend, host
-        self.device = device_for(backend, device)
-        self._group: ProcessGroup | None = None
-        self._memory = ReusedMemory()
+        self.device = device
+        self._group, self._memory = group, memory
         self._closing = threading.Lock()
-
-    @classmethod
-    def over(cls, group: ProcessGroup, memory: ReusedMemory) -> "BroadcastReceiver":
-        """A receiver over a group that was joined already, and whose trainer sends by
-        `WeightSender.over`.
-        """
-        receiver = cls.__new__(cls)
-        receiver.address, receiver.device = None, group.device
-        receiver._group, receiver._memory, receiver._closing = group, memory, threading.Lock()
-        return receiver
 
     def receive(self, shapes: Shapes, deadline: Deadline) -> Incoming:
         """Wait for the description of an update. Raises `WeightUpdateError`."""
@@ -160,29 +126,73 @@ class BroadcastReceiver:
 
     def _connect(self, deadline: Deadline) -> ProcessGroup:
         if self._group is None:
-            if self.address is None:
-                raise WeightTransferError("the group that the receiver was given was closed.")
-            store = join_store(self.address, self.world_size, deadline)
-            room = (
-                default_room(self.backend)
-                if self.default_group
-                else ask_for_room(store, self.rank, deadline)
-            )
-            self._group = join_group(
-                store,
-                room,
-                self.rank,
-                self.world_size,
-                self.backend,
-                self.device,
-                self.host,
-                deadline,
-                alive=lambda: store.check(["alive"]),
-            )
+            self._group = self._join(deadline)
         return self._group
+
+    def _join(self, deadline: Deadline) -> ProcessGroup:
+        """Make the next group. Raises `WeightUpdateError`."""
+        raise WeightTransferError("the group that the receiver was given was closed.")
 
     def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)
+
+
+class BroadcastReceiver(GroupReceiver):
+    """An engine's end of a group that has the trainer as rank 0; the trainer uses
+    `sender.WeightSender`.
+
+    The group is made with the first update and kept for the next ones, as is the memory that it was
+    staged in. After an error in the middle of an update it is gone on both sides, and the next
+    update makes a new one. A description that is refused leaves it standing.
+
+    Args:
+        address: "tcp://host:port" of the trainer.
+        rank: of this engine, from 1 on.
+        world_size: the trainer and all engines.
+        backend: "gloo" or "nccl".
+        device: where the weights arrive; None: the CPU with gloo, the current CUDA device with
+            NCCL.
+        host: address of this machine that the trainer reaches it at; gloo listens there alone.
+        default_group: the trainer called `init_process_group` and sends by `WeightSender.over`.
+            Such a group cannot be joined a second time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        rank: int = 1,
+        world_size: int = 2,
+        backend: str = "gloo",
+        device: str | torch.device | None = None,
+        host: str = "127.0.0.1",
+        default_group: bool = False,
+    ) -> None:
+        check_ranks(rank, world_size)
+        check_backend(backend)
+        super().__init__(None, device_for(backend, device), ReusedMemory())
+        self.address: Address = parse_address(address)
+        self.default_group = default_group
+        self.rank, self.world_size, self.backend, self.host = rank, world_size, backend, host
+
+    def _join(self, deadline: Deadline) -> ProcessGroup:
+        store = join_store(self.address, self.world_size, deadline)
+        room = (
+            default_room(self.backend)
+            if self.default_group
+            else ask_for_room(store, self.rank, deadline)
+        )
+        return join_group(
+            store,
+            room,
+            self.rank,
+            self.world_size,
+            self.backend,
+            self.device,
+            self.host,
+            deadline,
+            alive=lambda: store.check(["alive"]),
+        )
 
 
 def check_ranks(rank: int, world_size: int) -> None:

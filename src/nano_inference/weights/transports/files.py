@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.system.regular_files import read_text
+from nano_inference.weights.session import Bucket, version_of
 from nano_inference.weights.sources import BUCKET_BYTES, cut_into_buckets, read_copies
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
-from nano_inference.weights.update import Bucket, version_of
 
 MARKER = "complete.json"
 LOOK = 0.02  # seconds between two looks for the marker

@@ -13,8 +13,9 @@ from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.parallel.deadline import Deadline as Deadline
 from nano_inference.parallel.deadline import step_back
 from nano_inference.types import UpdateOptions
+from nano_inference.weights.session import Bucket
 from nano_inference.weights.sync import WeightSyncManager
-from nano_inference.weights.update import Bucket, WeightUpdate
+from nano_inference.weights.update import WeightUpdate
 
 AHEAD = 2  # buckets that may wait while one is staged
 LOOK = 0.05  # seconds between two looks at whether the session was cancelled

@@ -1,13 +1,14 @@
 """Weights by `torch.distributed` broadcast, the trainer's side."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
+from nano_inference.weights.session import WeightPatch
 from nano_inference.weights.sources import BUCKET_BYTES
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, overlapped
@@ -19,73 +20,31 @@ from nano_inference.weights.transports.rendezvous import (
     parse_address,
     serve_store,
 )
-from nano_inference.weights.update import WeightPatch
 
 UNDER_WAY = 3  # runs that travel at once
 
 
-class WeightSender:
-    """Sends state dicts to engines that receive with `broadcast.BroadcastReceiver`. A context
-    manager.
+class GroupSender:
+    """Sends state dicts over a group, whose rank 0 this is. A context manager.
 
-    An error in the middle of an update ends the group; the next `send` waits for the engines to
-    join a new one. One that engines refuse by its description alone leaves it standing.
+    An error in the middle of an update ends the group. A description that engines refuse leaves it
+    standing.
 
     Args:
-        address: where the engines join, "tcp://host:port"; port 0: any free one, see `address`
-            afterwards. Nothing listens elsewhere.
-        num_receivers: engines, of ranks 1 to `num_receivers`.
-        backend: "gloo" or "nccl".
-        device: from where the weights leave; None: the CPU with gloo, the current CUDA device with
-            NCCL.
+        group: None: `_join` makes one.
+        device: from where the weights leave.
         bucket_bytes: how much travels at once.
         timeout: seconds that `connect` and `send` may take.
     """
 
-    def __init__(
-        self,
-        address: str = "tcp://127.0.0.1:0",
-        *,
-        num_receivers: int = 1,
-        backend: str = "gloo",
-        device: str | torch.device | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        timeout: float = 300.0,
-    ) -> None:
-        check_backend(backend)
-        host, port = parse_address(address)
-        self.num_receivers, self.backend, self.timeout, self.bucket_bytes = (
-            num_receivers,
-            backend,
-            timeout,
-            bucket_bytes,
-        )
-        self.device = device_for(backend, device)
-        self._host = host
-        self._store: Any = serve_store((host, port), timeout)
-        self.address = f"tcp://{host}:{self._store.port}"
-        self._group: ProcessGroup | None = None
-        self._groups = 0  # that were made
-        self._rooms: list[Tensor] = []
+    can_rejoin = False  # engines that ended the group may join another one
 
-    @classmethod
-    def over(
-        cls,
-        process_group: Any,
-        *,
-        device: str | torch.device = "cpu",
-        bucket_bytes: int = BUCKET_BYTES,
-        timeout: float = 300.0,
-    ) -> "WeightSender":
-        """A sender over a group that there is already and whose rank 0 this is, like
-        `dist.group.WORLD`.
-        """
-        sender = cls.__new__(cls)
-        sender.bucket_bytes, sender.timeout = bucket_bytes, timeout
-        sender.device = device_for("gloo", device)
-        sender._store, sender._rooms = None, []
-        sender._group = ProcessGroup(process_group, sender.device)
-        return sender
+    def __init__(
+        self, group: ProcessGroup | None, device: torch.device, bucket_bytes: int, timeout: float
+    ) -> None:
+        self.device, self.bucket_bytes, self.timeout = device, bucket_bytes, timeout
+        self._group = group
+        self._rooms: list[Tensor] = []
 
     def connect(self, *, timeout: float | None = None) -> None:
         """Wait for the engines to join; `send` does it too. Raises `WeightUpdateError`."""
@@ -122,11 +81,10 @@ class WeightSender:
             )
 
     def close(self) -> None:
-        """End the group and serve no more."""
+        """End the group."""
         self._drop()
-        self._store = None
 
-    def __enter__(self) -> "WeightSender":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,7 +94,7 @@ class WeightSender:
         """Whether every engine accepts what will come. Those that ended the group since the last
         update join again.
         """
-        kept = self._store is not None and self._group is not None
+        kept = self.can_rejoin and self._group is not None
         what = "the description of the weights"
         content = torch.frombuffer(bytearray(wire.encode(description)), dtype=torch.uint8).to(
             self.device
@@ -184,21 +142,87 @@ class WeightSender:
 
     def _connect(self, deadline: Deadline) -> ProcessGroup:
         if self._group is None:
-            if self._store is None:
-                raise WeightUpdateError(
-                    "the sender is closed, or the group that it was given is; make a new one."
-                )
-            room = f"group/{self._groups}/"
-            self._groups += 1
-            open_room(self._store, self.num_receivers, room, deadline)
-            world_size = self.num_receivers + 1
-            self._group = join_group(
-                self._store, room, 0, world_size, self.backend, self.device, self._host, deadline
-            )
+            self._group = self._join(deadline)
         return self._group
+
+    def _join(self, deadline: Deadline) -> ProcessGroup:
+        """Make the next group. Raises `WeightUpdateError`."""
+        raise WeightUpdateError(
+            "the sender is closed, or the group that it was given is; make a new one."
+        )
 
     def _drop(self) -> None:
         group, self._group = self._group, None
         self._rooms = []  # what still travels keeps its own
         if group is not None:
             group.close()
+
+
+class WeightSender(GroupSender):
+    """Sends state dicts to engines that receive with `broadcast.BroadcastReceiver`. A context
+    manager.
+
+    An error in the middle of an update ends the group; the next `send` waits for the engines to
+    join a new one. One that engines refuse by its description alone leaves it standing.
+
+    Args:
+        address: where the engines join, "tcp://host:port"; port 0: any free one, see `address`
+            afterwards. Nothing listens elsewhere.
+        num_receivers: engines, of ranks 1 to `num_receivers`.
+        backend: "gloo" or "nccl".
+        device: from where the weights leave; None: the CPU with gloo, the current CUDA device with
+            NCCL.
+        bucket_bytes: how much travels at once.
+        timeout: seconds that `connect` and `send` may take.
+    """
+
+    can_rejoin = True
+
+    def __init__(
+        self,
+        address: str = "tcp://127.0.0.1:0",
+        *,
+        num_receivers: int = 1,
+        backend: str = "gloo",
+        device: str | torch.device | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 300.0,
+    ) -> None:
+        check_backend(backend)
+        host, port = parse_address(address)
+        super().__init__(None, device_for(backend, device), bucket_bytes, timeout)
+        self.num_receivers, self.backend = num_receivers, backend
+        self._host = host
+        self._store: Any = serve_store((host, port), timeout)
+        self.address = f"tcp://{host}:{self._store.port}"
+        self._groups = 0  # that were made
+
+    @staticmethod
+    def over(
+        process_group: Any,
+        *,
+        device: str | torch.device = "cpu",
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 300.0,
+    ) -> GroupSender:
+        """A sender over a group that there is already and whose rank 0 this is, like
+        `dist.group.WORLD`.
+        """
+        own = device_for("gloo", device)
+        return GroupSender(ProcessGroup(process_group, own), own, bucket_bytes, timeout)
+
+    def close(self) -> None:
+        """End the group and serve no more."""
+        super().close()
+        self._store = None
+
+    def _join(self, deadline: Deadline) -> ProcessGroup:
+        if self._store is None:
+            return super()._join(deadline)
+        room = f"group/{self._groups}/"
+        self._groups += 1
+        open_room(self._store, self.num_receivers, room, deadline)
+        world_size = self.num_receivers + 1
+        return join_group(
+            self._store, room, 0, world_size, self.backend, self.device, self._host, deadline
+        )

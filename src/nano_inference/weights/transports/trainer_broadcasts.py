@@ -22,7 +22,7 @@ from nano_inference.errors import WeightUpdateError
 from nano_inference.parallel.deadline import before
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.weights.sources import BUCKET_BYTES, in_groups
-from nano_inference.weights.transports.broadcast import BroadcastReceiver, check_ranks
+from nano_inference.weights.transports.broadcast import GroupReceiver, check_ranks
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes, overlapped
 from nano_inference.weights.transports.rendezvous import (
     Address,
@@ -58,9 +58,9 @@ class TrainerGroup:
         """Whether the process that serves the store is there; one that was stopped is."""
         return _is_open(self._watch)
 
-    def stream(self, memory: ReusedMemory) -> BroadcastReceiver:
+    def stream(self, memory: ReusedMemory) -> GroupReceiver:
         """What takes the updates of a `WeightSender.over` this group."""
-        return BroadcastReceiver.over(self.group, memory)
+        return GroupReceiver(self.group, self.group.device, memory)
 
     def close(self) -> None:
         """Leave. What is under way fails on every side."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.fields.options import is_whole
+from nano_inference.weights.session import WeightPatch, version_of
 from nano_inference.weights.sources import BUCKET_BYTES, in_groups
 from nano_inference.weights.transports.interface import Shapes
-from nano_inference.weights.update import WeightPatch, version_of
 
 FORMAT = 1
 ALIGNMENT = 16

@@ -1,0 +1,269 @@
+"""`ScoringModule`: parameters whose logprobs the engine computes, with gradients."""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from nano_inference.checkpoints.loading import cpu_multiplies_bf16
+from nano_inference.config import EngineConfig, require_count, with_plain_weights
+from nano_inference.engine.engine import InferenceEngine
+from nano_inference.errors import ConfigError
+from nano_inference.ranks.parts import require_one_rank
+from nano_inference.rl.micro_batch import MicroBatch, ScoredSequence
+from nano_inference.rl.parameter_states import State, states
+from nano_inference.rl.scoring import (
+    BatchScores,
+    Grammars,
+    Routed,
+    ScoreBatch,
+    Targets,
+    TokenIds,
+    check_batch,
+)
+from nano_inference.rl.torch_decoder import TorchDecoder
+
+
+class ScoringModule(nn.Module):
+    """Parameters whose logprobs the engine computes, and their gradients by `_gradients`.
+
+    Args:
+        engine: an engine on one rank, or the configuration to build one from.
+        micro_batch_tokens: see `PolicyModel`.
+        num_workers: as there.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine | EngineConfig,
+        micro_batch_tokens: int,
+        num_workers: int | None,
+    ) -> None:
+        super().__init__()
+        require_count("micro_batch_tokens", micro_batch_tokens)
+        if num_workers is not None:
+            require_count("num_workers", num_workers)
+        self.engine = (
+            engine
+            if isinstance(engine, InferenceEngine)
+            else InferenceEngine(with_plain_weights(engine))
+        )
+        require_one_rank(self.engine.runner, type(self).__name__)
+        self.micro_batch_tokens, self.num_workers = micro_batch_tokens, num_workers
+
+    def _torch_decoder(self, gradient_dtype: torch.dtype | None) -> TorchDecoder:
+        """For the backward pass. Raises `ConfigError` for a dtype that it does not multiply in."""
+        own, products = self.engine.model, dtype_of_products(self.engine, gradient_dtype)
+        kept = self.engine.runner.storage.format
+        return TorchDecoder(own.spec, own.ropes, own.embed_scale, products, kept)
+
+    def logprobs(
+        self,
+        sequences: Iterable[TokenIds],
+        *,
+        from_position: int | Iterable[int] = 0,
+        temperature: float = 1.0,
+        grammar: Grammars = None,
+        routed_experts: Routed = None,
+        targets: Targets = None,
+    ) -> list[Tensor]:
+        """Log-probability of each token given those before it, under the parameters;
+        differentiable.
+
+        Arguments, results and errors are those of `score`. `routed_experts` of samples, one (or
+        None) a sequence, are checked: the model goes through its own choices, which are the
+        engine's to the bit under the same weights, and raises `InvalidRequest` that names the first
+        token and layer where those differ. Parameters must not change before
+        `backward`, which raises torch's error if they did. Entries of gradient 0 cost nothing in
+        it, nor do sequences of nothing else.
+        """
+        batch = check_batch(
+            self.engine, sequences, from_position, temperature, grammar, routed_experts, targets
+        )
+        params = dict(self.named_parameters())
+        if torch.is_grad_enabled() and any(param.requires_grad for param in params.values()):
+            flat: Tensor = _Logprobs.apply(self, batch, *params.values())  # pyright: ignore
+            lengths = [batch.num_logprobs(index) for index in range(len(batch.token_ids))]
+            ends = itertools.accumulate(lengths)
+            return [
+                batch.shaped(index, flat[end - length : end])
+                for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
+            ]
+        return self._score(batch)[0].logprobs
+
+    forward = logprobs
+
+    def _score(self, batch: ScoreBatch) -> tuple[BatchScores, list[State]]:
+        """The scores, and the states of the parameters that they were computed from."""
+        raise NotImplementedError
+
+    def _base_version(self) -> int | None:
+        """The version of the engine's weights that a gradient reads too; None: it reads none."""
+        return None
+
+    def _gradients(
+        self, scored: Iterable[ScoredSequence], values: Mapping[str, Tensor], temperature: float
+    ) -> dict[str, Tensor]:
+        """Gradients of the parameters in `values` that want one, float32, given those of the
+        sequences' logprobs.
+        """
+        raise NotImplementedError
+
+
+class _Logprobs(torch.autograd.Function):
+    """All logprobs of a batch in a row, as a function of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, model: ScoringModule, batch: ScoreBatch, *params: Tensor) -> Tensor:
+        ctx.model, ctx.batch, ctx.base = model, batch, model._base_version()
+        ctx.save_for_backward(*params)
+        scores, ctx.states = model._score(batch)
+        ctx.routes = scores.routes
+        return torch.cat([torch.empty(0), *(each.flatten() for each in scores.logprobs)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore
+        names = [name for name, _ in ctx.model.named_parameters()]
+        # torch's own check is of version counters
+        values = dict(zip(names, ctx.saved_tensors, strict=True))
+        if states(ctx.saved_tensors) != ctx.states:
+            raise RuntimeError(
+                "a parameter was modified between logprobs and backward; call backward before it "
+                "changes."
+            )
+        _require_base(ctx)
+        scored = _scored(ctx.batch, grads[0], ctx.routes)
+        found = ctx.model._gradients(scored, values, ctx.batch.temperature)
+        _require_base(ctx)  # nor meanwhile, by another thread
+        return (
+            None,
+            None,
+            *(
+                found[name].to(values[name].dtype) if values[name].requires_grad else None
+                for name in names
+            ),
+        )
+
+
+def _require_base(ctx: Any) -> None:
+    if ctx.model._base_version() != ctx.base:
+        raise RuntimeError(
+            "the engine's weights, which the adapter is of, were updated or put to sleep between "
+            "logprobs and backward; call backward before."
+        )
+
+
+def require_chosen_codes(engine: InferenceEngine, what: str) -> None:
+    """Raise `ConfigError` where `quantization="auto"` put the weights into the blocks of their
+    file: a trainer's weights would be rounded to such blocks, and no setting has asked for that.
+    """
+    if engine.in_blocks_by_default:
+        raise ConfigError(
+            f"{what} needs plain weights, and this engine computes the blocks of its .gguf file, "
+            "which is the default on a CPU; build it with quantization=None, or with "
+            f"quantization={engine.config.codes!r} to train weights that are rounded to blocks."
+        )
+
+
+def dtype_of_products(engine: InferenceEngine, asked: torch.dtype | None) -> torch.dtype:
+    """What a backward pass multiplies in; see `PolicyModel`. Raises `ConfigError`."""
+    if asked not in (None, torch.float32, torch.bfloat16):
+        raise ConfigError(f"gradient_dtype={asked} must be torch.float32, torch.bfloat16 or None.")
+    own = engine.model
+    native = own.device.type != "cpu" or cpu_multiplies_bf16()
+    return asked or (torch.bfloat16 if own.dtype == torch.bfloat16 and native else torch.float32)
+
+
+def sum_of_parts(
+    parts: Iterable[MicroBatch],
+    compute: Callable[[MicroBatch], dict[str, Tensor]],
+    device: torch.device,
+    num_workers: int | None,
+) -> dict[str, Tensor]:
+    """The gradients of micro-batches, added up in their order, however many are computed at
+    once.
+    """
+    workers = (num_workers or torch.get_num_threads()) if device.type == "cpu" else 1
+    totals: dict[str, Tensor] = {}
+    with _single_threaded(workers) as pool:
+        running: deque[Future[dict[str, Tensor]]] = deque()
+        # the last ones only wait
+        for part in itertools.chain(parts, itertools.repeat(None, workers)):
+            if len(running) == workers or (part is None and running):
+                _add(totals, running.popleft().result())
+            if part is not None:
+                running.append(pool.submit(compute, part))
+    return totals
+
+
+def place_param(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Register a parameter under a dotted name, with modules that do nothing on the way there."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, param)
+
+
+def _scored(
+    batch: ScoreBatch, grad: Tensor, routes: Iterable[Tensor | None]
+) -> Iterator[ScoredSequence]:
+    """Each sequence with its routes and its part of the gradient, which is of all logprobs in a
+    row.
+
+    The entry of a first token is constant.
+    """
+    values, at = grad.float().tolist(), 0
+    for index, (token_ids, position, routed) in enumerate(
+        zip(batch.token_ids, batch.positions, routes, strict=True)
+    ):
+        start, end = max(position, 1), at + batch.num_logprobs(index)
+        first = at + (start - position) * batch.width(index)
+        masks, targets = batch.masks[index], batch.targets[index]
+        yield ScoredSequence(
+            token_ids,
+            start,
+            values[first:end],
+            routed,
+            masks.words if masks is not None else (),
+            targets.rows if targets is not None else (),
+        )
+        at = end
+
+
+def _add(totals: dict[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    for name, grad in grads.items():
+        if name in totals:
+            totals[name] += grad
+        else:
+            totals[name] = grad.float()
+
+
+@contextmanager
+def _single_threaded(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads whose torch operations run on one thread each: a product split between threads has
+    other bits.
+    """
+    before = torch.get_num_threads()
+    pinned = threading.Barrier(workers + 1)
+
+    def pin() -> None:
+        torch.get_num_threads()  # else it would take the process's number later, when it first asks
+        torch.set_num_threads(1)
+        pinned.wait()
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="nano-inference-gradients") as pool:
+        for _ in range(workers):
+            pool.submit(pin)
+        pinned.wait()
+        torch.set_num_threads(before)  # of threads that are still to come too
+        yield pool
