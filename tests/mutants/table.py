@@ -736,7 +736,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "gradients_without_masks",
-        "src/nano_inference/rl/torch_decoder.py",
+        "src/nano_inference/rl/head_gradients.py",
         old="logits.masked_fill_(~may, -torch.inf)",
         new="logits.masked_fill(~may, -torch.inf)",
         seen_by="tests/rl/test_grammar.py -k autograd",
