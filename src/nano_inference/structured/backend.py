@@ -86,10 +86,6 @@ class Matcher(Protocol):
         """
         return ()
 
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that were accepted."""
-        ...
-
     def copy(self) -> "Matcher":
         """Another one at the same place."""
         ...

@@ -179,11 +179,6 @@ class LlguidanceMatcher(Matcher):
         """See `Matcher`."""
         return self.inner.compute_ff_tokens()
 
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher`."""
-        if num_tokens and not self.inner.rollback(num_tokens):
-            raise GrammarError(f"{num_tokens} tokens cannot be taken back")
-
     def copy(self) -> "LlguidanceMatcher":
         """See `Matcher`."""
         return LlguidanceMatcher(self.backend, self.inner.deep_copy(), self._limits)

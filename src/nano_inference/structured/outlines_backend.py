@@ -111,44 +111,38 @@ class OutlinesBackend(Backend):
         """See `Backend`."""
         found = self.processes.compile(grammar, vocabulary, _job(grammar))
         automaton = Automaton.of(msgspec.msgpack.decode(found, type=Table))
-        return OutlinesMatcher(self, automaton, vocabulary, [0])
+        return OutlinesMatcher(self, automaton, vocabulary, 0)
 
 
 class OutlinesMatcher(Matcher):
     """See `Matcher`."""
 
     def __init__(
-        self, backend: Backend, automaton: Automaton, vocabulary: Vocabulary, states: list[int]
+        self, backend: Backend, automaton: Automaton, vocabulary: Vocabulary, state: int
     ) -> None:
         self.backend = backend
         self._automaton, self._vocabulary = automaton, vocabulary
-        self._states = states  # all of them, for `rollback`
+        self._state = state
 
     def fill(self, words: np.ndarray) -> None:
         """See `Matcher`."""
         bits = np.zeros(len(words) * 32, dtype=np.bool_)
-        bits[self._automaton.steps(self._states[-1])[0]] = True
-        if self._automaton.final[self._states[-1]]:
+        bits[self._automaton.steps(self._state)[0]] = True
+        if self._automaton.final[self._state]:
             bits[list(self._vocabulary.eos_token_ids)] = True
         words[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def accept(self, token_id: int) -> None:
         """See `Matcher`."""
-        tokens, following = self._automaton.steps(self._states[-1])
+        tokens, following = self._automaton.steps(self._state)
         place = int(np.searchsorted(tokens, token_id))
         if place == len(tokens) or tokens[place] != token_id:
             raise GrammarError(f"token {token_id} cannot follow")
-        self._states.append(int(following[place]))
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher`."""
-        if num_tokens >= len(self._states):
-            raise GrammarError(f"{num_tokens} tokens cannot be taken back")
-        del self._states[len(self._states) - num_tokens :]
+        self._state = int(following[place])
 
     def copy(self) -> "OutlinesMatcher":
         """See `Matcher`."""
-        return OutlinesMatcher(self.backend, self._automaton, self._vocabulary, list(self._states))
+        return OutlinesMatcher(self.backend, self._automaton, self._vocabulary, self._state)
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:

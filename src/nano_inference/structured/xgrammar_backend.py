@@ -118,14 +118,6 @@ class XgrammarMatcher(Matcher):
         if not accepted:
             raise GrammarError(f"token {token_id} cannot follow")
 
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher`."""
-        if num_tokens:
-            try:
-                self._inner.rollback(num_tokens)
-            except RuntimeError as problem:
-                raise GrammarError(f"{num_tokens} tokens cannot be taken back") from problem
-
     def copy(self) -> "XgrammarMatcher":
         """See `Matcher`."""
         return XgrammarMatcher(self.backend, self._inner.fork(), self._vocabulary)
