@@ -37,7 +37,7 @@ from nano_inference.models.sharding.rank_exchange import RankClock, RankExchange
 from nano_inference.models.sharding.shard import ModelShard, shard_of
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.batches import ForwardBatch
-from nano_inference.parallel.mesh import Mesh, Place
+from nano_inference.parallel.mesh import AXES, Axis, Mesh, Place
 from nano_inference.ranks.parts import Parts, assemble
 from nano_inference.ranks.replay import Draw, Forward, StepReplay, StepSender
 from nano_inference.sampling.sampling_batch import Masks
@@ -125,18 +125,12 @@ class ThreadRanks(ModelRunner):
         self._frame = b""
         # stages or tensor ranks with the same other places
         self._groups: list[ThreadGroup] = []
-        tensor = self._meet(mesh, "tensor_peers", mesh.tensor)
-        pipeline = self._meet(mesh, "pipeline_peers", mesh.pipeline)
-        context = self._meet(mesh, "context_peers", mesh.context)
+        groups = {axis: self._meet(mesh, axis) for axis in AXES}
         self.rank_exchange: dict[tuple[int, str], RankExchange] = {}
         self.ranks: list[Rank] = []
         for index in range(mesh.world_size):
-            groups = {
-                "tensor": tensor.get(index),
-                "pipeline": pipeline.get(index),
-                "context": context.get(index),
-            }
-            self.ranks.append(self._rank(config, Place(mesh, index), parts, groups))
+            own = {axis: each.get(index) for axis, each in groups.items()}
+            self.ranks.append(self._rank(config, Place(mesh, index), parts, own))
         self._teller = mesh.rank(mesh.pipeline - 1, 0, 0)
 
     @property
@@ -208,12 +202,12 @@ class ThreadRanks(ModelRunner):
             rank.stop()
         self.whole.close()
 
-    def _meet(self, mesh: Mesh, peers: str, size: int) -> dict[int, ThreadGroup]:
+    def _meet(self, mesh: Mesh, axis: Axis) -> dict[int, ThreadGroup]:
         """For each rank its group of one kind; none where it would be alone."""
         found: dict[int, ThreadGroup] = {}
-        if size > 1:
-            for every in {getattr(Place(mesh, index), peers) for index in range(mesh.world_size)}:
-                members = ThreadGroup.make(size, PATIENCE)
+        for every in {Place(mesh, index).peers(axis) for index in range(mesh.world_size)}:
+            if len(every) > 1:
+                members = ThreadGroup.make(len(every), PATIENCE)
                 self._groups += members
                 found |= dict(zip(every, members, strict=True))
         return found

@@ -117,7 +117,7 @@ class DrawParameters:
 
     def __init__(self, largest: int, device: torch.device) -> None:
         specs = captured_specs(SamplingBatch, {"R": largest})
-        self._largest, self._device = largest, device
+        self._device = device
         num_words = sum(spec.num_words for spec in specs.values())
         host = carve(torch.zeros(num_words, dtype=torch.int64), specs.values())
         self._host = dict(zip(specs, host, strict=True))

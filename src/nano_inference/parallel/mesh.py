@@ -1,6 +1,10 @@
 """`Mesh`: in how many ways a model is split; `Place`: where in it a rank stands."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Axis = Literal["tensor", "pipeline", "context"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +68,16 @@ class Place:
         """The rank whose samples count: the first of the last stage."""
         return Place(self.mesh, self.mesh.rank(self.mesh.pipeline - 1, 0, 0))
 
-    @property
-    def tensor_peers(self) -> tuple[int, ...]:
-        """The ranks that share its layers, itself too, in order."""
-        return tuple(
-            self.mesh.rank(self.stage, self.context_rank, each) for each in range(self.mesh.tensor)
-        )
+    def peers(self, axis: Axis) -> tuple[int, ...]:
+        """Return the ranks of its group along one axis, itself too, in order."""
+        places = (Place(self.mesh, rank) for rank in range(self.mesh.world_size))
+        return tuple(place.rank for place in places if place._beside(axis) == self._beside(axis))
 
-    @property
-    def context_peers(self) -> tuple[int, ...]:
-        """The ranks that share its keys and values, itself too, in order."""
-        return tuple(
-            self.mesh.rank(self.stage, each, self.tensor_rank) for each in range(self.mesh.context)
-        )
-
-    @property
-    def pipeline_peers(self) -> tuple[int, ...]:
-        """The ranks in its place of every stage, in order."""
-        return tuple(
-            self.mesh.rank(each, self.context_rank, self.tensor_rank)
-            for each in range(self.mesh.pipeline)
-        )
+    def _beside(self, axis: Axis) -> tuple[int, ...]:
+        """Its place along the other axes."""
+        along = {
+            "pipeline": self.stage,
+            "context": self.context_rank,
+            "tensor": self.tensor_rank,
+        }
+        return tuple(place for name, place in along.items() if name != axis)

@@ -4,8 +4,9 @@ their parts.
 It needs msgspec: `pip install 'nano-inference[parallel]'`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nano_inference.system.lazy import lazy
 
 if TYPE_CHECKING:
     from nano_inference.ranks.launcher import Handle, Launcher, LocalLauncher
@@ -13,11 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "Launcher", "LocalLauncher", "TorchrunLauncher", "serve_rank"]
 
-_WHERE = {"TorchrunLauncher": "torchrun", "serve_rank": "torchrun"}
-
-
 # what is imported brings in torch, which a worker wants to do late
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'launcher')}"), name)
+_MODULES = {
+    "Handle": "launcher",
+    "Launcher": "launcher",
+    "LocalLauncher": "launcher",
+    "TorchrunLauncher": "torchrun",
+    "serve_rank": "torchrun",
+}
+__getattr__ = lazy(__name__, _MODULES)

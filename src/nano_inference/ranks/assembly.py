@@ -20,7 +20,7 @@ from nano_inference.device.memory import MemoryBudget
 from nano_inference.errors import ConfigError, RankLost, WeightUpdateError
 from nano_inference.models.sharding.rank_exchange import RankClock, RankExchange
 from nano_inference.models.sharding.shard import ModelShard
-from nano_inference.parallel.mesh import Place
+from nano_inference.parallel.mesh import AXES, Place
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.ranks.build import EnginePlan, Rank, plan_engine
 from nano_inference.ranks.launcher import Handle, Launcher, LocalLauncher
@@ -160,15 +160,8 @@ def rank_of(
 ) -> Rank:
     """One rank of an engine, with the groups that it is in."""
     place = Place(mesh_of(config), rank)
-    groups = {
-        name: make(name, peers) if len(peers) > 1 else None
-        for name, peers in (
-            ("tensor", place.tensor_peers),
-            ("pipeline", place.pipeline_peers),
-            ("context", place.context_peers),
-        )
-    }
-
+    peers = {axis: place.peers(axis) for axis in AXES}
+    groups = {axis: make(axis, each) if len(each) > 1 else None for axis, each in peers.items()}
     clock = RankClock()
 
     def rank_exchange(part: ModelShard) -> RankExchange:

@@ -2,8 +2,9 @@
 other trainers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nano_inference.system.lazy import lazy
 
 if TYPE_CHECKING:
     from nano_inference.rl.comparison import differences
@@ -23,8 +24,6 @@ __all__ = [
     "score",
 ]
 
-# No module may bear the name of what it holds: importing it would set that name, here, to the
-# module.
 _MODULES = {
     "LoraPolicy": "lora",
     "MismatchReport": "report",
@@ -34,13 +33,7 @@ _MODULES = {
     "replay": "replayer",
     "score": "scoring",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"nano_inference.rl.{_MODULES[name]}"), name)
-    return value
+__getattr__ = lazy(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

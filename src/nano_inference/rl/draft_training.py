@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -49,6 +49,22 @@ BLOCK = 16
 WEIGHTS = "model.safetensors"
 
 
+class Heads(NamedTuple):
+    """Heads that are trained.
+
+    Attributes:
+        spec: of them.
+        known: the policy's ids that they know, int64.
+        tensors: by their one name.
+        config: config.json of what is saved.
+    """
+
+    spec: HeadsSpec
+    known: Tensor
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+
+
 class DraftTrainer:
     """Heads and their optimiser. The policy is frozen: what it computed of each sample is computed
     again by its engine, under the weights that it serves then.
@@ -60,6 +76,7 @@ class DraftTrainer:
         known_tokens: the policy's ids that the heads know; None: all. Fewer make drafts cheaper.
         learning_rate: of AdamW.
         seed: of new matrices, and of the order of samples.
+        heads: to train further, instead of new ones of this kind.
 
     Raises `ConfigError`.
     """
@@ -73,60 +90,10 @@ class DraftTrainer:
         known_tokens: Sequence[int] | None = None,
         learning_rate: float = 1e-3,
         seed: int = 0,
+        heads: Heads | None = None,
     ) -> None:
-        if kind not in ("medusa", "eagle"):
-            raise ConfigError(f"kind={kind!r} is no kind of heads; 'medusa' and 'eagle' are.")
         if places < 1:
             raise ConfigError(f"places={places} must be at least 1.")
-        vocab_size = engine.spec.vocab_size
-        known = sorted(set(known_tokens)) if known_tokens is not None else []
-        if known and not 0 <= known[0] <= known[-1] < vocab_size:
-            raise ConfigError(f"known_tokens names ids that are not among the {vocab_size}.")
-        spec = _new_spec(engine.spec, kind, places, len(known) or vocab_size)
-        known_ids = torch.tensor(known) if known else torch.arange(vocab_size)
-        torch_generator = torch.Generator().manual_seed(seed)
-        tensors = _initial(engine.model, spec, known_ids, torch_generator)
-        self._config = _config_of(spec, engine.spec, len(known_ids))
-        self._begin(engine, spec, places, known_ids, tensors, learning_rate, torch_generator)
-
-    @classmethod
-    def from_folder(
-        cls,
-        engine: InferenceEngine,
-        folder: str | os.PathLike[str],
-        *,
-        places: int = 3,
-        learning_rate: float = 1e-3,
-        seed: int = 0,
-    ) -> "DraftTrainer":
-        """Go on with heads of a folder, such as those that the engine drafts with."""
-        spec = read_heads(Path(folder), engine.spec)
-        if spec is None:
-            raise ConfigError(f"{folder} holds no Medusa heads and no EAGLE-3 head.")
-        tensors = read_named(Path(folder), spec)
-        stored = tensors.pop("map", None)
-        known = torch.arange(engine.spec.vocab_size) if stored is None else mapped_ids(spec, stored)
-        trainer = cls.__new__(cls)
-        if isinstance(spec, MedusaSpec):
-            trainer._config, places = _config_of(spec, engine.spec, len(known)), spec.num_heads
-        else:
-            trainer._config = read_json(Path(folder) / "config.json")
-        generator = torch.Generator().manual_seed(seed)
-        trainer._begin(engine, spec, places, known, tensors, learning_rate, generator)
-        return trainer
-
-    _config: dict[str, Any]  # config.json of what is saved
-
-    def _begin(
-        self,
-        engine: InferenceEngine,
-        spec: HeadsSpec,
-        places: int,
-        known: Tensor,
-        tensors: dict[str, Tensor],
-        learning_rate: float,
-        generator: torch.Generator,
-    ) -> None:
         require_one_rank(engine.runner, "DraftTrainer")
         if engine.spec.state is not None:
             raise ConfigError(
@@ -138,10 +105,14 @@ class DraftTrainer:
                 f"DraftTrainer computes no layers of several kinds, and {engine.spec.architecture} "
                 "has such."
             )
+        self._generator = torch.Generator().manual_seed(seed)
+        if heads is None:
+            heads = _new_heads(engine, kind, places, known_tokens, self._generator)
+        spec, self.known, tensors, self._config = heads
         if isinstance(spec, MedusaSpec) and not spec.projections:
             raise ConfigError("heads that use the policy's own projection are not trained here.")
-        self.engine, self.spec, self.places = engine, spec, places
-        self.known, self._generator = known, generator
+        self.engine, self.spec = engine, spec
+        self.places = spec.num_heads if isinstance(spec, MedusaSpec) else places
         self.params = {
             name: torch.nn.Parameter(tensor.float().contiguous())
             for name, tensor in tensors.items()
@@ -151,6 +122,20 @@ class DraftTrainer:
         self.optimizer = torch.optim.AdamW(
             self.params.values(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95)
         )
+
+    @classmethod
+    def from_folder(
+        cls,
+        engine: InferenceEngine,
+        folder: str | os.PathLike[str],
+        *,
+        places: int = 3,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+    ) -> "DraftTrainer":
+        """Train heads of a folder further, such as those that the engine drafts with."""
+        heads = _heads_of(engine, Path(folder))
+        return cls(engine, places=places, learning_rate=learning_rate, seed=seed, heads=heads)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -362,6 +347,39 @@ def frequent_tokens(samples: Iterable[TrainingSample], count: int, vocab_size: i
     counts = Counter(token for each in samples for token in each.completion_tokens)
     ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
     return sorted(ranked[:count])
+
+
+def _new_heads(
+    engine: InferenceEngine,
+    kind: Kind,
+    places: int,
+    known_tokens: Sequence[int] | None,
+    generator: torch.Generator,
+) -> Heads:
+    """Return new heads. Raises `ConfigError`."""
+    if kind not in ("medusa", "eagle"):
+        raise ConfigError(f"kind={kind!r} is no kind of heads; 'medusa' and 'eagle' are.")
+    vocab_size = engine.spec.vocab_size
+    known = sorted(set(known_tokens)) if known_tokens is not None else []
+    if known and not 0 <= known[0] <= known[-1] < vocab_size:
+        raise ConfigError(f"known_tokens names ids that are not among the {vocab_size}.")
+    spec = _new_spec(engine.spec, kind, places, len(known) or vocab_size)
+    known_ids = torch.tensor(known) if known else torch.arange(vocab_size)
+    tensors = _initial(engine.model, spec, known_ids, generator)
+    return Heads(spec, known_ids, tensors, _config_of(spec, engine.spec, len(known_ids)))
+
+
+def _heads_of(engine: InferenceEngine, folder: Path) -> Heads:
+    """Return the heads of a folder. Raises `ConfigError`."""
+    spec = read_heads(folder, engine.spec)
+    if spec is None:
+        raise ConfigError(f"{folder} holds no Medusa heads and no EAGLE-3 head.")
+    tensors = read_named(folder, spec)
+    stored = tensors.pop("map", None)
+    known = torch.arange(engine.spec.vocab_size) if stored is None else mapped_ids(spec, stored)
+    if isinstance(spec, MedusaSpec):
+        return Heads(spec, known, tensors, _config_of(spec, engine.spec, len(known)))
+    return Heads(spec, known, tensors, read_json(folder / "config.json"))
 
 
 def _new_spec(policy: ModelSpec, kind: Kind, places: int, known: int) -> HeadsSpec:

@@ -17,13 +17,12 @@ from nano_inference.models.spec.experts import MoeSpec
 from nano_inference.models.spec.latents import LatentSpec
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ops.reference.backend import rotate, scaled
+from nano_inference.ops.reference.backend import rotate
 from nano_inference.ops.settings import CLAMP, SLOPE, Latent, Routing
+from nano_inference.rl.head_gradients import head_gradients
 from nano_inference.rl.micro_batch import MicroBatch
 from nano_inference.rl.torch_attention import attend
-from nano_inference.sampling.pipeline import allowed
 
-HEAD_ROWS = 256  # rows whose logits are in memory at once
 ATTENTION_ROWS = 512  # rows of a segment whose attention is computed at once
 # more rows than these keep nothing of a layer but its input: it is computed again for its gradient
 KEPT_ROWS = 1024
@@ -85,8 +84,14 @@ class TorchDecoder:
         with torch.enable_grad():
             hidden = self.hidden({**params, **leaves}, embedded, batch)
         with torch.no_grad():
-            d_hidden, d_head = self._head_gradients(
-                hidden.detach(), params[self.head], head, batch, temperature, self.head in wanted
+            d_hidden, d_head = head_gradients(
+                self.spec,
+                hidden.detach(),
+                params[self.head],
+                head,
+                batch,
+                temperature,
+                self.head in wanted,
             )
             found: dict[str, Tensor] = {}
             if hidden.requires_grad:
@@ -137,8 +142,8 @@ class TorchDecoder:
                 weight = weight32.to(self.dtype)
         hidden = self.hidden(params, embedded, batch)
         with torch.no_grad():
-            d_hidden, d_head = self._head_gradients(
-                hidden.detach(), weight, weight32, batch, temperature, head is not None
+            d_hidden, d_head = head_gradients(
+                self.spec, hidden.detach(), weight, weight32, batch, temperature, head is not None
             )
         found = list(torch.autograd.grad(hidden, leaves, d_hidden)) if leaves else []
         if head is not None:
@@ -448,50 +453,6 @@ class TorchDecoder:
             return (functional.gelu(first, approximate="tanh") * second).to(self.dtype)
         first, second = first.float().clamp(max=CLAMP), second.float().clamp(-CLAMP, CLAMP)
         return ((second + 1) * first * torch.sigmoid(SLOPE * first)).to(self.dtype)
-
-    def _head_gradients(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        weight32: Tensor,
-        batch: MicroBatch,
-        temperature: float,
-        wanted: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden rows [N, H] in `dtype` and, if wanted, of the head, float32 [V, H].
-
-        With z = hidden @ weight.T, scaled, -inf where masks cut, it is (one-hot - softmax(z /
-        temperature)) / temperature by z. The logits are float32 whatever the dtype: rounded ones
-        would be other probabilities.
-        """
-        d_hidden = torch.zeros_like(hidden)
-        d_head = torch.zeros_like(weight32) if wanted else torch.empty(0)
-        scale, cap = self.spec.logit_scale, self.spec.logits_cap
-        divisor = scale.divisor * temperature
-        sums = torch.zeros(len(batch.scored_rows), device=hidden.device).index_add_(
-            0, batch.owners, batch.gradients
-        )
-        for first in range(0, len(batch.scored_rows), HEAD_ROWS):
-            rows = batch.scored_rows[first : first + HEAD_ROWS]
-            own = hidden[rows]
-            logits = functional.linear(own.float(), weight32)
-            # a cap's slope is 1 - (z / cap)^2
-            slope = 1 - (scaled(logits, scale) / cap).square() if cap else None
-            logits = scaled(logits, scale).div_(temperature) if cap else logits.div_(divisor)
-            if len(batch.mask_words):
-                mask_rows = batch.mask_rows[first : first + HEAD_ROWS]
-                may = allowed(mask_rows, batch.mask_words, logits.shape[1])
-                logits.masked_fill_(~may, -torch.inf)
-            d_logits = torch.softmax(logits, dim=-1)
-            d_logits.mul_(-sums[first : first + HEAD_ROWS, None])
-            here = (batch.owners >= first) & (batch.owners < first + HEAD_ROWS)
-            d_logits[batch.owners[here] - first, batch.targets[here]] += batch.gradients[here]
-            d_logits = d_logits.div_(divisor)
-            d_logits = (d_logits if slope is None else d_logits.mul_(slope)).to(self.dtype)
-            d_hidden.index_add_(0, rows, d_logits @ weight)  # a row may stand under several masks
-            if wanted:
-                d_head += d_logits.T @ own
-        return d_hidden, d_head
 
 
 def _expert_biases(

@@ -57,17 +57,18 @@ class Vocabulary:
 
 
 class Matcher(Protocol):
-    """The place in a grammar that one sample has come to. One thread at a time uses it."""
+    """The place in a grammar that one sample has come to. One thread at a time uses it.
 
-    @property
-    def backend(self) -> "Backend":
-        """That made it."""
-        ...
+    Attributes:
+        backend: that made it.
+    """
+
+    backend: "Backend"
 
     @property
     def is_spent(self) -> bool:
         """Whether it shares limits with its copies that one of these has reached."""
-        ...
+        return False
 
     def fill(self, words: np.ndarray) -> None:
         """Write which tokens may follow, int32 [W]: bit i % 32 of word i // 32 is token i. Where a
@@ -83,11 +84,7 @@ class Matcher(Protocol):
         """Tokens that the text must go on with, as the tokenizer would split them; maybe none.
         Another split of the same text may be allowed too.
         """
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that were accepted."""
-        ...
+        return ()
 
     def copy(self) -> "Matcher":
         """Another one at the same place."""
@@ -115,22 +112,17 @@ class Backend(Protocol):
         ...
 
     def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
-        """Write the masks of several of its matchers at once: int32 [R, W] of zeros, a row each as
-        `Matcher.fill` writes it. What is wrong with each.
+        """Write the masks of several of its matchers: int32 [R, W] of zeros, a row each as
+        `Matcher.fill` writes it. Returns what is wrong with each.
         """
-        ...
-
-
-def fill_each(matchers: Sequence[Matcher], table: np.ndarray) -> list[GrammarError | None]:
-    """`Backend.fill`, one matcher after the other."""
-    problems: list[GrammarError | None] = []
-    for matcher, words in zip(matchers, table, strict=True):
-        try:
-            matcher.fill(words)
-            problems.append(None)
-        except GrammarError as problem:
-            problems.append(problem)
-    return problems
+        problems: list[GrammarError | None] = []
+        for matcher, words in zip(matchers, table, strict=True):
+            try:
+                matcher.fill(words)
+                problems.append(None)
+            except GrammarError as problem:
+                problems.append(problem)
+        return problems
 
 
 def kept(read: Callable[[Vocabulary], Read]) -> Callable[[Vocabulary], Read]:

@@ -19,7 +19,6 @@ from nano_inference.structured.backend import (
     GrammarError,
     Matcher,
     Vocabulary,
-    fill_each,
     kept,
 )
 from nano_inference.structured.grammar import Grammar
@@ -41,7 +40,7 @@ FEW = 8  # matchers whose masks are made sooner by one thread
 MOST_THREADS = 16
 
 
-class LlguidanceBackend:
+class LlguidanceBackend(Backend):
     """Compiles with llguidance. Keeps the tokenizers that it has read.
 
     Attributes:
@@ -89,7 +88,7 @@ class LlguidanceBackend:
     def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
         """See `Backend`. Many are filled by several threads, without the interpreter's lock."""
         if len(matchers) < FEW:
-            return fill_each(matchers, table)
+            return super().fill(matchers, table)
         own = [each for each in matchers if isinstance(each, LlguidanceMatcher)]
         self._executor.unsafe_compute_mask_ptr(
             [(each.inner, row) for row, each in enumerate(own)],
@@ -142,7 +141,7 @@ class _Limits:
     are_reached = False
 
 
-class LlguidanceMatcher:
+class LlguidanceMatcher(Matcher):
     """See `Matcher`. In an error state llguidance's mask allows the end alone, which looks like a
     clean one: every call asks for the error.
     """
@@ -179,11 +178,6 @@ class LlguidanceMatcher:
     def forced(self) -> list[int]:
         """See `Matcher`."""
         return self.inner.compute_ff_tokens()
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher`."""
-        if num_tokens and not self.inner.rollback(num_tokens):
-            raise GrammarError(f"{num_tokens} tokens cannot be taken back")
 
     def copy(self) -> "LlguidanceMatcher":
         """See `Matcher`."""

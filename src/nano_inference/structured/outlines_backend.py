@@ -20,7 +20,6 @@ from nano_inference.structured.backend import (
     Matcher,
     Vocabulary,
     backend_named,
-    fill_each,
     kept,
 )
 from nano_inference.structured.compile_process import CompileProcesses, Job, way_for_whitespace
@@ -56,8 +55,14 @@ MOST_STEPS = 2**23  # from a state to another by a token: 8 bytes each
 END = "\U0010fffe"  # no character; it ends the texts that the automaton reads
 
 
-class Table(msgspec.Struct):
-    """An automaton, as bytes of numpy's arrays.
+# the fields of `Automaton` as bytes
+Table = tuple[bytes, bytes, bytes, bytes]
+DTYPES = (np.int64, np.int32, np.int32, np.bool_)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Automaton:
+    """An automaton as tables.
 
     Attributes:
         starts: int64 [S + 1], where a state's steps begin; state 0 is the first.
@@ -65,16 +70,6 @@ class Table(msgspec.Struct):
         following: int32 [N], the state behind each.
         final: bool [S], where a text may end.
     """
-
-    starts: bytes
-    tokens: bytes
-    following: bytes
-    final: bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Automaton:
-    """`Table` as arrays."""
 
     starts: np.ndarray
     tokens: np.ndarray
@@ -84,12 +79,7 @@ class Automaton:
     @classmethod
     def of(cls, table: Table) -> "Automaton":
         """Of the arrays' bytes; nothing is copied."""
-        return cls(
-            np.frombuffer(table.starts, dtype=np.int64),
-            np.frombuffer(table.tokens, dtype=np.int32),
-            np.frombuffer(table.following, dtype=np.int32),
-            np.frombuffer(table.final, dtype=np.bool_),
-        )
+        return cls(*(np.frombuffer(part, dtype) for part, dtype in zip(table, DTYPES, strict=True)))
 
     def steps(self, state: int) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens may follow a state, and the states behind them."""
@@ -97,7 +87,7 @@ class Automaton:
         return self.tokens[own], self.following[own]
 
 
-class OutlinesBackend:
+class OutlinesBackend(Backend):
     """Compiles with outlines-core in a child. Keeps the vocabularies that it has read.
 
     Attributes:
@@ -121,54 +111,38 @@ class OutlinesBackend:
         """See `Backend`."""
         found = self.processes.compile(grammar, vocabulary, _job(grammar))
         automaton = Automaton.of(msgspec.msgpack.decode(found, type=Table))
-        return OutlinesMatcher(self, automaton, vocabulary, [0])
-
-    def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
-        """See `Backend`."""
-        return fill_each(matchers, table)
+        return OutlinesMatcher(self, automaton, vocabulary, 0)
 
 
-class OutlinesMatcher:
+class OutlinesMatcher(Matcher):
     """See `Matcher`."""
 
     def __init__(
-        self, backend: Backend, automaton: Automaton, vocabulary: Vocabulary, states: list[int]
+        self, backend: Backend, automaton: Automaton, vocabulary: Vocabulary, state: int
     ) -> None:
         self.backend = backend
         self._automaton, self._vocabulary = automaton, vocabulary
-        self._states = states  # all of them, for `rollback`
-
-    is_spent = False  # copies share no limits
+        self._state = state
 
     def fill(self, words: np.ndarray) -> None:
         """See `Matcher`."""
         bits = np.zeros(len(words) * 32, dtype=np.bool_)
-        bits[self._automaton.steps(self._states[-1])[0]] = True
-        if self._automaton.final[self._states[-1]]:
+        bits[self._automaton.steps(self._state)[0]] = True
+        if self._automaton.final[self._state]:
             bits[list(self._vocabulary.eos_token_ids)] = True
         words[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def accept(self, token_id: int) -> None:
         """See `Matcher`."""
-        tokens, following = self._automaton.steps(self._states[-1])
+        tokens, following = self._automaton.steps(self._state)
         place = int(np.searchsorted(tokens, token_id))
         if place == len(tokens) or tokens[place] != token_id:
             raise GrammarError(f"token {token_id} cannot follow")
-        self._states.append(int(following[place]))
-
-    def forced(self) -> Sequence[int]:
-        """See `Matcher`. The tables do not tell the tokenizer's split."""
-        return ()
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher`."""
-        if num_tokens >= len(self._states):
-            raise GrammarError(f"{num_tokens} tokens cannot be taken back")
-        del self._states[len(self._states) - num_tokens :]
+        self._state = int(following[place])
 
     def copy(self) -> "OutlinesMatcher":
         """See `Matcher`."""
-        return OutlinesMatcher(self.backend, self._automaton, self._vocabulary, list(self._states))
+        return OutlinesMatcher(self.backend, self._automaton, self._vocabulary, self._state)
 
 
 def make_compiler(tokens: list[bytes], ends: Sequence[int]) -> Callable[[str, str], bytes]:
@@ -229,7 +203,7 @@ def _table(index: Any, end: int, ends: Container[int]) -> Table:
     if not live[0]:
         raise ValueError("it allows no text")
     kept = [(tokens[live[behind]], behind[live[behind]]) for tokens, behind in rows]
-    return Table(
+    return (
         np.cumsum([0, *(len(tokens) for tokens, _ in kept)], dtype=np.int64).tobytes(),
         np.concatenate([tokens for tokens, _ in kept]).tobytes(),
         np.concatenate([behind for _, behind in kept]).tobytes(),

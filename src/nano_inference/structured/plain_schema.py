@@ -307,7 +307,7 @@ class _Plain:
 
     def _typed(self, said: Mapping[str, Any], depth: int) -> dict[str, Any]:
         if not said:
-            return self._anything(depth)
+            return self._anything()
         if "type" in said:
             types = self._types(said["type"])
             types = [each for each in types if each != "integer" or "number" not in types]
@@ -328,7 +328,7 @@ class _Plain:
             parts.append({"type": type_} if make is None else make(type_, own, depth))
         return parts[0] if len(parts) == 1 else {"anyOf": parts}
 
-    def _anything(self, depth: int) -> dict[str, Any]:
+    def _anything(self) -> dict[str, Any]:
         if not self._can.recursion:
             return {"anyOf": [{"type": each} for each in TYPES if each != "integer"]}
         if "any" not in self._definitions:

@@ -17,7 +17,6 @@ from nano_inference.structured.backend import (
     Matcher,
     Vocabulary,
     backend_named,
-    fill_each,
     kept,
 )
 from nano_inference.structured.compile_process import CompileProcesses, Job, way_for_whitespace
@@ -56,7 +55,7 @@ SEPARATORS = {COMPACT: (",", ":"), BOUNDED: (", ", ": ")}
 KINDS = ("json", "regex", "choice", "gbnf")
 
 
-class XgrammarBackend:
+class XgrammarBackend(Backend):
     """Compiles with xgrammar in a child. Keeps the vocabularies that it has read.
 
     Attributes:
@@ -93,19 +92,13 @@ class XgrammarBackend:
                 f"the {grammar.kind} grammar cannot be enforced: {problem}."
             ) from None
 
-    def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
-        """See `Backend`."""
-        return fill_each(matchers, table)
 
-
-class XgrammarMatcher:
+class XgrammarMatcher(Matcher):
     """See `Matcher`."""
 
     def __init__(self, backend: Backend, inner: Any, vocabulary: Vocabulary) -> None:
         self.backend = backend
         self._inner, self._vocabulary = inner, vocabulary
-
-    is_spent = False  # copies share no limits
 
     def fill(self, words: np.ndarray) -> None:
         """See `Matcher`."""
@@ -124,18 +117,6 @@ class XgrammarMatcher:
             raise GrammarError(str(problem)) from None
         if not accepted:
             raise GrammarError(f"token {token_id} cannot follow")
-
-    def forced(self) -> Sequence[int]:
-        """See `Matcher`. xgrammar tells text, not tokens."""
-        return ()
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher`."""
-        if num_tokens:
-            try:
-                self._inner.rollback(num_tokens)
-            except RuntimeError as problem:
-                raise GrammarError(f"{num_tokens} tokens cannot be taken back") from problem
 
     def copy(self) -> "XgrammarMatcher":
         """See `Matcher`."""
