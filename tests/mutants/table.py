@@ -684,17 +684,17 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "new_engine_is_paused_too",
-        "src/nano_inference/server/control.py",
-        old="            self._state = _EngineState(self._client.num_restarts)",
+        "src/nano_inference/server/control/engine.py",
+        old="            self._known = Known(self.client.num_restarts)",
         new="""\
-            self._state = _EngineState(
-                self._client.num_restarts, pause_policy=self._state.pause_policy
+            self._known = Known(
+                self.client.num_restarts, pause_policy=self._known.pause_policy
             )""",
         seen_by="tests/server/trainers/weights/test_weight_races.py -k not_paused",
     ),
     Fault(
         "failed_call_leaves_the_session_open",
-        "src/nano_inference/server/control.py",
+        "src/nano_inference/server/control/updates.py",
         old="            if update is not None:",
         new="            if update is not None and isinstance(problem, TimeoutError):",
         seen_by="tests/server/trainers/weights/test_weight_files.py -k no_such_file",

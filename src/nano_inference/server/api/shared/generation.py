@@ -63,7 +63,7 @@ class Ask:
 
     Attributes:
         stream: False: its samples come whole, also where the answer is a stream.
-        client_id: by which `Control.abort` finds it; None: the id of the HTTP request
+        client_id: by which `Control.pauses.abort` finds it; None: the id of the HTTP request
             (`x-request-id`).
         unique: refused, 400, while another request has its `client_id`.
         limits: what it asks of its group, of weight versions (the engine's integers) and of the
