@@ -22,8 +22,7 @@ from nano_inference.server.api.anthropic.messages import PROTOCOL as MESSAGES_AP
 from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
 from nano_inference.server.api.openai.completions import PROTOCOL as COMPLETIONS
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.generation import Served
-from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.asks import ApiProtocol, Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.server import log_ready
 from nano_inference.server.trainers.sglang.generate import PROTOCOL as SGLANG

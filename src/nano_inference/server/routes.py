@@ -33,8 +33,8 @@ from nano_inference.server.api.openai.models import (
     Message,
 )
 from nano_inference.server.api.openai.responses_models import DELETED, ITEMS, RESPONSE
+from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import Strict, TokenIds, read_body
-from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.prompts import (
     adapter_of,

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nano_inference.remote.temporary import temporary_folder
-from nano_inference.server.control.engine import Engine
+from nano_inference.server.control.engine import Engine, checked_name
 from nano_inference.server.control.updates import require_safetensors
-from nano_inference.server.control.versions import checked_name
 from nano_inference.server.errors import bad_request
 from nano_inference.types import AdapterInfo
 

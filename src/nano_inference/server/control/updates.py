@@ -10,9 +10,8 @@ from typing import Any, Unpack
 
 from nano_inference.remote.operations import Checks, Received
 from nano_inference.remote.tasks import start_task
-from nano_inference.server.control.engine import SILENT, SOON, Engine, OpenUpdate
+from nano_inference.server.control.engine import SILENT, SOON, Engine, OpenUpdate, checked_name
 from nano_inference.server.control.requests.fields import TensorSpec
-from nano_inference.server.control.versions import checked_name
 from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.types import KvPolicy
 

@@ -15,20 +15,21 @@ from nano_inference.server.api.openai.models import (
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand
 from nano_inference.server.api.shared.answers import ROWS_AT_ONCE, LazyArray, at_least
+from nano_inference.server.api.shared.asks import ApiProtocol, RequestUsage, Served
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, ToolCall
-from nano_inference.server.api.shared.conversations import (
+from nano_inference.server.api.shared.grammars import call_format, with_calls
+from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.api.shared.prompts import (
     arguments_of,
     behind_reasoning,
+    checked_prompt,
     encode_conversation,
     parser_of,
+    require_at_most,
+    room,
     text_of,
 )
-from nano_inference.server.api.shared.generation import RequestUsage, Served
-from nano_inference.server.api.shared.openapi import operation
-from nano_inference.server.api.shared.prompts import checked_prompt, require_at_most, room
-from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.api.shared.sampling import num_logprobs
-from nano_inference.server.api.shared.tool_calls import call_format, with_calls
 from nano_inference.server.errors import bad_request, shown
 from nano_inference.types import TopLogprobs, TrainingSample
 

@@ -19,8 +19,8 @@ from nano_inference.server.api.shared.answers import (
     own_first,
     routed_experts_told,
 )
+from nano_inference.server.api.shared.asks import ApiProtocol, Ask, RequestUsage, Served, affordable
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
-from nano_inference.server.api.shared.generation import Ask, RequestUsage, Served, affordable
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.prompts import (
     checked_prompt,
@@ -30,7 +30,6 @@ from nano_inference.server.api.shared.prompts import (
     require_possible_length,
     room,
 )
-from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.api.shared.sampling import num_logprobs
 from nano_inference.server.errors import bad_request
 from nano_inference.text.token_texts import Offsets

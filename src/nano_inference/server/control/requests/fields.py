@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from nano_inference.fields.options import is_number, is_whole
 from nano_inference.remote.operations import Checks
-from nano_inference.server.control.versions import checked_name
+from nano_inference.server.control.engine import checked_name
 from nano_inference.server.errors import ApiError, bad_request, shown
 
 MOST_SECONDS = 24 * 3600.0

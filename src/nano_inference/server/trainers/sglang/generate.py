@@ -34,20 +34,21 @@ from nano_inference.server.api.shared.answers import (
     routed_experts_told,
     version_spans,
 )
-from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, TextStyle
-from nano_inference.server.api.shared.conversations import behind_reasoning
-from nano_inference.server.api.shared.fields import (
-    check_part,
-)
-from nano_inference.server.api.shared.generation import (
+from nano_inference.server.api.shared.asks import (
+    ApiProtocol,
     Ask,
     Builder,
     RequestUsage,
     Served,
     affordable,
 )
+from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, TextStyle
+from nano_inference.server.api.shared.fields import (
+    check_part,
+)
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.prompts import (
+    behind_reasoning,
     checked_prompt,
     need_tokenizer,
     require_at_most,
@@ -55,7 +56,6 @@ from nano_inference.server.api.shared.prompts import (
     room,
     too_long,
 )
-from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.api.shared.sampling import (
     checked_stop,
     require_logprobs,

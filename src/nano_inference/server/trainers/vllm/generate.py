@@ -30,8 +30,8 @@ from nano_inference.server.api.shared.answers import (
     routed_experts_told,
     version_spans,
 )
+from nano_inference.server.api.shared.asks import ApiProtocol, Ask, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, TextStyle
-from nano_inference.server.api.shared.conversations import behind_reasoning
 from nano_inference.server.api.shared.fields import (
     MOST,
     GrammarFields,
@@ -40,16 +40,15 @@ from nano_inference.server.api.shared.fields import (
     Strict,
     check_part,
 )
-from nano_inference.server.api.shared.generation import Ask, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, operation, thing
 from nano_inference.server.api.shared.prompts import (
     adapter_of,
+    behind_reasoning,
     checked_prompt,
     need_tokenizer,
     require_at_most,
     room,
 )
-from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.api.shared.sampling import (
     checked_stop,
     require_logprobs,
