@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from nano_inference.errors import ModelLoadError
-from nano_inference.server.api.openai.completions import PROTOCOL as COMPLETIONS
+from nano_inference.server.api.openai.completions_answer import PROTOCOL as COMPLETIONS
 from nano_inference.server.api.openai.models import CHAT, COMPLETION, MODELS, TEXT, TOKENS
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared import generation

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
-from nano_inference.server.api.openai.completions import PROTOCOL as COMPLETIONS
+from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
+from nano_inference.server.api.openai.completions_answer import PROTOCOL as COMPLETIONS
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.config import ServerConfig

@@ -34,12 +34,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from nano_inference.server.api.anthropic.blocks import Blocks, Event, Kind
 from nano_inference.server.api.anthropic.models import ERROR, MESSAGE, CountRequest, MessagesRequest
-from nano_inference.server.api.anthropic.prompt import demand_of, encode, goes_on, kept_seconds
+from nano_inference.server.api.anthropic.request import demand_of, encode, goes_on, kept_seconds
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.answers import encode_line
 from nano_inference.server.api.shared.asks import ApiProtocol, Ask, Builder, RequestUsage, Served
+from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.fields import read_body
 from nano_inference.server.api.shared.grammars import call_format, with_calls
