@@ -708,7 +708,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "depth_counts_lists_alone",
-        "src/nano_inference/server/api/shared/json_limits.py",
+        "src/nano_inference/server/api/shared/fields.py",
         old='containers = body.count(b"[") + body.count(b"{")',
         new='containers = body.count(b"[")',
         seen_by="tests/server/http/test_edge.py -k depth",

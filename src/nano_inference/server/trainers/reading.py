@@ -13,7 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.server.api.shared.json_limits import decode
+from nano_inference.server.api.shared.fields import decode
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control.requests.fields import Read, Route, read_fields

@@ -1,5 +1,6 @@
 """The routes that two dialects have under one path. Their replies hold the fields of both."""
 
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import APIRouter
@@ -68,6 +69,11 @@ def require_own_name(name: str, server: Server) -> None:
         raise bad_request(
             f"The lora adapter name '{name}' conflicts with a served base model.", "lora_name"
         )
+
+
+async def one_field(name: str, value: Awaitable[object]) -> dict[str, Any]:
+    """An answer of one field."""
+    return {name: await value}
 
 
 def adapters_told(server: Server) -> dict[str, Any]:

@@ -14,7 +14,7 @@ What is particular to this server:
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -43,9 +43,14 @@ from nano_inference.server.trainers.reading import (
     read_with_tensors,
 )
 from nano_inference.server.trainers.sglang.weights import Weights
-from nano_inference.server.trainers.shared import adapters_told, require_own_name, server_info
+from nano_inference.server.trainers.shared import (
+    adapters_told,
+    one_field,
+    require_own_name,
+    server_info,
+)
 from nano_inference.server.trainers.shared_answer import SharedAnswer
-from nano_inference.types import KvPolicy, PauseMode, SamplingParams
+from nano_inference.types import KvPolicy, Memory, PauseMode, SamplingParams
 
 HEALTH_PATIENCE = 20.0  # seconds that a token may take
 PROBE_FRESH = 1.0  # seconds in which a token speaks for the engine
@@ -60,14 +65,17 @@ _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
 
 def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    state, weights, health = State(server), Weights(server.control), Health(server)
+    control = server.control
+    state, weights, health = State(server), Weights(control), Health(server)
     answers: dict[str, Answer] = {
         "GET /model_info": state.model_info,
         "GET /get_model_info": state.model_info,
-        "GET /get_server_info": state.server_info,
+        "GET /get_server_info": lambda _: server_info(server),
         "GET /get_weights_by_name": state.rows,
         "POST /get_weights_by_name": state.rows,
-        "GET /get_weight_version": state.version,
+        "GET /get_weight_version": lambda _: one_field(
+            "weight_version", control.engine.serving_version()
+        ),
         "GET /health_generate": health.answer,
         "GET /v1/loads": state.loads,
         "GET /weights_checker": lambda given: weights.check(given, commits=False),
@@ -75,8 +83,12 @@ def routes(router: APIRouter, server: Server) -> None:
         "POST /pause_generation": lambda given: state.pause(given, weights),
         "POST /continue_generation": lambda _: state.resume(weights),
         "POST /abort_request": state.abort,
-        "POST /release_memory_occupation": state.sleep,
-        "POST /resume_memory_occupation": state.wake,
+        "POST /release_memory_occupation": lambda given: state.change_memory(
+            given, control.memory.sleep
+        ),
+        "POST /resume_memory_occupation": lambda given: state.change_memory(
+            given, control.memory.wake
+        ),
         "POST /init_weights_update_group": weights.join,
         "POST /destroy_weights_update_group": weights.leave,
         "POST /begin_weight_update": weights.begin,
@@ -136,14 +148,6 @@ class State:
             "max_model_len": served.engine.max_model_len,
         }
 
-    async def server_info(self, _: object) -> dict[str, Any]:
-        """`/get_server_info`."""
-        return await server_info(self._server)
-
-    async def version(self, _: object) -> dict[str, Any]:
-        """`/get_weight_version`."""
-        return {"weight_version": await self._control.engine.serving_version()}
-
     async def rows(self, given: Rows) -> list[Any]:
         """`/get_weights_by_name`."""
         return await self._control.checksums.rows(given.name, given.truncate_size)
@@ -185,17 +189,11 @@ class State:
         names = None if given.abort_all else [given.rid]
         return {"status": "ok", "num_aborted": await self._control.pauses.abort(names)}
 
-    async def sleep(self, given: ChangeMemory) -> dict[str, Any]:
-        """`/release_memory_occupation`."""
-        await self._control.memory.sleep(given.parts)
-        return await self._sleeping()
-
-    async def wake(self, given: ChangeMemory) -> dict[str, Any]:
-        """`/resume_memory_occupation`."""
-        await self._control.memory.wake(given.parts)
-        return await self._sleeping()
-
-    async def _sleeping(self) -> dict[str, Any]:
+    async def change_memory(
+        self, given: ChangeMemory, change: Callable[[list[Memory]], Awaitable[None]]
+    ) -> dict[str, Any]:
+        """`/release_memory_occupation` and `/resume_memory_occupation`."""
+        await change(given.parts)
         sleeping = await self._control.engine.call("sleeping")
         return {"success": True, "message": "", "sleeping": sleeping}
 

@@ -30,7 +30,7 @@ from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
 from nano_inference.server.trainers import prime_rl
 from nano_inference.server.trainers.reading import Answer, Raw, add_route, add_routes, raw_of
-from nano_inference.server.trainers.shared import require_own_name
+from nano_inference.server.trainers.shared import one_field, require_own_name
 from nano_inference.types import Memory
 
 GROUP = "vllm"  # its trainers have one group at a time, and give it no name
@@ -40,23 +40,25 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
 def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    state, transfer, adapters = State(server), Transfer(server.control), Adapters(server)
+    control = server.control
+    state, transfer, adapters = State(server), Transfer(control), Adapters(server)
     answers: dict[str, Answer] = {
         "POST /pause": state.pause,
         "POST /resume": state.resume,
-        "GET /is_paused": state.is_paused,
+        "GET /is_paused": lambda _: one_field("is_paused", control.pauses.is_paused()),
         "POST /abort_requests": state.abort,
         "POST /inference/v1/abort_requests": state.abort_named,
         "POST /init_weight_transfer_engine": transfer.join,
         "POST /shutdown_weight_transfer_engine": transfer.leave,
         "POST /start_weight_update": transfer.start,
         "POST /finish_weight_update": transfer.finish,
-        "GET /weight_info": state.version,
+        "GET /weight_info": lambda _: one_field("weight_version", control.engine.serving_version()),
         "POST /weight_checker": state.check,
         "POST /reset_prefix_cache": state.reset_prefix_cache,
         "POST /sleep": state.sleep,
         "POST /wake_up": state.wake,
-        "GET /is_sleeping": state.is_sleeping,
+        # as in vLLM, a pause is a light sleep
+        "GET /is_sleeping": lambda _: one_field("is_sleeping", control.pauses.is_paused()),
         "GET /get_world_size": state.world_size,
         "POST /v1/load_lora_adapter": adapters.load,
         "POST /v1/unload_lora_adapter": adapters.unload,
@@ -98,18 +100,6 @@ class State:
         """`/resume`."""
         await self._control.pauses.resume()
         return {"status": "resumed"}
-
-    async def is_paused(self, _: object) -> dict[str, Any]:
-        """`/is_paused`."""
-        return {"is_paused": await self._control.pauses.is_paused()}
-
-    async def is_sleeping(self, _: object) -> dict[str, Any]:
-        """`/is_sleeping`. As in vLLM, a pause is a light sleep."""
-        return {"is_sleeping": await self._control.pauses.is_paused()}
-
-    async def version(self, _: object) -> dict[str, Any]:
-        """`/weight_info`."""
-        return {"weight_version": await self._control.engine.serving_version()}
 
     async def world_size(self, _: object) -> dict[str, Any]:
         """`/get_world_size`."""
