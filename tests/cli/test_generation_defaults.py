@@ -18,16 +18,15 @@ from nano_inference.checkpoints.generation_defaults import (
 from nano_inference.cli import generate as command
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import ConfigError
-from nano_inference.server.api.anthropic.messages import PROTOCOL as MESSAGES_API
-from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
-from nano_inference.server.api.openai.completions import PROTOCOL as COMPLETIONS
+from nano_inference.server.api.anthropic.answer import PROTOCOL as MESSAGES_API
+from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
+from nano_inference.server.api.openai.completions_answer import PROTOCOL as COMPLETIONS
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.generation import Served
-from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.asks import ApiProtocol, Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.server import log_ready
-from nano_inference.server.trainers.sglang.generate import PROTOCOL as SGLANG
-from nano_inference.server.trainers.vllm.generate import PROTOCOL as VLLM
+from nano_inference.server.trainers.sglang.answer import PROTOCOL as SGLANG
+from nano_inference.server.trainers.vllm.answer import PROTOCOL as VLLM
 from nano_inference.types import SamplingParams
 from tests.cli.running import FAST, run
 from tests.server.scripted import ScriptedClient

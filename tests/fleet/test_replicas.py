@@ -28,7 +28,7 @@ from nano_inference.remote.process_client import ProcessClient
 from nano_inference.rl.comparison import differences
 from nano_inference.rl.replayer import Replayer
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import Control
+from nano_inference.server.control.control import Control
 from nano_inference.server.main import engine_client, running_server
 from nano_inference.structured.grammar import Grammar
 from nano_inference.text.tokenizer import load_tokenizer
@@ -219,27 +219,27 @@ def test_a_new_replica_gets_the_weights_that_serve_and_the_pause_before_it_serve
         async with fleet_of(InProcessClient, config_of(model), 1) as client:
             old = await answers(asked(client, 10))
             control = Control(client, ServerConfig(rl=True))
-            await control.begin_update()
-            await control.receive_folder(str(new_weights(model)))
-            assert await control.finish_update(version="seven") == "seven"
-            before = await control.checksums()
+            await control.updates.begin()
+            await control.updates.receive_folder(str(new_weights(model)))
+            assert await control.updates.finish(version="seven") == "seven"
+            before = await control.checksums.get()
             new = await answers(asked(client, 10))
             assert new != old
-            await control.pause("keep")
+            await control.pauses.pause("keep")
             name = await client.add()
             assert await client.supervisor.replicas[name].client.call("is_paused")
-            await control.resume()
-            assert await control.checksums() == before  # of both, or it is an error
+            await control.pauses.resume()
+            assert await control.checksums.get() == before  # of both, or it is an error
             await client.remove("0")
             assert await answers(asked(client, 10)) == new
-            assert await control.serving_version() == "seven"
+            assert await control.engine.serving_version() == "seven"
 
             await client.add()  # and updates reach both
-            await control.begin_update()
-            await control.receive_folder(str(model))
-            await control.finish_update(kv_policy="wait")
+            await control.updates.begin()
+            await control.updates.receive_folder(str(model))
+            await control.updates.finish(kv_policy="wait")
             assert await answers(asked(client, 10)) != new
-            assert await control.checksums() != before
+            assert await control.checksums.get() != before
 
     play(test())
 
@@ -328,9 +328,9 @@ def test_requests_that_finish_on_old_weights_do_so_wherever_they_are(model: Path
                 if not has_kept:
                     streams[1].close()
                     await client.call("take_in")
-                await control.begin_update()
-                await control.receive_folder(str(new_weights(model) if has_kept else model))
-                await control.finish_update(kv_policy="finish_old")
+                await control.updates.begin()
+                await control.updates.receive_folder(str(new_weights(model) if has_kept else model))
+                await control.updates.finish(kv_policy="finish_old")
                 name = next(
                     name
                     for name, each in client.supervisor.living().items()
@@ -384,9 +384,9 @@ def test_what_a_move_amid_mixed_weights_leaves_can_be_replayed_to_the_bit(tmp_pa
 
             for folder in (new, model):
                 await more(20)
-                await control.begin_update()
-                await control.receive_folder(str(folder))
-                await control.finish_update(kv_policy="keep")
+                await control.updates.begin()
+                await control.updates.receive_folder(str(folder))
+                await control.updates.finish(kv_policy="keep")
             await more(20)
             for name in ("0", "1"):
                 client.drain(name, move=True)

@@ -684,17 +684,17 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "new_engine_is_paused_too",
-        "src/nano_inference/server/control.py",
-        old="            self._state = _EngineState(self._client.num_restarts)",
+        "src/nano_inference/server/control/engine.py",
+        old="            self._known = Known(self.client.num_restarts)",
         new="""\
-            self._state = _EngineState(
-                self._client.num_restarts, pause_policy=self._state.pause_policy
+            self._known = Known(
+                self.client.num_restarts, pause_policy=self._known.pause_policy
             )""",
         seen_by="tests/server/trainers/weights/test_weight_races.py -k not_paused",
     ),
     Fault(
         "failed_call_leaves_the_session_open",
-        "src/nano_inference/server/control.py",
+        "src/nano_inference/server/control/updates.py",
         old="            if update is not None:",
         new="            if update is not None and isinstance(problem, TimeoutError):",
         seen_by="tests/server/trainers/weights/test_weight_files.py -k no_such_file",
@@ -708,7 +708,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "depth_counts_lists_alone",
-        "src/nano_inference/server/api/shared/json_limits.py",
+        "src/nano_inference/server/api/shared/fields.py",
         old='containers = body.count(b"[") + body.count(b"{")',
         new='containers = body.count(b"[")',
         seen_by="tests/server/http/test_edge.py -k depth",
@@ -910,7 +910,7 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "a_response_forgets_those_before",
-        "src/nano_inference/server/api/openai/responses.py",
+        "src/nano_inference/server/api/openai/responses_answer.py",
         old="kept = KeptResponse(response, given, [*self._before, *self._own, *said])",
         new="kept = KeptResponse(response, given, [*self._own, *said])",
         seen_by="tests/server/api/openai/test_openai_responses.py -k goes_on",

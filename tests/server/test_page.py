@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from nano_inference.checkpoints.generation_defaults import generation_defaults
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.generation import Served
+from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.app import build_routes
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.http.layers import LEVELS, RL_LEVELS, Level
@@ -255,8 +255,7 @@ def test_the_table_has_all_routes_and_no_other() -> None:
 
 def test_every_route_says_what_it_does() -> None:
     for path, methods in all_routes().items():
-        said = next(family.paths[path] for family in FAMILIES if path in family.paths)
-        assert said or all(methods.values()), path
+        assert all(methods.values()), path
 
 
 def test_all_routes_are_on_the_page_and_no_other() -> None:
@@ -318,7 +317,7 @@ def test_docs_try_examples_that_change_nothing() -> None:
 
 def test_docs_escape_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"model": "MODEL", "prompt": "</pre><script>alert(1)</script>' onclick='x"}
-    hostile = Family("T", "a", {"/tokenize": ""}, (Example("/tokenize", "<b>", body),))
+    hostile = Family("T", "a", ("/tokenize",), (Example("/tokenize", "<b>", body),))
     monkeypatch.setattr(api_docs, "FAMILIES", (hostile,))
     text = docs_page({"/tokenize": {"POST": ""}}, "http://host")
     assert "&lt;b&gt;" in text

@@ -12,19 +12,19 @@ import pytest
 
 from nano_inference import Grammar, InvalidRequest
 from nano_inference.config import EngineConfig
-from nano_inference.server.api.anthropic.messages import PROTOCOL as MESSAGES
-from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
-from nano_inference.server.api.openai.completions import PROTOCOL as TEXTS
-from nano_inference.server.api.openai.responses import PROTOCOL as RESPONSES
+from nano_inference.server.api.anthropic.answer import PROTOCOL as MESSAGES
+from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
+from nano_inference.server.api.openai.completions_answer import PROTOCOL as TEXTS
+from nano_inference.server.api.openai.responses_answer import PROTOCOL as RESPONSES
 from nano_inference.server.api.parsing import AT_ONCE, Behind, ChatFormat, reasoning_before
-from nano_inference.server.api.shared.conversations import behind_reasoning
-from nano_inference.server.api.shared.generation import Served
+from nano_inference.server.api.shared.asks import Served
+from nano_inference.server.api.shared.prompts import behind_reasoning
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.main import running_server
-from nano_inference.server.trainers.sglang.generate import PROTOCOL as SGLANG
-from nano_inference.server.trainers.vllm.generate import PROTOCOL as VLLM
+from nano_inference.server.trainers.sglang.answer import PROTOCOL as SGLANG
+from nano_inference.server.trainers.vllm.answer import PROTOCOL as VLLM
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.grammar import COMPACT
 from nano_inference.structured.llguidance_backend import LlguidanceBackend, LlguidanceMatcher

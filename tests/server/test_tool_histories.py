@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nano_inference.server.api.shared import conversations
+from nano_inference.server.api.shared import prompts
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.server.scripted import Script, ScriptedClient, with_template
@@ -86,7 +86,7 @@ def test_a_call_in_anthropics_history(client: httpx.Client, engine: ScriptedClie
 def test_tools_are_answered_with_text(
     client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    conversations._say_once.cache_clear()
+    prompts._say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "nano_inference.server"):
         for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
             body = {"model": "m", "messages": HISTORY, "tools": [TOOL], **choice}

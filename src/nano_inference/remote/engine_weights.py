@@ -104,7 +104,7 @@ class EngineWeights:
         seconds: float,
         backend: str | None = None,
     ) -> None:
-        """See `Control.join_group`."""
+        """See `Control.groups.join`."""
         check_host(host)
         deadline = Deadline(seconds)
         device = self._engine.model.device
@@ -218,7 +218,7 @@ class EngineWeights:
         seconds: float,
         packed_bytes: int | None = None,
     ) -> Received:
-        """See `Control.receive_broadcast`. A tensor is (name, dtype, shape)."""
+        """See `Control.updates.receive_broadcast`. A tensor is (name, dtype, shape)."""
         with self._group(group) as joined:
 
             def transport(current: _Session) -> WeightTransport:
@@ -232,7 +232,7 @@ class EngineWeights:
             return self._receive(session, transport, seconds)
 
     def receive_stream(self, session: int, group: str, seconds: float) -> Received:
-        """See `Control.receive_stream`."""
+        """See `Control.updates.receive_stream`."""
         with self._group(group) as joined:
             return self._receive(session, lambda _: joined.stream(self._memory), seconds)
 
@@ -265,7 +265,7 @@ class EngineWeights:
             self._manager.receive(read(self._manager.shapes), copy=False, of=current.update)
 
     def receive_folder(self, session: int, path: str, seconds: float) -> Received:
-        """See `Control.receive_folder`."""
+        """See `Control.updates.receive_folder`."""
         return self._receive(session, lambda _: WeightFiles(Path(path)), seconds)
 
     def prepare_update(
@@ -330,7 +330,7 @@ class EngineWeights:
         return version
 
     def weight_rows(self, tensor: str, count: int) -> list[Any]:
-        """See `Control.weight_rows`."""
+        """See `Control.checksums.rows`."""
         self._require_awake()
         rows = self._manager.tensor(tensor)[:count]
         if rows.numel() > MOST_NUMBERS:

@@ -28,7 +28,6 @@ from nano_inference.fleet.errors import (
     WeightsChanged,
 )
 from nano_inference.remote.errors import EngineReplaced, EngineRestarting, ReaderTooSlow
-from nano_inference.server import paths
 
 SHOWN = 80  # characters of a value or name that a message repeats
 
@@ -188,20 +187,3 @@ def anthropic_error(problem: ApiError, request_id: str | None = None) -> dict[st
     _, _, kind = _WORDS.get(problem.status, _WORDS[500 if problem.status >= 500 else 400])
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": problem.message}}
     return body if request_id is None else body | {"request_id": request_id}
-
-
-def error_body(
-    path: str, problem: ApiError, request_id: str, *, has_version: bool = False
-) -> dict[str, Any]:
-    """In the shape of the protocol that a path speaks: Anthropic's below `/v1/messages`, elsewhere
-    OpenAI's.
-
-    `/v1/models` speaks both: Anthropic's where there is an `anthropic-version` header
-    (`has_version`). Trainers' routes say beside it what SGLang's clients look for.
-    """
-    route = "/".join(path.split("/", 3)[:3])
-    if route == "/v1/messages" or (route == "/v1/models" and has_version):
-        return anthropic_error(problem, request_id)
-    if path in paths.CONTROL or path in paths.GENERATION:
-        return openai_error(problem) | {"success": False, "message": problem.message}
-    return openai_error(problem)

@@ -24,11 +24,11 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.remote.log_lines import set_up_logs
 from nano_inference.remote.process_client import ProcessClient
-from nano_inference.server.api.anthropic import messages as anthropic
-from nano_inference.server.api.openai import chat as openai_chat
-from nano_inference.server.api.openai import completions as openai_completions
-from nano_inference.server.api.openai import responses as openai_responses
-from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.anthropic import answer as anthropic
+from nano_inference.server.api.openai import chat_answer as openai_chat
+from nano_inference.server.api.openai import completions_answer as openai_completions
+from nano_inference.server.api.openai import responses_answer as openai_responses
+from nano_inference.server.api.shared.asks import ApiProtocol
 from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.page.routes import page_routes
@@ -46,9 +46,9 @@ from nano_inference.server.trainers import (
     prime_rl,
     shared,
 )
-from nano_inference.server.trainers.sglang import generate as sglang_generate
+from nano_inference.server.trainers.sglang import answer as sglang_generate
 from nano_inference.server.trainers.sglang import routes as sglang_routes
-from nano_inference.server.trainers.vllm import generate as vllm_generate
+from nano_inference.server.trainers.vllm import answer as vllm_generate
 from nano_inference.server.trainers.vllm import routes as vllm_routes
 from nano_inference.system.machine import usable_cores
 

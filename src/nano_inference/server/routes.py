@@ -16,9 +16,9 @@ import nano_inference
 from nano_inference.errors import NanoInferenceError
 from nano_inference.fleet.failover import BUCKETS
 from nano_inference.fleet.fleet_client import FleetClient
-from nano_inference.server.api.anthropic import messages as anthropic
+from nano_inference.server.api.anthropic import answer as anthropic
 from nano_inference.server.api.anthropic import models as anthropic_models
-from nano_inference.server.api.openai.chat import chat_prompt
+from nano_inference.server.api.openai.chat_request import chat_prompt
 from nano_inference.server.api.openai.embeddings import (
     EMBEDDINGS,
     EmbeddingsRequest,
@@ -33,8 +33,8 @@ from nano_inference.server.api.openai.models import (
     Message,
 )
 from nano_inference.server.api.openai.responses_models import DELETED, ITEMS, RESPONSE
+from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import Strict, TokenIds, read_body
-from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.prompts import (
     adapter_of,

@@ -22,18 +22,11 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.server import paths
 from nano_inference.server.api.openai.kept_responses import KeptResponses
 from nano_inference.server.api.parsing import chat_format
-from nano_inference.server.api.shared.generation import (
-    Builder,
-    Generation,
-    Served,
-    affordable,
-    answer,
-    events,
-)
-from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.asks import ApiProtocol, Builder, Served, affordable
+from nano_inference.server.api.shared.generation import Generation, answer, events
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import Control
+from nano_inference.server.control.control import Control
 from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, is_bug, retry_after
 from nano_inference.server.http.admission import Admission, Bodies, Lifecycle
 from nano_inference.server.http.grammar_readers import GrammarReaders
@@ -105,7 +98,7 @@ class Server:
         self.tracer = None if endpoint is None else Tracer(endpoint)
         self.control = Control(self.client, self.config)
         self.grammar_readers = GrammarReaders(GRAMMAR_SECONDS)
-        self.admission = Admission(config, self.client, lambda: self.control.newest_version)
+        self.admission = Admission(config, self.client, lambda: self.control.engine.names.newest)
 
     def require_served(self) -> Served:
         """What is served. Raises `ApiError` 503 before it is known."""
@@ -217,9 +210,9 @@ def serve_what(config: ServerConfig, client: EngineClient, control: Control) -> 
         chat_format=chat_format(template, config.tool_format, config.reasoning_format),
         config=config,
         other_names=config.served_names[1:],
-        version_name=control.version_name,
-        version_number=control.version_number,
-        adapters=lambda: control.adapters,
+        version_name=lambda version: control.engine.names.name(version),
+        version_number=lambda name: control.engine.names.number(name),
+        adapters=control.adapters.loaded,
         responses=KeptResponses(config.max_stored_responses),
     )
 

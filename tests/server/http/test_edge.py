@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from nano_inference.errors import ConfigError
 from nano_inference.server.api.openai.models import CompletionRequest
-from nano_inference.server.api.shared import fields, json_limits
-from nano_inference.server.api.shared.json_limits import MAX_CONTAINERS, MAX_KEYS, check_json
+from nano_inference.server.api.shared import fields
+from nano_inference.server.api.shared.fields import MAX_CONTAINERS, MAX_KEYS, check_json
 from nano_inference.server.app import build_routes
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
@@ -272,10 +272,10 @@ def test_values_and_keys_are_refused_before_they_are_parsed(
     monkeypatch: pytest.MonkeyPatch, bomb: bytes, what: str
 ) -> None:
     parsed: list[bytes] = []
-    monkeypatch.setattr(json_limits.msgspec.json, "decode", parsed.append)
+    monkeypatch.setattr(fields.msgspec.json, "decode", parsed.append)
     config = ServerConfig(max_values=2_000 if what == "values" else 10 * MAX_KEYS)
     with pytest.raises(ApiError, match=f"has more than .* {what}"):
-        json_limits.decode(bomb, config)
+        fields.decode(bomb, config)
     assert not parsed
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.main import running_server
-from nano_inference.server.trainers import base64_bodies
-from nano_inference.server.trainers.base64_bodies import decoded, read_with_file
+from nano_inference.server.trainers import reading
+from nano_inference.server.trainers.reading import decoded, read_with_file
 from tests.depth import at_depth
 from tests.server.scripted import ScriptedClient
 
@@ -27,9 +27,9 @@ BYTES = st.binary(min_size=0, max_size=200)
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short strings are long, and portions and windows are short."""
-    monkeypatch.setattr(base64_bodies, "LONG", 16)
-    monkeypatch.setattr(base64_bodies, "PORTION", 8)
-    monkeypatch.setattr(base64_bodies, "WINDOW", 5)
+    monkeypatch.setattr(reading, "LONG", 16)
+    monkeypatch.setattr(reading, "PORTION", 8)
+    monkeypatch.setattr(reading, "WINDOW", 5)
 
 
 @pytest.mark.usefixtures("small")
@@ -105,7 +105,7 @@ def test_a_file_is_decoded_in_portions_and_not_on_the_event_loop(
 ) -> None:
     sizes: list[int] = []
     on_loop: list[bool] = []
-    decode = base64_bodies.binascii.a2b_base64
+    decode = reading.binascii.a2b_base64
 
     class Watched:
         @staticmethod
@@ -118,14 +118,14 @@ def test_a_file_is_decoded_in_portions_and_not_on_the_event_loop(
                 on_loop.append(False)
             return decode(data, **more)
 
-    monkeypatch.setattr(base64_bodies, "binascii", Watched)
-    content = bytes(3 * base64_bodies.PORTION)
+    monkeypatch.setattr(reading, "binascii", Watched)
+    content = bytes(3 * reading.PORTION)
     body = {"serialized_named_tensors": [base64.b64encode(content).decode()]}
     client = ScriptedClient()
     with running_server(client, ServerConfig(port=0, rl=True)) as url:
         reply = httpx.post(f"{url}/update_weights_from_tensor", json=body, timeout=60)
     assert "begin_update" in reply.text  # it was read
-    assert sizes == [base64_bodies.PORTION] * 4
+    assert sizes == [reading.PORTION] * 4
     assert not any(on_loop)
 
 

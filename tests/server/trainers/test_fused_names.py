@@ -25,8 +25,8 @@ from nano_inference import (
 )
 from nano_inference.parallel.process_group import ProcessGroup
 from nano_inference.remote.engine_weights import EngineWeights
+from nano_inference.server.control.requests.sglang import GROUP as SGLANG_GROUP
 from nano_inference.server.main import running_server
-from nano_inference.server.trainers.sglang.weights import GROUP as SGLANG_GROUP
 from nano_inference.weights.sources import cut_into_buckets
 from nano_inference.weights.transports import Deadline, receive_update
 from nano_inference.weights.transports.broadcast import BroadcastReceiver

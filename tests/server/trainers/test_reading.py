@@ -2,7 +2,8 @@
 that are none.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import httpx
 import pytest
@@ -13,10 +14,24 @@ from hypothesis import strategies as st
 
 from nano_inference.server import paths
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.control.requests.fields import (
+    INTEGER,
+    ControlRequest,
+    Flag,
+    Mapped,
+    RequiredText,
+    Seconds,
+    Text,
+    Texts,
+    Version,
+    read_fields,
+    whole,
+    word,
+    words,
+)
 from nano_inference.server.errors import ApiError
 from nano_inference.server.main import RL_PROTOCOLS, RL_ROUTES
 from nano_inference.server.server import Server
-from nano_inference.server.trainers.reading import Fields
 from tests.depth import at_depth
 from tests.server.scripted import ScriptedClient
 
@@ -26,46 +41,81 @@ SCALAR = (
 VALUE = (
     SCALAR | st.lists(SCALAR, max_size=2) | st.dictionaries(st.text(max_size=3), SCALAR, max_size=2)
 )
-READS: dict[str, Any] = {
-    "flag": lambda fields: fields.flag("x", default=False),
-    "text": lambda fields: fields.text("x"),
-    "word": lambda fields: fields.word("x", ("keep", "abort"), "keep"),
-    "number": lambda fields: fields.number("x", least=0, most=9),
-    "seconds": lambda fields: fields.seconds("x"),
-    "version": lambda fields: fields.version("x"),
-    "texts": lambda fields: fields.texts("x"),
-    "part": lambda fields: fields.part("x"),
-}
 
 
-def read(kind: str, fields: Fields) -> object:
-    """The value, or the refusal."""
+class Example(ControlRequest):
+    """A field of each type."""
+
+    flag: Flag = False
+    text: Text | None = None
+    required: RequiredText = "given"
+    one: Annotated[str, word(("keep", "abort")), words(("keep", "abort"))] = "keep"
+    number: Annotated[int, whole(0, 9), INTEGER] | None = None
+    seconds: Seconds | None = None
+    version: Version | None = None
+    texts: Texts = ()
+    mapped: Mapped | None = None
+
+
+FIELDS = sorted(Example.model_fields)
+
+
+def read(field: str, body: Mapping[str, Any], query: Mapping[str, list[str]]) -> object:
+    """The value, or the error."""
     try:
-        return READS[kind](fields)
+        return getattr(read_fields(Example, body, query), field)
     except ApiError as problem:
         return problem
 
 
-@given(kind=st.sampled_from(sorted(READS)), value=VALUE)
+@given(field=st.sampled_from(FIELDS), value=VALUE)
 @settings(max_examples=at_depth(300), deadline=None)
-def test_a_value_is_read_or_refused_by_name(kind: str, value: object) -> None:
-    said = read(kind, Fields({"x": value}, {}))
+def test_read_fields_reads_a_value_or_names_its_field(field: str, value: object) -> None:
+    said = read(field, {field: value}, {})
     if isinstance(said, ApiError):
-        assert (said.status, said.param) == (400, "x")
+        assert (said.status, said.param) == (400, field)
 
 
-@given(kind=st.sampled_from(sorted(set(READS) - {"part"})), value=st.text(max_size=8))
+@given(field=st.sampled_from(sorted({*FIELDS} - {"mapped"})), value=st.text(max_size=8))
 @settings(max_examples=at_depth(300), deadline=None)
-def test_a_query_says_what_the_json_says(kind: str, value: str) -> None:
-    assert read(kind, Fields({}, {"x": [value]})) == read(kind, Fields({"x": value}, {}))
+def test_read_fields_reads_a_query_as_the_json(field: str, value: str) -> None:
+    assert read(field, {}, {field: [value]}) == read(field, {field: value}, {})
 
 
-def test_the_json_goes_first_and_null_says_nothing() -> None:
-    assert Fields({"x": False}, {"x": ["true"]}).flag("x", default=True) is False
-    assert Fields({"x": None}, {"x": ["true"]}).flag("x", default=False) is True
-    assert Fields({}, {}).flag("x", default=True) is True
-    assert Fields({"x": 7}, {}).version("x") == "7"
-    assert Fields({}, {"tags": ["weights", "kv_cache"]}).texts("tags") == ("weights", "kv_cache")
+def test_read_fields_takes_the_json_first_and_null_as_nothing() -> None:
+    assert read("flag", {"flag": False}, {"flag": ["true"]}) is False
+    assert read("flag", {"flag": None}, {"flag": ["true"]}) is True
+    assert read("flag", {}, {}) is False
+    assert read("version", {"version": 7}, {}) == "7"
+    assert read("texts", {}, {"texts": ["weights", "kv_cache"]}) == ("weights", "kv_cache")
+    assert read("text", {"text": None, "unknown": 1}, {}) is None
+
+
+class Needing(ControlRequest):
+    """Fields that must be there."""
+
+    missing: ClassVar = {"version": "version is missing; it must be a string."}
+    name: RequiredText
+    count: Annotated[int, whole(0), INTEGER]
+    version: Version
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "name is missing; it must be a string."),
+        ({"name": ""}, "name is missing; it must be a string."),
+        ({"name": "a"}, "count is missing; it must be an integer."),
+        ({"name": "a", "count": 1}, "version is missing; it must be a string."),
+        ({"name": 1}, "name must be a string, not 1."),
+        ({"count": -1}, f"count must be an integer in [0, {2**63}], not -1."),
+    ],
+)
+def test_read_fields_names_a_missing_field(body: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as told:
+        read_fields(Needing, body, {})
+    assert told.value.message == message
+    assert told.value.param == message.partition(" ")[0]
 
 
 def test_each_route_is_known_to_access_and_errors() -> None:

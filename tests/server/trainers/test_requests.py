@@ -18,9 +18,11 @@ from fastapi import APIRouter
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.remote.client import EngineClient
 from nano_inference.server import main
-from nano_inference.server.api.shared.generation import Ask, Generation, answer
+from nano_inference.server.api.shared.asks import Ask
+from nano_inference.server.api.shared.generation import Generation, answer
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import Control, Loads
+from nano_inference.server.control.control import Control
+from nano_inference.server.control.pauses import Loads
 from nano_inference.server.errors import ApiError
 from nano_inference.server.server import Server
 from nano_inference.types import GROUP_COMPLETE, Delta, SamplingParams
@@ -49,8 +51,8 @@ def test_the_aborted_are_answered_with_what_they_have(
         seen: list[Delta] = []
         for _ in range(3):
             seen += await watched.next()
-        assert await control.abort(["b", "nobody's"]) == 2
-        assert await control.abort(["b"]) == 0
+        assert await control.pauses.abort(["b", "nobody's"]) == 2
+        assert await control.pauses.abort(["b"]) == 0
         for request in streams[1:3]:
             samples = await finished(request)
             assert [sample.finish_reason for sample in samples] == ["abort"] * 2
@@ -61,9 +63,9 @@ def test_the_aborted_are_answered_with_what_they_have(
                 samples[0].completion_tokens[:40]
                 == whole[0].completion_tokens[: len(samples[0].completion_tokens)]
             )
-        assert (await control.loads()).running > 0
-        assert await control.abort() == 3
-        assert await control.loads() == Loads(0, 0)
+        assert (await control.pauses.loads()).running > 0
+        assert await control.pauses.abort() == 3
+        assert await control.pauses.loads() == Loads(0, 0)
         for request in (streams[0], streams[3]):
             assert {sample.finish_reason for sample in await finished(request)} == {"abort"}
         assert {sample.finish_reason for sample in await finished(watched, seen)} == {"abort"}
@@ -78,18 +80,18 @@ def test_those_who_wait_can_be_aborted(
     client: EngineClient, control: Control, run: Run, state: str
 ) -> None:
     async def test() -> None:
-        await (control.pause("keep") if state == "paused" else control.sleep())
+        await (control.pauses.pause("keep") if state == "paused" else control.memory.sleep())
         request = client.submit([1, 2], params_of(0), stream=True, name="x")
-        assert await control.loads() == Loads(0, 1)
-        assert await control.abort(["x"]) == 1
+        assert await control.pauses.loads() == Loads(0, 1)
+        assert await control.pauses.abort(["x"]) == 1
         (sample,) = await finished(request)
         assert (sample.finish_reason, sample.completion_tokens, sample.logprobs) == (
             "abort",
             (),
             (),
         )
-        await (control.resume() if state == "paused" else control.wake())
-        assert not await control.is_paused()
+        await (control.pauses.resume() if state == "paused" else control.memory.wake())
+        assert not await control.pauses.is_paused()
 
     run(test())
 
@@ -102,25 +104,25 @@ def test_a_pause(client: EngineClient, control: Control, run: Run, mode: Any) ->
         alone = await finished(client.submit([1, 2], params_of(0, length), 2, stream=False))
         request = client.submit([1, 2], params_of(0, length), 2, stream=True)
         first = await request.next()
-        await control.pause(mode, kv_policy="recompute")
-        assert control.pause_policy == "recompute"
-        assert await control.is_paused()
+        await control.pauses.pause(mode, kv_policy="recompute")
+        assert control.engine.known.pause_policy == "recompute"
+        assert await control.pauses.is_paused()
         steps = (await client.call("stats")).num_steps
         late = client.submit([1, 3], params_of(1), stream=True)
         if mode == "keep":
             await asyncio.sleep(0.05)
-            assert await control.loads() == Loads(2, 1)
+            assert await control.pauses.loads() == Loads(2, 1)
         else:
             samples = await finished(request, first)
             assert {sample.finish_reason for sample in samples} == {
                 "abort" if mode == "abort" else "length"
             }
-            assert await control.loads() == Loads(0, 1)
+            assert await control.pauses.loads() == Loads(0, 1)
         assert (await client.call("stats")).num_steps == steps, "nothing is computed"
-        await control.resume()
-        await control.resume()
-        assert control.pause_policy is None
-        assert not await control.is_paused()
+        await control.pauses.resume()
+        await control.pauses.resume()
+        assert control.engine.known.pause_policy is None
+        assert not await control.pauses.is_paused()
         if mode == "keep":
             assert core_of(await finished(request, first)) == core_of(alone)
         assert len(await finished(late)) == 1
@@ -138,11 +140,11 @@ def test_a_pause_that_waits_too_long_is_none(
             client.submit([1, 2], params_of(seed, LONG), 2, stream=False) for seed in range(8)
         ]
         with pytest.raises(ApiError, match="nothing is paused"):
-            await control.pause("wait", timeout=0.01)
+            await control.pauses.pause("wait", timeout=0.01)
         requests.append(client.submit([1, 2], params_of(0), stream=False))
         for request in requests:
             await finished(request)
-        assert not await control.is_paused(), "and not when they have ended either"
+        assert not await control.pauses.is_paused(), "and not when they have ended either"
         await idle(client)
 
     run(test())
@@ -155,24 +157,24 @@ def test_memory_sleeps_part_by_part(client: EngineClient, control: Control, run:
         for end_pause_first in (False, True):
             request = client.submit([1, 2], params_of(0, 60), 2, stream=True)
             first = await request.next()
-            await control.pause("keep")
-            await control.sleep()
-            await control.sleep(["weights"])
-            assert await control.call("sleeping") == ("weights", "kv_cache")
+            await control.pauses.pause("keep")
+            await control.memory.sleep()
+            await control.memory.sleep(["weights"])
+            assert await control.engine.call("sleeping") == ("weights", "kv_cache")
             if end_pause_first:
-                await control.resume()
-            await control.wake(["weights"])
-            await control.wake(["weights"])
-            assert await control.call("sleeping") == ("kv_cache",)
+                await control.pauses.resume()
+            await control.memory.wake(["weights"])
+            await control.memory.wake(["weights"])
+            assert await control.engine.call("sleeping") == ("kv_cache",)
             assert await client.call("weights_checksum") == checksums
             steps = (await client.call("stats")).num_steps
             await asyncio.sleep(0.05)
             assert (await client.call("stats")).num_steps == steps, (
                 "nothing is computed without a cache"
             )
-            await control.wake()
-            assert await control.is_paused() is not end_pause_first
-            await control.resume()
+            await control.memory.wake()
+            assert await control.pauses.is_paused() is not end_pause_first
+            await control.pauses.resume()
             assert core_of(await finished(request, first)) == core_of(alone)
         await idle(client)
 
@@ -183,18 +185,18 @@ def test_what_is_refused(client: EngineClient, control: Control, run: Run) -> No
     async def test() -> None:
         unknown: Any = ["everything"]
         with pytest.raises(ApiError, match="'everything' is not a part of the memory"):
-            await control.sleep(unknown)
+            await control.memory.sleep(unknown)
         with pytest.raises(InvalidRequest, match="Invalid enum value 'stop'"):
-            await control.pause("stop")  # pyright: ignore[reportArgumentType]
-        assert not await control.is_paused()
+            await control.pauses.pause("stop")  # pyright: ignore[reportArgumentType]
+        assert not await control.pauses.is_paused()
         request = client.submit([1, 2], params_of(0, LONG), stream=True)
         await request.next()
         with pytest.raises(ApiError) as refused:
-            await control.flush_cache(only_idle=True)
+            await control.memory.flush_cache(only_idle=True)
         assert refused.value.status == 409
-        await control.flush_cache()
-        assert await control.abort() == 1
-        await control.flush_cache(only_idle=True)
+        await control.memory.flush_cache()
+        assert await control.pauses.abort() == 1
+        await control.memory.flush_cache(only_idle=True)
         await idle(client)
 
     run(test())
@@ -234,20 +236,20 @@ def test_requests_for_versions(
         fresh = client.submit(
             [1, 2], params_of(0), stream=False, exact_version=serving + 1, max_staleness=0
         )
-        await control.pause("keep")
+        await control.pauses.pause("keep")
         late = Generation(
             builder_of(Ask([1, 2], params_of(0), limits={"exact_version": serving})),
             served_of(client),
         )
         late.submit(client, "late")
-        assert await control.loads() == Loads(0, 3)
-        await control.begin_update(version=str(serving + 1))
-        await control.receive_folder(str(model))
-        await control.finish_update()
+        assert await control.pauses.loads() == Loads(0, 3)
+        await control.updates.begin(version=str(serving + 1))
+        await control.updates.receive_folder(str(model))
+        await control.updates.finish()
         with pytest.raises(ApiError, match="the weight version is gone") as refused:
             await answer(late)
         assert refused.value.status == 409
-        await control.resume()
+        await control.pauses.resume()
         for request in (later, fresh):
             (sample,) = await finished(request)
             assert sample.weight_versions[0].version == serving + 1
@@ -275,7 +277,7 @@ def test_an_abort_over_http(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def routes(router: APIRouter, server: Server) -> None:
         @router.post("/test/abort")
         async def abort(name: str | None = None) -> int:  # pyright: ignore[reportUnusedFunction]
-            return await server.control.abort(None if name is None else [name])
+            return await server.control.pauses.abort(None if name is None else [name])
 
     monkeypatch.setattr(main, "ROUTES", (*main.ROUTES, routes))
     threads = torch.get_num_threads()

@@ -21,7 +21,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from nano_inference.remote.client import EngineClient
-from nano_inference.server.control import Control, TensorSpec
+from nano_inference.server.control.control import Control
+from nano_inference.server.control.requests.fields import TensorSpec
 from nano_inference.server.errors import ApiError
 from tests.ports import free_port
 from tests.server.engines import PATIENCE, core_of, finished, params_of
@@ -59,7 +60,7 @@ class TrainerProcess:
         """Meet the engine in a new group."""
         port = free_port()
         self.say("join", name=name, port=port, named=named)
-        await control.join_group(
+        await control.groups.join(
             name, "127.0.0.1", port, rank=1, world_size=2, named=named, timeout=20.0
         )
         assert await self.answer() == "done"
@@ -117,13 +118,13 @@ async def update(
     """A whole update that works; returns its version."""
     if join:
         await trainer.join(control, name)
-    await control.begin_update(complete=True)
+    await control.updates.begin(complete=True)
     trainer.say("send", group=name, seed=seed)
-    await control.receive_broadcast(name, specs(new_weights(trainer.folder, seed)))
-    version = await control.finish_update(**finish)
+    await control.updates.receive_broadcast(name, specs(new_weights(trainer.folder, seed)))
+    version = await control.updates.finish(**finish)
     assert await trainer.answer() == "done"
-    assert await control.serving_version() == version
-    assert await control.checksums() == checksums(trainer.folder, seed)
+    assert await control.engine.serving_version() == version
+    assert await control.checksums.get() == checksums(trainer.folder, seed)
     return version
 
 
@@ -132,7 +133,10 @@ async def refused(
     control: Control, status: int, told: str, *, within: float = 15.0, still_open: bool = False
 ) -> AsyncIterator[None]:
     """What happens inside is refused in time, in a sentence, and changes nothing that serves."""
-    before, began = (await control.serving_version(), await control.checksums()), time.monotonic()
+    before, began = (
+        (await control.engine.serving_version(), await control.checksums.get()),
+        time.monotonic(),
+    )
     with pytest.raises(ApiError, match=told) as caught:
         yield
     assert time.monotonic() - began < within
@@ -140,8 +144,8 @@ async def refused(
     assert not re.search(r"/\w+/\w+|Traceback|\.py\b|\.cc\b", caught.value.message), (
         caught.value.message
     )
-    assert control.session_open == still_open
-    assert (await control.serving_version(), await control.checksums()) == before
+    assert control.updates.is_open == still_open
+    assert (await control.engine.serving_version(), await control.checksums.get()) == before
 
 
 @asynccontextmanager

@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from nano_inference.remote.tasks import start_task
 from nano_inference.server.api.shared.answers import json_pieces
-from nano_inference.server.errors import NO_RETRY, ApiError, error_body, shown
+from nano_inference.server.errors import NO_RETRY, ApiError, shown
+from nano_inference.server.paths import error_body
 
 access = logging.getLogger("nano_inference.access")
 

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from nano_inference.server import paths
+from nano_inference.server.control.requests.table import ROUTES
 from nano_inference.server.http.layers import LEVELS, Level
 
 # path -> method -> what it does
@@ -46,15 +47,14 @@ class Family:
     Attributes:
         title: of them.
         about: what they are for.
-        paths: theirs, in order, and what they do where the routes do not say it themselves; a
-            server may lack some.
+        paths: theirs, in order; a server may lack some.
         examples: calls of them.
         client: lines of Python that make `client`; `URL` and `KEY` stand in them.
     """
 
     title: str
     about: str
-    paths: Mapping[str, str]
+    paths: Sequence[str]
     examples: Sequence[Example]
     client: str = ""
 
@@ -62,21 +62,26 @@ class Family:
 _QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 _SAMPLING = {"temperature": 0.8, "max_new_tokens": 16, "sampling_seed": 1}
 
+
+def _control_paths(family: str) -> Sequence[str]:
+    return tuple(dict.fromkeys(route.path for route in ROUTES if route.family == family))
+
+
 FAMILIES = (
     Family(
         "OpenAI: chats, completions and responses",
         "The same seed, prompt and weights give the same tokens, whatever else the server does. "
         "model is a name from /v1/models, an adapter's too; you may leave it out.",
-        {
-            "/v1/chat/completions": "",
-            "/v1/completions": "",
-            "/v1/responses": "",
-            "/v1/responses/{name}": "",
-            "/v1/responses/{name}/input_items": "",
-            "/v1/embeddings": "",
-            "/v1/models": "",
-            "/v1/models/{name}": "",
-        },
+        (
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/v1/responses",
+            "/v1/responses/{name}",
+            "/v1/responses/{name}/input_items",
+            "/v1/embeddings",
+            "/v1/models",
+            "/v1/models/{name}",
+        ),
         (
             Example(
                 "/v1/chat/completions",
@@ -123,10 +128,10 @@ FAMILIES = (
     Family(
         "Anthropic: messages",
         "For Anthropic's clients.",
-        {
-            "/v1/messages": "",
-            "/v1/messages/count_tokens": "",
-        },
+        (
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+        ),
         (
             Example(
                 "/v1/messages",
@@ -147,10 +152,10 @@ FAMILIES = (
         "SGLang and vLLM: token ids for trainers",
         "Text or token ids in; token ids, logprobs and weight versions out. These routes need "
         "--rl.",
-        {
-            "/generate": "",
-            "/inference/v1/generate": "",
-        },
+        (
+            "/generate",
+            "/inference/v1/generate",
+        ),
         (
             Example(
                 "/generate",
@@ -176,36 +181,7 @@ FAMILIES = (
         "Pause, change the weights, resume; running requests keep their tokens. These routes need "
         "--rl. If the server has an admin key, those that change the engine need it; they reject "
         "web pages.",
-        {
-            "/get_weight_version": "The weight version that serves",
-            "/weight_info": "The same, and how many tensors there are",
-            "/update_weight_version": "Name the version that serves",
-            "/pause_generation": "Stop between two steps: abort, retract or in_place",
-            "/continue_generation": "Resume",
-            "/pause": "vLLM's: keep, wait or abort",
-            "/resume": "Resume",
-            "/is_paused": "Whether it is paused",
-            "/begin_weight_update": "What comes up to the end takes effect as one",
-            "/end_weight_update": "Now it takes effect",
-            "/update_weights_from_disk": "Serve the safetensors of a folder",
-            "/update_weights_from_tensor": "",
-            "/update_weights_from_distributed": "One broadcast a tensor, or in buckets",
-            "/init_weights_update_group": "Join a trainer's group",
-            "/destroy_weights_update_group": "Leave it",
-            "/start_weight_update": "vLLM's: an update begins",
-            "/update_weights": "",
-            "/finish_weight_update": "It takes effect",
-            "/init_weight_transfer_engine": "Join the trainer's group",
-            "/shutdown_weight_transfer_engine": "Leave it",
-            "/init_broadcaster": "",
-            "/receive_weight_update": "",
-            "/weight_checker": "vLLM's: SHA-256 of every tensor, or what has changed",
-            "/weights_checker": "SGLang's: checksums, snapshot and compare",
-            "/get_weights_by_name": "The first rows of a tensor",
-            "/pull_weights": "501: says what to do instead",
-            "/post_process_weights": "501: says what to do instead",
-            "/update_weights_from_ipc": "501: says what to do instead",
-        },
+        _control_paths("weights"),
         (
             Example("/get_weight_version", "Get the weight version"),
             Example(
@@ -220,13 +196,7 @@ FAMILIES = (
     Family(
         "Adapters",
         "LoRA adapters of the model; a request names one as model. These routes need --rl.",
-        {
-            "/v1/load_lora_adapter": "",
-            "/v1/unload_lora_adapter": "",
-            "/load_lora_adapter": "Serve an adapter, or a new version of it",
-            "/load_lora_adapter_from_tensors": "",
-            "/unload_lora_adapter": "Unload an adapter",
-        },
+        _control_paths("adapters"),
         (
             Example(
                 "/v1/load_lora_adapter",
@@ -239,25 +209,7 @@ FAMILIES = (
     Family(
         "Requests, memory and state, for trainers",
         "These routes need --rl.",
-        {
-            "/abort_request": "End one request, or all",
-            "/abort_requests": "End requests, which are answered with what they have",
-            "/inference/v1/abort_requests": "End the requests that it names",
-            "/sleep": "Give memory back, by level",
-            "/wake_up": "Take it again, by tags",
-            "/is_sleeping": "Whether it sleeps",
-            "/release_memory_occupation": "SGLang's: give memory back, by tags",
-            "/resume_memory_occupation": "Take it again",
-            "/reset_prefix_cache": "Forget cached prefixes",
-            "/model_info": "What serves",
-            "/get_model_info": "What serves",
-            "/server_info": "Device, dtype, version and the like",
-            "/get_server_info": "The same",
-            "/get_world_size": "How many ranks of a group it takes",
-            "/health_generate": "Whether it draws a token",
-            "/liveness": "",
-            "/v1/loads": "What runs and waits",
-        },
+        _control_paths("state"),
         (
             Example("/server_info", "Get device, dtype and version"),
             Example("/abort_request", "End all requests", {"abort_all": True}),
@@ -266,10 +218,10 @@ FAMILIES = (
     Family(
         "Tokens",
         "Turn texts into token ids, and back.",
-        {
-            "/tokenize": "",
-            "/detokenize": "",
-        },
+        (
+            "/tokenize",
+            "/detokenize",
+        ),
         (
             Example("/tokenize", "Tokenize a text", {"prompt": "Hello world"}),
             Example("/detokenize", "Turn token ids into text", {"tokens": [19556, 905]}),
@@ -278,16 +230,16 @@ FAMILIES = (
     Family(
         "Metrics and health",
         "/health says whether the server is ready; /stats and /metrics say what it does.",
-        {
-            "/health": "",
-            "/ping": "",
-            "/load": "",
-            "/stats": "",
-            "/metrics": "",
-            "/version": "",
-            "/": "",
-            "/docs": "",
-        },
+        (
+            "/health",
+            "/ping",
+            "/load",
+            "/stats",
+            "/metrics",
+            "/version",
+            "/",
+            "/docs",
+        ),
         (
             Example("/health", "Ask whether the server is ready; needs no key"),
             Example("/metrics", "Get the numbers for Prometheus"),
@@ -297,13 +249,13 @@ FAMILIES = (
     Family(
         "Administration",
         "These routes need the admin key; the fleet's are there with --replicas.",
-        {
-            "/flush_cache": "Forget cached prefixes",
-            "/fleet": "",
-            "/fleet/add": "",
-            "/fleet/drain": "",
-            "/fleet/remove": "",
-        },
+        (
+            "/flush_cache",
+            "/fleet",
+            "/fleet/add",
+            "/fleet/drain",
+            "/fleet/remove",
+        ),
         (
             Example("/flush_cache", "Forget cached prefixes", {}),
             Example("/fleet", "List the replicas"),
@@ -378,8 +330,7 @@ def python(example: Example, family: Family, address: str) -> str:
 
 def _family(family: Family, routes: Routes, address: str) -> str:
     rows = "".join(
-        f"<tr><td><code>{method} {escape(path)}</code></td>"
-        f"<td>{escape(summary or family.paths[path])}</td></tr>"
+        f"<tr><td><code>{method} {escape(path)}</code></td><td>{escape(summary)}</td></tr>"
         for path in family.paths
         if path in routes
         for method, summary in routes[path].items()

@@ -1,5 +1,5 @@
 """PipelineRL's one route, and the group that it joins at its start. Adapters over
-`server/control.py`.
+`server/control`.
 
 PipelineRL tells its engines by their command line where the group is. Its trainer waits for all of
 them there, then for their `/health`; so the group is joined in the background, while the server
@@ -8,7 +8,6 @@ serves, and again when it was lost.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,11 +15,11 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import TensorSpec
-from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, bad_request, shown
+from nano_inference.server.control.requests.pipeline_rl import ROUTES, ReceiveUpdate
+from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
-from nano_inference.server.trainers.reading import Fields, checks_of, fields_of, shape_of
+from nano_inference.server.trainers.reading import add_route, raw_of
 
 log = logging.getLogger("nano_inference.server")
 
@@ -34,15 +33,13 @@ _PAUSES = (1.0, 30.0)
 def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
     turn = asyncio.Lock()
-    if _joins_group(server.config):
+    joins = _joins_group(server.config)
+    if joins:
         server.beside.append(lambda: _stay_joined(server))
 
-    @router.post(
-        "/receive_weight_update", summary="Take part in the trainer's broadcasts; decoding goes on"
-    )
     async def receive_weight_update(request: Request) -> Response:
-        if not _joins_group(server.config):
-            await fields_of(request, server)
+        if not joins:
+            await raw_of(request, server)
             raise ApiError(
                 409,
                 "there is no group: the server was started without "
@@ -51,46 +48,28 @@ def routes(router: APIRouter, server: Server) -> None:
             )
         async with turn:
             try:
-                await _update(server, await fields_of(request, server))
+                await _update(server, (await raw_of(request, server)).read(ReceiveUpdate))
             except BaseException:
                 # the trainer broadcasts by now; what is not taken would be taken for the next
                 # update
                 with suppress(ApiError):
-                    await server.control.leave_group(GROUP)
+                    await server.control.groups.leave(GROUP)
                 raise
         return json_reply(200, {"status": "ok"})
 
+    add_route(router, ROUTES[0], receive_weight_update)
 
-async def _update(server: Server, fields: Fields) -> None:
-    version, tensors, checks = fields.version("version"), tensors_of(fields), checks_of(fields)
+
+async def _update(server: Server, given: ReceiveUpdate) -> None:
+    updates = server.control.updates
     await _joined(server)
-    async with server.control.updating(version=version, **checks):
-        await server.control.receive_broadcast(GROUP, tensors)
-        await server.control.finish_update(kv_policy="keep")
+    async with updates.updating(version=given.version, **given.checks):
+        await updates.receive_broadcast(GROUP, given.parameters_info)
+        await updates.finish(kv_policy="keep")
 
 
 def _joins_group(config: ServerConfig) -> bool:
     return config.weight_update_group_init_method is not None and not config.disable_weight_updates
-
-
-def tensors_of(fields: Fields) -> list[TensorSpec]:
-    """`parameters_info`. Raises `ApiError` 400."""
-    given = fields.body.get("parameters_info")
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise bad_request(
-            "parameters_info must be a list of {name, shape, dtype}, and not empty.",
-            "parameters_info",
-        )
-    return [_tensor(f"parameters_info.{place}", each) for place, each in enumerate(given)]
-
-
-def _tensor(where: str, given: object) -> TensorSpec:
-    if not isinstance(given, Mapping):
-        raise bad_request(f"{where} must be an object, not {shown(given)}.", where)
-    name, dtype = given.get("name"), given.get("dtype")
-    if not (isinstance(name, str) and name and isinstance(dtype, str) and dtype):
-        raise bad_request(f"{where} must have a name and a dtype.", where)
-    return TensorSpec(name, dtype, shape_of(given.get("shape"), f"{where}.shape", f"{where}.shape"))
 
 
 async def _joined(server: Server) -> None:
@@ -98,7 +77,7 @@ async def _joined(server: Server) -> None:
     seconds = server.config.rl_timeout
     try:
         async with asyncio.timeout(seconds):
-            while not await server.control.has_group(GROUP):
+            while not await server.control.groups.has(GROUP):
                 await asyncio.sleep(_GLANCE)
     except TimeoutError:
         address = server.config.weight_update_group_init_method
@@ -115,10 +94,10 @@ async def _stay_joined(server: Server) -> None:
     pause, longest = _PAUSES
     while True:
         try:
-            if await server.control.has_group(GROUP):
+            if await server.control.groups.has(GROUP):
                 await asyncio.sleep(_REST)
                 continue
-            await server.control.join_group(
+            await server.control.groups.join(
                 GROUP,
                 address.hostname,
                 address.port,

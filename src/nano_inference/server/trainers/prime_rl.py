@@ -1,4 +1,4 @@
-"""The routes that prime-rl adds to vLLM's. Adapters over `server/control.py`.
+"""The routes that prime-rl adds to vLLM's. Adapters over `server/control`.
 
 Its trainer puts weights into a folder, or broadcasts them. Its own broadcast describes itself by
 pickles, which nothing here reads; a broadcaster that is joined has to speak `WeightSender`'s format
@@ -13,61 +13,41 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
+from nano_inference.server.control.requests.prime_rl import ROUTES, Join, Update
 from nano_inference.server.errors import ApiError, bad_request, retry_after
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
-from nano_inference.server.trainers.reading import Fields, checks_of, fields_of
+from nano_inference.server.trainers.reading import Raw, add_route, add_routes
 
 GROUP = "prime-rl"
 MARKER = "STABLE"  # a file that the trainer makes when a step's folder is whole
 _STEP = re.compile(r"step_([0-9]{1,18})")
-_MOST_RANKS = 2**20
 
 
 def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
 
-    @router.post("/init_broadcaster", summary="Join the trainer's group")
-    async def init_broadcaster(request: Request) -> Response:
-        await _join(server, await fields_of(request, server))
+    async def join(given: Join) -> dict[str, str]:
+        await server.control.groups.join(
+            GROUP,
+            given.host,
+            given.port,
+            rank=1 + given.rank_offset,
+            world_size=1 + given.inference_world_size,
+            timeout=given.timeout,
+        )
+        return {"status": "ok"}
+
+    async def liveness(_: Request) -> Response:
+        if server.lifecycle.status in ("dead", "stalled"):
+            return json_reply(503, {"status": "engine_unresponsive"})
         return json_reply(200, {"status": "ok"})
 
-    @router.get("/liveness", summary="Whether the engine lives; open to all")
-    async def liveness() -> Response:
-        is_live = server.lifecycle.status not in ("dead", "stalled")
-        return json_reply(
-            *((200, {"status": "ok"}) if is_live else (503, {"status": "engine_unresponsive"}))
-        )
+    add_routes(router, server, ROUTES, {"POST /init_broadcaster": join})
+    add_route(router, next(each for each in ROUTES if each.path == "/liveness"), liveness)
 
 
-async def _join(server: Server, fields: Fields) -> None:
-    if fields.flag("quantize_in_weight_transfer", default=False):
-        raise ApiError(
-            501, "weights cannot be sent quantized; leave quantize_in_weight_transfer off."
-        )
-    if fields.text("session_id") not in (None, "default"):
-        raise ApiError(
-            501,
-            "NIXL (session_id) is not spoken; use the filesystem or a group of torch.distributed.",
-        )
-    engines = fields.required_number("inference_world_size", least=1, most=_MOST_RANKS)
-    offset = fields.required_number("rank_offset", least=0, most=_MOST_RANKS)
-    if offset >= engines:
-        raise bad_request(
-            f"rank_offset must be below inference_world_size ({engines}), not {offset}.",
-            "rank_offset",
-        )
-    await server.control.join_group(
-        GROUP,
-        fields.required_text("host"),
-        fields.required_number("port", least=1, most=65535),
-        rank=1 + offset,
-        world_size=1 + engines,
-        timeout=fields.seconds("timeout"),
-    )
-
-
-async def update_weights(server: Server, fields: Fields) -> Response:
+async def update_weights(server: Server, raw: Raw) -> Response:
     """`POST /update_weights` with a `weight_dir`.
 
     Where a broadcaster was joined, the weights come from it, as prime-rl's own server does it: the
@@ -75,19 +55,18 @@ async def update_weights(server: Server, fields: Fields) -> Response:
     names the version.
     """
     try:
-        await _update(server, fields)
+        await _update(server, raw.read(Update))
     except BaseException:
         # what a broadcaster has sent and was not taken would be taken for the next update
         with suppress(ApiError):  # there is none
-            await server.control.leave_group(GROUP)
+            await server.control.groups.leave(GROUP)
         raise
     return json_reply(200, {"status": "ok"})
 
 
-async def _update(server: Server, fields: Fields) -> None:
-    control, folder, checks = server.control, fields.text("weight_dir"), checks_of(fields)
-    timeout = fields.seconds("timeout")
-    has_broadcaster = await control.has_group(GROUP)
+async def _update(server: Server, given: Update) -> None:
+    control, folder, timeout = server.control, given.weight_dir, given.timeout
+    has_broadcaster = await control.groups.has(GROUP)
     if folder is None and not has_broadcaster:
         raise ApiError(
             409,
@@ -98,13 +77,13 @@ async def _update(server: Server, fields: Fields) -> None:
     if not has_broadcaster and step is not None:
         await _require_stable(step, timeout or server.config.rl_timeout)
     version = None if step is None else _STEP.sub(r"\1", step.name)
-    async with control.updating(version=version, **checks):
+    async with control.updates.updating(version=version, **given.checks):
         if has_broadcaster:
-            await control.receive_stream(GROUP)
+            await control.updates.receive_stream(GROUP)
         else:
             assert folder is not None
-            await control.receive_folder(folder, timeout=timeout)
-        await control.finish_update()
+            await control.updates.receive_folder(folder, timeout=timeout)
+        await control.updates.finish()
 
 
 def _step_of(folder: str) -> Path | None:

@@ -1,236 +1,101 @@
-"""Control requests: a body may be missing, and fields stand in the query or in the JSON."""
+"""Control routes: a request is checked by the model of its route, and then answered.
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+A body may bring a file of up to gigabytes as base64. Reading one must not stop the event loop, and
+a thread that holds the interpreter's lock for seconds would. So the text of the file is taken out
+before the JSON is parsed, and decoded in portions.
+"""
+
+import binascii
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.fields.options import is_number, is_whole
-from nano_inference.remote.operations import Checks
-from nano_inference.server.api.shared.json_limits import decode
-from nano_inference.server.control import TensorSpec, checked_name
-from nano_inference.server.errors import bad_request, shown
+from nano_inference.server.api.shared.fields import decode
+from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.control.requests.fields import Read, Route, read_fields
+from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server, read_request
 
-MOST_SECONDS = 24 * 3600.0
-MOST_SIZE = 2**48  # of a tensor, along one of its axes
-
-_WORDS = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
-}
+Answer = Callable[
+    [Any], Awaitable[Any]
+]  # the JSON of a 200, or the response, to a request's fields
+Fail = Callable[[BaseException], Awaitable[object]]  # told of what ends a request
 
 
 @dataclass(frozen=True)
-class Fields:
-    """What a control request says, in its query or in its JSON: clients differ. The JSON goes
-    first.
+class Raw:
+    """A request as it came.
 
-    Every method takes null as nothing said, and raises `ApiError`, 400, naming the field and its
-    value.
+    Attributes:
+        body: of its JSON.
+        query: all that its query says of each name.
     """
 
     body: Mapping[str, Any]
     query: Mapping[str, Sequence[str]]
 
-    def value(self, name: str) -> Any:
-        """As it came; None: it did not."""
-        given = self.body.get(name)
-        if given is not None:
-            return given
-        return self.query[name][0] if self.query.get(name) else None
-
-    def _read(self, name: str, read: Callable[[Any], Any], what: str) -> Any:
-        """What `read` makes of a value; where that is None, the value is refused."""
-        given = self.value(name)
-        if given is None:
-            return None
-        made = read(given)
-        if made is None:
-            raise bad_request(f"{name} must be {what}, not {shown(given)}.", name)
-        return made
-
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false; a query says it in words."""
-        given: bool | None = self._read(name, _as_flag, "true or false")
-        return default if given is None else given
-
-    def text(self, name: str) -> str | None:
-        """A string."""
-        return self._read(name, lambda given: given if isinstance(given, str) else None, "a string")
-
-    def required_text(self, name: str) -> str:
-        """A string that must be there, and not be empty."""
-        given = self.text(name)
-        if not given:
-            raise bad_request(f"{name} is missing; it must be a string.", name)
-        return given
-
-    def word(self, name: str, words: Sequence[str], default: str) -> str:
-        """One of these words."""
-        self.text(name)
-        what = f"one of {', '.join(words)}"
-        given: str | None = self._read(name, lambda word: word if word in words else None, what)
-        return default if given is None else given
-
-    def number(self, name: str, *, least: int, most: int = 2**63) -> int | None:
-        """An integer in [least, most]."""
-
-        def read(given: object) -> int | None:
-            if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) < 20:
-                given = int(given)
-            return given if is_whole(given, least) and given <= most else None
-
-        return self._read(name, read, f"an integer in [{least}, {most}]")
-
-    def required_number(self, name: str, *, least: int, most: int = 2**63) -> int:
-        """The same, of a field that must be there."""
-        given = self.number(name, least=least, most=most)
-        if given is None:
-            raise bad_request(f"{name} is missing; it must be an integer.", name)
-        return given
-
-    def seconds(self, name: str) -> float | None:
-        """A time span, above zero and at most a day."""
-        return self._read(name, _as_seconds, "a number of seconds, at most a day")
-
-    def version(self, name: str) -> str | None:
-        """The name of a weight version: a string; trainers that count send the number."""
-        given: str | None = self._read(
-            name,
-            lambda given: (
-                str(given)
-                if isinstance(given, str) or (is_whole(given, 0) and given < 2**63)
-                else None
-            ),
-            "a string, or an integer in [0, 2^63)",
-        )
-        return (
-            given if given is None or is_whole(self.value(name), 0) else checked_name(given, name)
-        )
-
-    def texts(self, name: str) -> tuple[str, ...] | None:
-        """A list of strings, of the JSON or of a query that says it again and again; one string is
-        a list of one.
-        """
-        given: Any = self.body.get(name)
-        if given is None:
-            given = self.query.get(name)
-        if isinstance(given, str):
-            given = [given]
-        if given is None:
-            return None
-        if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
-            raise bad_request(f"{name} must be a list of strings, not {shown(given)}.", name)
-        return tuple(given)
-
-    def part(self, name: str) -> "Fields | None":
-        """An object of the JSON, read in the same way."""
-        given = self.body.get(name)
-        if given is None:
-            return None
-        if not isinstance(given, dict):
-            raise bad_request(f"{name} must be an object, not {shown(given)}.", name)
-        return Fields(given, {})
-
-
-def _as_flag(given: object) -> bool | None:
-    if isinstance(given, str):
-        return _WORDS.get(given.lower())
-    return given if isinstance(given, bool) else None
-
-
-def _as_seconds(given: object) -> float | None:
-    if isinstance(given, str):
-        with suppress(ValueError):
-            given = float(given)
-    return float(given) if is_number(given) and 0 < given <= MOST_SECONDS else None
-
-
-Answer = Callable[[Fields], Awaitable[Any]]  # the JSON of a 200
-Fail = Callable[[BaseException], Awaitable[object]]  # told of what ends a request
+    def read(self, model: type[Read]) -> Read:
+        """Its fields. Raises `ApiError`, 400."""
+        return read_fields(model, self.body, self.query)
 
 
 def add_routes(
     router: APIRouter,
     server: Server,
-    method: str,
+    routes: Iterable[Route],
     answers: Mapping[str, Answer],
-    fail: Fail | None = None,
+    fails: Mapping[str, Fail] | None = None,
 ) -> None:
-    """Serve each path by what answers it. `fail` is told of what goes wrong with a request, from
+    """Serve the calls that `answers` has. `fails` is told of what goes wrong with a request, from
     its first byte on.
     """
-
-    def route_of(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        async def route(request: Request) -> Response:
-            try:
-                return json_reply(200, await answer(await fields_of(request, server)))
-            except BaseException as problem:
-                if fail is not None:
-                    await fail(problem)
-                raise
-
-        return route
-
-    for path, answer in answers.items():
-        router.add_api_route(path, route_of(answer), methods=[method], name=path.strip("/"))
+    for route in routes:
+        if route.call in answers:
+            fail = (fails or {}).get(route.call)
+            add_route(router, route, _endpoint(server, route, answers[route.call], fail))
 
 
-def checks_of(fields: Fields) -> Checks:
-    """What an update is to be checked for, as far as the request says it: see
-    `Control.begin_update`.
-    """
-    checks: Checks = {}
-    if fields.value("complete") is not None:
-        checks["complete"] = fields.flag("complete", default=False)
-    if fields.value("check_finite") is not None:
-        checks["check_finite"] = fields.flag("check_finite", default=True)
-    return checks
+def _endpoint(
+    server: Server, route: Route, answer: Answer, fail: Fail | None
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            given = (await raw_of(request, server)).read(route.body)
+            told = await answer(given)
+        except BaseException as problem:
+            if fail is not None:
+                await fail(problem)
+            raise
+        return told if isinstance(told, Response) else json_reply(200, told)
+
+    return endpoint
 
 
-def tensors_of(fields: Fields, dtypes: str) -> list[TensorSpec]:
-    """What is about to be broadcast, of the lists `names`, `shapes` and what `dtypes` calls the
-    third. 400.
-    """
-    names, types = fields.texts("names"), fields.texts(dtypes)
-    shapes: Any = fields.value("shapes")
-    if (
-        not names
-        or types is None
-        or not isinstance(shapes, list)
-        or not len(names) == len(types) == len(shapes)
-    ):
-        raise bad_request(
-            f"names, {dtypes} and shapes must be lists of one length, and not empty.", "names"
-        )
-    return [
-        TensorSpec(name, dtype, shape_of(shape, f"the shape of {shown(name)}", "shapes"))
-        for name, dtype, shape in zip(names, types, shapes, strict=True)
-    ]
+def add_route(
+    router: APIRouter, route: Route, endpoint: Callable[[Request], Awaitable[Response]]
+) -> None:
+    """Serve a route by a function of the HTTP request."""
+    router.add_api_route(
+        route.path,
+        endpoint,
+        methods=[route.method],
+        name=route.path.strip("/"),
+        openapi_extra=operation(
+            route.body if route.body.model_fields else None,
+            {},
+            summary=route.about,
+            required=any(each.is_required() for each in route.body.model_fields.values()),
+        ),
+    )
 
 
-def shape_of(given: object, what: str, field: str) -> tuple[int, ...]:
-    """A tensor's sizes. Raises `ApiError` 400, which says what is wrong and in which field."""
-    if not isinstance(given, list) or not all(
-        type(size) is int and 0 <= size < MOST_SIZE for size in given
-    ):
-        raise bad_request(f"{what} must be a list of sizes, not {shown(given)}.", field)
-    return tuple(given)
-
-
-async def fields_of(request: Request, server: Server) -> Fields:
-    """Read a control request. A body that is missing or empty says nothing; unknown fields are
-    ignored.
+async def raw_of(request: Request, server: Server) -> Raw:
+    """Read a control request. A body that is missing or empty says nothing.
 
     Raises `ApiError`: 400 where the body is no JSON object, 503 while the server drains or has no
     engine.
@@ -240,5 +105,134 @@ async def fields_of(request: Request, server: Server) -> Fields:
     body = await read_request(
         request, server, lambda data, _: decode(data, config) if data.strip() else {}
     )
-    query = {name: request.query_params.getlist(name) for name in request.query_params}
-    return Fields(body, query)
+    return Raw(body, _query_of(request))
+
+
+def _query_of(request: Request) -> Mapping[str, Sequence[str]]:
+    return {name: request.query_params.getlist(name) for name in request.query_params}
+
+
+async def read_with_tensors(
+    request: Request, server: Server, route: Route, model: type[Read]
+) -> tuple[Read, bytes | bytearray]:
+    """The fields of a request, and the safetensors file that it brings: as the body, next to what
+    the query says, or as base64 in the first of the route's `files` that is there.
+    """
+    server.lifecycle.require_open()
+    query = _query_of(request)
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type == "application/octet-stream":
+        content = await read_request(request, server, lambda body, _: body)
+        return read_fields(model, {}, query), content
+    body, file = await read_request(
+        request, server, lambda body, _: read_with_file(body, server.config, route.files)
+    )
+    given = read_fields(model, body, query)
+    if file is not None:
+        return given, file
+    name, texts = next(
+        ((name, texts) for name in route.files if (texts := getattr(given, name)) is not None),
+        (route.files[0], ()),
+    )
+    if len(texts) != 1:
+        raise bad_request(
+            f"{name} must hold one string, a safetensors file as base64; or send the file itself "
+            "as the body, as application/octet-stream.",
+            name,
+        )
+    return given, decoded(texts[0], name)  # of the query, which is short
+
+
+LONG = 1 << 16  # bytes of a string that is taken out
+MOST_STRINGS = 1000  # that are looked at for a long one
+WINDOW = 1 << 26  # bytes that are searched at a time
+MOST_PADDING = 2  # characters at the end of base64, for a byte each
+PORTION = 1 << 22  # characters of base64 that are decoded at a time; a multiple of four
+
+
+def read_with_file(
+    body: bytes, config: ServerConfig, names: Sequence[str]
+) -> tuple[dict[str, Any], bytearray | None]:
+    """The JSON object that a body holds, and the file that the first of the fields `names` that is
+    there brings, whose text the object no longer has; None: that field holds no string, nor a list
+    of one.
+
+    Raises `ApiError`, 400.
+    """
+    if not body or body.isspace():
+        return {}, None
+    marker = f"file {secrets.token_hex(16)}"
+    place = _long_string(body)
+    text: memoryview | str | None = None
+    if place is not None:
+        short = body[: place.start] + marker.encode() + body[place.stop :]
+        given = decode(short, config)
+        name, found = _text_of(given, names)
+        if found == marker:
+            text = memoryview(body)[place]
+        else:
+            given = decode(body, config)  # the long string is another field's
+    else:
+        given = decode(body, config)
+    name, found = _text_of(given, names)
+    if name is None or found is None:
+        return given, None
+    content = decoded(found if text is None else text, name)
+    return {**given, name: [""]}, content
+
+
+def decoded(text: memoryview | str, name: str) -> bytearray:
+    """What base64 says, decoded in portions. Raises `ApiError`, 400, which names the field."""
+    content = bytearray(len(text) // 4 * 3)
+    written = 0
+    for start in range(0, len(text), PORTION):
+        try:
+            piece = binascii.a2b_base64(text[start : start + PORTION], strict_mode=True)
+        except ValueError:  # what is not ASCII, too
+            raise _no_base64(name) from None
+        if start + PORTION < len(text) and len(piece) != PORTION // 4 * 3:
+            raise _no_base64(name)  # it ends in the middle
+        content[written : written + len(piece)] = piece
+        written += len(piece)
+    if len(text) % 4 or len(content) - written > MOST_PADDING:
+        raise _no_base64(name)
+    del content[written:]
+    return content
+
+
+def _no_base64(name: str) -> ApiError:
+    return bad_request(f"{name} is not base64.", name)
+
+
+def _long_string(body: bytes) -> slice | None:
+    """Where the first long string of a JSON text lies, without its quotes; None: there is none, or
+    strings with escapes come first.
+    """
+    end = -1
+    for _ in range(MOST_STRINGS):
+        start = _find(body, b'"', end + 1, len(body)) + 1
+        end = _find(body, b'"', start, len(body)) if start else -1
+        if end < 0 or body[end - 1 : end] == b"\\":
+            return None
+        if end - start >= LONG:
+            return None if _find(body, b"\\", start, end) >= 0 else slice(start, end)
+    return None
+
+
+def _find(body: bytes, byte: bytes, start: int, end: int) -> int:
+    """As `bytes.find`, which lets no other thread run: in windows."""
+    for place in range(start, end, WINDOW):
+        if (found := body.find(byte, place, min(place + WINDOW, end))) >= 0:
+            return found
+    return -1
+
+
+def _text_of(given: Mapping[str, Any], names: Sequence[str]) -> tuple[str | None, str | None]:
+    """The first of these fields that is there, and its string."""
+    name = next((each for each in names if given.get(each) is not None), None)
+    if name is None:
+        return None, None
+    value = given[name]
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return name, value if isinstance(value, str) else None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference.server.api.anthropic.models import CountRequest
-from nano_inference.server.api.anthropic.prompt import Conversation, conversation
+from nano_inference.server.api.anthropic.request import Conversation, conversation
 from nano_inference.server.errors import ApiError
 
 

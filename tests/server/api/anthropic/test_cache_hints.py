@@ -8,7 +8,7 @@ import pytest
 from nano_inference import SamplingParams
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.anthropic import models as anthropic_models
-from nano_inference.server.api.anthropic import prompt as anthropic_prompt
+from nano_inference.server.api.anthropic import request as anthropic_prompt
 from nano_inference.server.api.openai.models import CompletionRequest
 from nano_inference.server.api.shared import sampling
 from nano_inference.server.api.shared.fields import SamplingFields

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.server.api.anthropic.messages import count_tokens
+from nano_inference.server.api.anthropic.answer import count_tokens
 from nano_inference.server.api.anthropic.models import CountRequest
-from nano_inference.server.api.anthropic.prompt import encode
-from nano_inference.server.api.openai.chat import PROTOCOL as CHATS
+from nano_inference.server.api.anthropic.request import encode
+from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.generation import Served
+from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.routes import tokenize

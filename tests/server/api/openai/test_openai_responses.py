@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from nano_inference.server.api.openai.kept_responses import KeptResponse, KeptResponses
-from nano_inference.server.api.openai.responses import ItemStream
+from nano_inference.server.api.openai.responses_answer import ItemStream
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.choices import ChoiceDelta
 from nano_inference.server.config import ServerConfig

@@ -12,7 +12,7 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import Control
+from nano_inference.server.control.control import Control
 from nano_inference.server.errors import ApiError
 from tests.models.tiny import tiny_llama
 from tests.server.engines import Run, config_of
@@ -53,10 +53,10 @@ def control(client: EngineClient, run: Run) -> Iterator[Control]:
     yield control
 
     async def tidy() -> None:
-        assert not control.session_open
+        assert not control.updates.is_open
         for group in ("group", "other"):
             with suppress(ApiError):  # there is none
-                await control.leave_group(group)
+                await control.groups.leave(group)
 
     run(tidy())
 

@@ -16,7 +16,7 @@ import pytest
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import Control
+from nano_inference.server.control.control import Control
 from nano_inference.server.errors import ApiError
 from tests.server.engines import Run, config_of, finished, params_of, until
 from tests.server.trainers.group_trainer import new_weights
@@ -42,35 +42,35 @@ def test_a_wrong_order_of_calls(
     async def test() -> None:
         async with requests_meanwhile(client):
             async with refused(control, 409, "no weight update is open"):
-                await control.finish_update()
+                await control.updates.finish()
             async with refused(control, 409, "no weight update is open"):
-                await control.receive_file(b"\0" * 8 + b"{}")
+                await control.updates.receive_file(b"\0" * 8 + b"{}")
             async with refused(control, 409, "there is no group 'group'"):
-                await control.receive_broadcast("group", tensors)
+                await control.updates.receive_broadcast("group", tensors)
             async with refused(control, 404, "there is no group 'group'"):
-                await control.leave_group("group")
+                await control.groups.leave("group")
             async with refused(control, 409, "take a snapshot first"):
-                await control.changed_tensors()
-            assert not await control.cancel_update("nothing is open")
+                await control.checksums.changed_tensors()
+            assert not await control.updates.cancel("nothing is open")
             await trainer.join(control)
             # Without a session: what the trainer sends meanwhile must not be taken for what it
             # sends next.
             trainer.say("send", group="group", seed=1)
             async with refused(control, 409, "no weight update is open"):
-                await control.receive_broadcast("group", tensors)
+                await control.updates.receive_broadcast("group", tensors)
             assert (await trainer.answer()).startswith("failed")
             async with refused(control, 409, "there is no group 'group'"):
-                await control.receive_broadcast("group", tensors)
+                await control.updates.receive_broadcast("group", tensors)
             await trainer.leave()
-            await control.begin_update()
+            await control.updates.begin()
             async with refused(control, 409, "open already", still_open=True):
-                await control.begin_update()
+                await control.updates.begin()
             async with refused(control, 400, "non-empty state dict"):
-                await control.finish_update()
-            await control.begin_update()
-            assert await control.cancel_update("enough")
+                await control.updates.finish()
+            await control.updates.begin()
+            assert await control.updates.cancel("enough")
             async with refused(control, 409, "no weight update is open"):
-                await control.finish_update()
+                await control.updates.finish()
         await update(control, trainer, 1)
         await update(control, trainer, 0, join=False)
 
@@ -91,17 +91,19 @@ def test_a_second_trainer(
         async with requests_meanwhile(client):
             await first.join(control)
             async with refused(control, 409, "its trainer lives"):
-                await control.join_group("group", "127.0.0.1", free_port(), rank=1, world_size=2)
-            await control.begin_update()
+                await control.groups.join("group", "127.0.0.1", free_port(), rank=1, world_size=2)
+            await control.updates.begin()
             async with refused(control, 409, "a weight update is open", still_open=True):
-                await control.join_group("other", "127.0.0.1", free_port(), rank=1, world_size=2)
+                await control.groups.join("other", "127.0.0.1", free_port(), rank=1, world_size=2)
             first.say("send", group="group", seed=1, names=[UP])
-            await control.receive_broadcast("group", specs(new_weights(first.folder, 1), [UP]))
+            await control.updates.receive_broadcast(
+                "group", specs(new_weights(first.folder, 1), [UP])
+            )
             first.interrupt(signal.SIGKILL)
             await asyncio.to_thread(first.child.wait, 5)
             await second.join(control)  # under the name of the dead one, whose update is forgotten
             async with refused(control, 409, "the trainer of the weight update is gone"):
-                await control.finish_update()
+                await control.updates.finish()
         await update(control, second, 2, join=False)
         await update(control, second, 0, join=False)
 
@@ -117,24 +119,24 @@ def test_a_group_that_never_forms(
         options: dict[str, Any] = {"named": named, "timeout": 0.7}
         async with requests_meanwhile(client):
             async with refused(control, 504, "no trainer at tcp://127.0.0.1:.* within 0.7 s"):
-                await control.join_group(
+                await control.groups.join(
                     "group", "127.0.0.1", free_port(), rank=1, world_size=2, **options
                 )
             port = free_port()
             trainer.say("join", name="group", port=port, named=named, world_size=3, seconds=2.0)
             async with refused(control, 504, "within 0.7 s"):
-                await control.join_group(
+                await control.groups.join(
                     "group", "127.0.0.1", port, rank=1, world_size=3, **options
                 )
             assert (await trainer.answer()).startswith("failed")
             async with refused(control, 400, "rank=2 must be from 1 to"):
-                await control.join_group("group", "127.0.0.1", port, rank=2, world_size=2)
+                await control.groups.join("group", "127.0.0.1", port, rank=2, world_size=2)
             async with refused(control, 400, "'gloo' or 'nccl'"):
-                await control.join_group(
+                await control.groups.join(
                     "group", "127.0.0.1", port, rank=1, world_size=2, backend="mpi"
                 )
             joining = asyncio.create_task(
-                control.join_group(
+                control.groups.join(
                     "group", "127.0.0.1", free_port(), rank=1, world_size=2, timeout=20.0
                 )
             )
@@ -143,15 +145,15 @@ def test_a_group_that_never_forms(
             with socket.create_server(("127.0.0.1", 0)) as listening:
                 address = listening.getsockname()
                 again = asyncio.create_task(
-                    control.join_group("group", *address, rank=1, world_size=2, timeout=5.0)
+                    control.groups.join("group", *address, rank=1, world_size=2, timeout=5.0)
                 )
                 # its trainer never came
                 with pytest.raises(ApiError, match="was left while it was joined") as left:
                     await asyncio.wait_for(joining, 15)
                 assert left.value.status == 409
                 async with refused(control, 409, "there is a group 'group'"):
-                    await control.join_group("group", "127.0.0.1", port, rank=1, world_size=2)
-                await control.leave_group("group")
+                    await control.groups.join("group", "127.0.0.1", port, rank=1, world_size=2)
+                await control.groups.leave("group")
             with pytest.raises(ApiError, match="was left while it was joined"):
                 await again
         await update(control, trainer, 1, name="other")
@@ -178,12 +180,12 @@ def test_a_trainer_that_fails_in_the_middle_of_a_bucket(
     async def test() -> None:
         async with requests_meanwhile(client):
             await failing.join(control)
-            await control.begin_update()
+            await control.updates.begin()
             if how != "silent":
                 number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
                 failing.say("send", group="group", seed=1, then_signal=[5, number])
             async with refused(control, 504, told):
-                await control.receive_broadcast("group", tensors, timeout=seconds)
+                await control.updates.receive_broadcast("group", tensors, timeout=seconds)
             failing.interrupt(signal.SIGKILL)
         await update(control, trainer, 1)
         await update(control, trainer, 0, join=False)
@@ -199,35 +201,37 @@ def test_a_call_that_is_given_up(
 
     async def test() -> None:
         async with requests_meanwhile(client):
-            before = await control.checksums()
+            before = await control.checksums.get()
             await trainer.join(control)
-            await control.begin_update()
+            await control.updates.begin()
             trainer.say("send", group="group", seed=1, names=[each.name for each in tensors[:3]])
-            receiving = asyncio.create_task(control.receive_broadcast("group", tensors))
+            receiving = asyncio.create_task(control.updates.receive_broadcast("group", tensors))
             await asyncio.sleep(0.3)
             receiving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await receiving
-            assert not control.session_open
+            assert not control.updates.is_open
             assert await trainer.answer() == "done"
             began = time.monotonic()
             while await client.call("has_group", group="group"):  # nobody goes on to wait in it
                 assert time.monotonic() - began < 15.0
                 await asyncio.sleep(0.02)
             await trainer.leave()
-            assert await control.checksums() == before
+            assert await control.checksums.get() == before
         version = await update(control, trainer, 1)
-        await control.pause("keep")
-        await control.begin_update()
-        await control.receive_file(safetensors_of(trainer.folder, None))
-        finishing = asyncio.create_task(control.finish_update())
+        await control.pauses.pause("keep")
+        await control.updates.begin()
+        await control.updates.receive_file(safetensors_of(trainer.folder, None))
+        finishing = asyncio.create_task(control.updates.finish())
         await asyncio.sleep(0)
         finishing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await finishing
-        await control.resume()
-        now = await control.serving_version()  # it came in time, or not; never half of it
-        assert await control.checksums() == checksums(trainer.folder, 1 if now == version else 0)
+        await control.pauses.resume()
+        now = await control.engine.serving_version()  # it came in time, or not; never half of it
+        assert await control.checksums.get() == checksums(
+            trainer.folder, 1 if now == version else 0
+        )
         await update(control, trainer, 0, join=False)
 
     run(test())
@@ -239,15 +243,15 @@ def test_a_session_that_nobody_goes_on_with(
 ) -> None:
     async def test() -> None:
         control = Control(client, ServerConfig(rl=True, rl_timeout=2.0))
-        await control.begin_update()
-        await control.receive_file(safetensors_of(trainer.folder, [UP]))
-        assert control.session_open
-        await until(lambda: not control.session_open)
+        await control.updates.begin()
+        await control.updates.receive_file(safetensors_of(trainer.folder, [UP]))
+        assert control.updates.is_open
+        await until(lambda: not control.updates.is_open)
         async with refused(control, 409, "no weight update is open"):
-            await control.finish_update()
+            await control.updates.finish()
         patient = Control(client, ServerConfig(rl=True))
         await update(patient, trainer, 0)
-        await patient.leave_group("group")
+        await patient.groups.leave("group")
 
     run(test())
 
@@ -262,19 +266,19 @@ def test_a_new_engine_knows_nothing_of_the_old_ones_update(
         await client.start()
         control = Control(client, ServerConfig(rl=True, rl_timeout=20.0))
         await update(control, trainer, 1, version="best")
-        assert await control.serving_version() == "best"
-        await control.remember_checksums()
-        await control.begin_update(version="better")
-        await control.receive_file(safetensors_of(trainer.folder, [UP]))
+        assert await control.engine.serving_version() == "best"
+        await control.checksums.remember()
+        await control.updates.begin(version="better")
+        await control.updates.receive_file(safetensors_of(trainer.folder, [UP]))
         os.kill(client.info.pid, signal.SIGKILL)
         before = client.num_restarts
         await until(lambda: client.num_restarts > before and not client.restarting)
-        assert not control.session_open
-        assert await control.serving_version() == "0"
+        assert not control.updates.is_open
+        assert await control.engine.serving_version() == "0"
         async with refused(control, 409, "no weight update is open"):
-            await control.finish_update()
+            await control.updates.finish()
         async with refused(control, 409, "take a snapshot first"):
-            await control.changed_tensors()
+            await control.checksums.changed_tensors()
         await trainer.leave()
         assert await update(control, trainer, 1, version="7") == "7"
         await update(control, trainer, 0, join=False)

@@ -12,8 +12,8 @@ from safetensors.torch import save, save_file
 from nano_inference.errors import WeightUpdateError
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
-from nano_inference.server import control as control_module
-from nano_inference.server.control import Control
+from nano_inference.server.control import updates
+from nano_inference.server.control.control import Control
 from nano_inference.weights.transports.files import write_folder
 from tests.server.engines import Run
 from tests.server.trainers.group_trainer import new_weights
@@ -38,12 +38,12 @@ def test_a_file_comes_in_parts(
                 content = save({NORM: new_weights(folder, seed)[NORM]}, metadata={"format": "pt"})
             else:
                 content = save(new_weights(folder, seed, "bfloat16"))
-            monkeypatch.setattr(control_module, "PART", part)
-            await control.begin_update(complete=part != 7)
-            await control.receive_file(content)
-            await control.finish_update()
+            monkeypatch.setattr(updates, "PART", part)
+            await control.updates.begin(complete=part != 7)
+            await control.updates.receive_file(content)
+            await control.updates.finish()
             if part != 7:
-                assert await control.checksums() == checksums(folder, seed, "bfloat16")
+                assert await control.checksums.get() == checksums(folder, seed, "bfloat16")
 
     run(test())
 
@@ -89,9 +89,9 @@ def test_bytes_that_are_no_such_file(control: Control, run: Run, case: str) -> N
     content, told = FILES[case]
 
     async def test() -> None:
-        await control.begin_update()
+        await control.updates.begin()
         async with refused(control, 400, told):
-            await control.receive_file(content)
+            await control.updates.receive_file(content)
 
     run(test())
 
@@ -100,9 +100,9 @@ def test_folders_and_files_on_disk(
     client: InProcessClient, control: Control, folder: Path, run: Run, tmp_path: Path
 ) -> None:
     async def take(path: Path) -> str:
-        await control.begin_update()
-        await control.receive_folder(str(path))
-        return await control.finish_update()
+        await control.updates.begin()
+        await control.updates.receive_folder(str(path))
+        return await control.updates.finish()
 
     async def test() -> None:
         newest = int(await client.call("get_weight_version"))
@@ -112,10 +112,10 @@ def test_folders_and_files_on_disk(
         save_file({name: weights[name] for name in list(weights)[:9]}, plain / "a.safetensors")
         save_file({name: weights[name] for name in list(weights)[9:]}, plain / "b.safetensors")
         assert await take(plain) == str(newest + 1)
-        assert await control.checksums() == checksums(folder, 4)
+        assert await control.checksums.get() == checksums(folder, 4)
         write_folder(marked, new_weights(folder, 6), version=newest + 7, max_file_bytes=100_000)
         assert await take(marked) == str(newest + 7)
-        assert await control.checksums() == checksums(folder, 6)
+        assert await control.checksums.get() == checksums(folder, 6)
         save_file(weights, plain / "c.safetensors")
         assert await take(plain / "c.safetensors") == str(newest + 8)
         (marked / "weights-00002.safetensors").write_bytes(b"x")
@@ -128,9 +128,9 @@ def test_folders_and_files_on_disk(
             (marked, "weights-00002.safetensors has 1 bytes"),
             (plain, "came twice"),
         ):
-            await control.begin_update()
+            await control.updates.begin()
             async with refused(control, 400, told):
-                await control.receive_folder(str(path))
+                await control.updates.receive_folder(str(path))
 
     run(test())
 
@@ -141,7 +141,7 @@ def test_an_engine_itself_closes_a_session_that_something_failed_in(
     """Whoever calls it: what had come is not taken for an update, and no more comes into it."""
 
     async def test() -> None:
-        before = await control.checksums()
+        before = await control.checksums.get()
         content = save({NORM: new_weights(folder, 5)[NORM]})
         told = {"session": 10**6, "seconds": 5.0}
         again = {"size": len(content), "content": content}
@@ -155,6 +155,6 @@ def test_an_engine_itself_closes_a_session_that_something_failed_in(
         ):
             with pytest.raises(WeightUpdateError, match="came twice"):
                 await client.call(name, **told, **more)
-        assert await control.checksums() == before
+        assert await control.checksums.get() == before
 
     run(test())

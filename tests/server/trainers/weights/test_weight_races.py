@@ -17,7 +17,7 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.remote.engine_weights import EngineWeights
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import Control
+from nano_inference.server.control.control import Control
 from nano_inference.server.errors import ApiError
 from nano_inference.server.server import Server
 from nano_inference.weights.transports import Deadline
@@ -45,9 +45,9 @@ def control(client: InProcessClient) -> Control:
 
 
 async def update(control: Control, content: bytes) -> str:
-    await control.begin_update()
-    await control.receive_file(content)
-    return await control.finish_update()
+    await control.updates.begin()
+    await control.updates.receive_file(content)
+    return await control.updates.finish()
 
 
 def test_an_update_waits_for_none_and_takes_none_over(
@@ -58,23 +58,23 @@ def test_an_update_waits_for_none_and_takes_none_over(
 
     async def test() -> None:
         await update(control, own)
-        expected = await control.checksums()
+        expected = await control.checksums.get()
         before = await update(control, other)
 
         async def send(content: bytes) -> str:
-            async with control.updating():
-                await control.receive_file(content)
-                return await control.finish_update()
+            async with control.updates.updating():
+                await control.updates.receive_file(content)
+                return await control.updates.finish()
 
-        await control._turn.acquire()
+        await control.updates._turn.acquire()
         both = [asyncio.create_task(send(content)) for content in (own, other)]
         await asyncio.sleep(0.05)
-        control._turn.release()
+        control.updates._turn.release()
         first, second = await asyncio.gather(*both, return_exceptions=True)
         assert isinstance(second, ApiError)
         assert second.status == 409
-        assert first == await control.serving_version() != before
-        assert await control.checksums() == expected
+        assert first == await control.engine.serving_version() != before
+        assert await control.checksums.get() == expected
 
     run(test())
 
@@ -91,23 +91,23 @@ def test_an_update_can_be_cancelled_while_its_first_part_comes(
     async def cancelled(name: str, **arguments: Any) -> Any:
         answer = await call(name, **arguments)
         if name == "receive_file":
-            assert await control.cancel_update("the trainer has changed its mind.")
+            assert await control.updates.cancel("the trainer has changed its mind.")
         return answer
 
     async def test() -> None:
-        before = await control.serving_version()
+        before = await control.engine.serving_version()
 
         async def send() -> str:
-            async with control.updating():
-                await control.receive_file(part)
-                return await control.finish_update()
+            async with control.updates.updating():
+                await control.updates.receive_file(part)
+                return await control.updates.finish()
 
         with monkeypatch.context() as patch:
             patch.setattr(client, "call", cancelled)
             with pytest.raises(ApiError):
                 await send()
-        assert not control.session_open
-        assert await control.serving_version() == before
+        assert not control.updates.is_open
+        assert await control.engine.serving_version() == before
         assert await send() != before  # the next one is not kept out
 
     run(test())
@@ -128,11 +128,11 @@ def test_a_cancelling_that_is_lost_keeps_nobody_out(
         return await call(name, **arguments)
 
     async def test() -> None:
-        before = int(await control.serving_version())
+        before = int(await control.engine.serving_version())
         monkeypatch.setattr(client, "call", loses)
-        await control.begin_update()
-        await control.receive_file(part)
-        await control.cancel_update("its trainer changed its mind")
+        await control.updates.begin()
+        await control.updates.receive_file(part)
+        await control.updates.cancel("its trainer changed its mind")
         assert await update(control, part) == str(before + 1)
 
     run(test())
@@ -141,11 +141,11 @@ def test_a_cancelling_that_is_lost_keeps_nobody_out(
 def test_of_two_that_begin_at_once_one_does(control: Control, run: Run) -> None:
     async def test() -> None:
         begun = await asyncio.gather(
-            *(control.begin_update() for _ in range(5)), return_exceptions=True
+            *(control.updates.begin() for _ in range(5)), return_exceptions=True
         )
         refusals = [each for each in begun if isinstance(each, ApiError)]
         assert [each.status for each in refusals] == [409] * 4
-        assert await control.cancel_update("enough")
+        assert await control.updates.cancel("enough")
 
     run(test())
 
@@ -196,12 +196,12 @@ def test_a_file_that_is_written_over_before_the_update_is_applied(
 
 def test_a_name_that_no_version_may_have(control: Control, run: Run, part: bytes) -> None:
     async def test() -> None:
-        await control.begin_update()
+        await control.updates.begin()
         with pytest.raises(ApiError, match="printable") as caught:
-            await control.name_version("a\nb")
+            await control.updates.name_version("a\nb")
         assert caught.value.status == 400
-        await control.receive_file(part)
-        assert (await control.finish_update()).isdigit()
+        await control.updates.receive_file(part)
+        assert (await control.updates.finish()).isdigit()
 
     run(test())
 
@@ -212,7 +212,7 @@ def test_a_trainer_is_told_that_the_server_stops(client: InProcessClient, run: R
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             joining = asyncio.create_task(
-                server.control.join_group("g", "127.0.0.1", port, rank=1, world_size=2)
+                server.control.groups.join("g", "127.0.0.1", port, rank=1, world_size=2)
             )
             await asyncio.sleep(0.2)
             server.end_all()
@@ -235,10 +235,10 @@ class Restarted:
 def test_a_new_engine_is_not_paused() -> None:
     client = Restarted()
     control = Control(cast(EngineClient, client), ServerConfig(rl=True))
-    asyncio.run(control.pause("keep", kv_policy="recompute"))
-    assert control.pause_policy == "recompute"
+    asyncio.run(control.pauses.pause("keep", kv_policy="recompute"))
+    assert control.engine.known.pause_policy == "recompute"
     client.num_restarts += 1
-    assert control.pause_policy is None
+    assert control.engine.known.pause_policy is None
 
 
 def test_a_machine_that_is_cut_off_is_noticed() -> None:

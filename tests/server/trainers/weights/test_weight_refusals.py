@@ -8,7 +8,8 @@ import time
 import pytest
 
 from nano_inference.remote.process_client import ProcessClient
-from nano_inference.server.control import Control, TensorSpec
+from nano_inference.server.control.control import Control
+from nano_inference.server.control.requests.fields import TensorSpec
 from nano_inference.server.errors import ApiError
 from tests.server.engines import Run, params_of
 from tests.server.trainers.group_trainer import new_weights
@@ -46,10 +47,10 @@ def test_tensors_that_are_not_the_models(
     async def test() -> None:
         async with requests_meanwhile(client):
             await trainer.join(control)
-            await control.begin_update()
+            await control.updates.begin()
             trainer.say("send", group="group", seed=1)  # at the same time, as trainers do
             async with refused(control, 400, told):
-                await control.receive_broadcast("group", tensors)
+                await control.updates.receive_broadcast("group", tensors)
             assert (await trainer.answer()).startswith("failed"), (
                 "it does not wait for somebody who has gone"
             )
@@ -75,7 +76,7 @@ def test_a_trainer_that_sends_something_else_than_it_told(
     async def test() -> None:
         async with requests_meanwhile(client):
             await trainer.join(control)
-            await control.begin_update()
+            await control.updates.begin()
             trainer.say(
                 "send",
                 group="group",
@@ -83,7 +84,7 @@ def test_a_trainer_that_sends_something_else_than_it_told(
                 numbers=numbers if packed_bytes is None else numbers // 2,
             )
             async with refused(control, 400, told):
-                await control.receive_broadcast(
+                await control.updates.receive_broadcast(
                     "group", tensors, packed_bytes=packed_bytes, timeout=15.0
                 )
             began = time.monotonic()
@@ -104,16 +105,16 @@ def test_nan_where_that_is_asked_for(
     async def test() -> None:
         async with requests_meanwhile(client):
             await trainer.join(control)
-            await control.begin_update(check_finite=True)
+            await control.updates.begin(check_finite=True)
             trainer.say("send", group="group", names=[UP, NORM], nan=True)
             async with refused(control, 400, "'model.norm.weight' holds NaN"):
-                await control.receive_broadcast("group", tensors)
+                await control.updates.receive_broadcast("group", tensors)
             await trainer.answer()
             await trainer.leave()
-            await control.begin_update(complete=True)
-            await control.receive_file(safetensors_of(trainer.folder, [UP]))
+            await control.updates.begin(complete=True)
+            await control.updates.receive_file(safetensors_of(trainer.folder, [UP]))
             async with refused(control, 400, "is missing"):
-                await control.finish_update()
+                await control.updates.finish()
         await update(control, trainer, 0)
 
     run(test())
@@ -124,27 +125,27 @@ def test_an_update_while_the_weights_sleep(
 ) -> None:
     async def test() -> None:
         await trainer.join(control)
-        before = await control.checksums()
-        await control.sleep(["weights"])
+        before = await control.checksums.get()
+        await control.memory.sleep(["weights"])
         with pytest.raises(ApiError, match="asleep") as caught:
-            await control.begin_update()
+            await control.updates.begin()
         assert caught.value.status == 409
         with pytest.raises(ApiError, match="asleep") as caught:
-            await control.checksums()
+            await control.checksums.get()
         assert caught.value.status == 409
-        await control.wake()
-        await control.begin_update()
-        await control.receive_file(safetensors_of(trainer.folder, [UP]))
+        await control.memory.wake()
+        await control.updates.begin()
+        await control.updates.receive_file(safetensors_of(trainer.folder, [UP]))
         # behind the back of the control, which would refuse it
         await client.call("sleep", memory=["weights"])
         with pytest.raises(ApiError, match="asleep") as caught:
-            await control.finish_update()
+            await control.updates.finish()
         assert caught.value.status == 409
-        await control.wake()
-        assert await control.checksums() == before
-        await control.sleep(["kv_cache"])
+        await control.memory.wake()
+        assert await control.checksums.get() == before
+        await control.memory.sleep(["kv_cache"])
         await update(control, trainer, 1, join=False)
-        await control.wake()
+        await control.memory.wake()
         await update(control, trainer, 0, join=False)
 
     run(test())
@@ -154,27 +155,27 @@ def test_an_update_that_would_wait(
     client: ProcessClient, control: Control, trainer: TrainerProcess, run: Run
 ) -> None:
     async def test() -> None:
-        before = int(await control.serving_version())
+        before = int(await control.engine.serving_version())
         request = client.submit([1, 2], params_of(0, 2000), stream=True)
         await request.next()
-        await control.pause("keep")
-        await control.begin_update()
-        await control.receive_file(safetensors_of(trainer.folder, None))
+        await control.pauses.pause("keep")
+        await control.updates.begin()
+        await control.updates.receive_file(safetensors_of(trainer.folder, None))
         async with refused(control, 409, "would wait for requests that are paused"):
-            await control.finish_update(kv_policy="wait")
-        await control.resume()
-        await control.begin_update()
-        await control.receive_file(safetensors_of(trainer.folder, None))
+            await control.updates.finish(kv_policy="wait")
+        await control.pauses.resume()
+        await control.updates.begin()
+        await control.updates.receive_file(safetensors_of(trainer.folder, None))
         async with refused(control, 504, "was not applied within 0.01 s"):
-            await control.finish_update(kv_policy="wait", timeout=0.01)
-        await control.begin_update()
-        await control.receive_file(safetensors_of(trainer.folder, None))
-        finishing = asyncio.create_task(control.finish_update(kv_policy="wait"))
+            await control.updates.finish(kv_policy="wait", timeout=0.01)
+        await control.updates.begin()
+        await control.updates.receive_file(safetensors_of(trainer.folder, None))
+        finishing = asyncio.create_task(control.updates.finish(kv_policy="wait"))
         await asyncio.sleep(0.1)
         await client.call("sleep", memory=["weights"])
         with pytest.raises(ApiError, match="asleep"):
             await asyncio.wait_for(finishing, 15.0)
-        await control.wake()
+        await control.memory.wake()
         request.close()
         version = await update(control, trainer, 1, kv_policy="wait")
         assert int(version) == before + 1, "versions that never served are free again"

@@ -17,7 +17,9 @@ from nano_inference import InferenceEngine
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control import Control, TensorSpec, VersionNames
+from nano_inference.server.control.control import Control
+from nano_inference.server.control.engine import VersionNames
+from nano_inference.server.control.requests.fields import TensorSpec
 from nano_inference.server.errors import ApiError
 from nano_inference.weights.transports import trainer_broadcasts
 from nano_inference.weights.transports.wire import TensorInfo
@@ -95,7 +97,7 @@ def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
     same: dict[str, torch.Tensor] = {}
 
     async def test() -> None:
-        await control.begin_update(complete=True)
+        await control.updates.begin(complete=True)
         for places, dtype, packed_bytes in buckets:
             weights = new_weights(trainer.folder, seed, dtype)
             names = [list(weights)[place] for place in places]
@@ -108,12 +110,12 @@ def test_any_buckets_end_in_the_checksums_of_an_update_without_a_wire(
                 dtype=dtype,
                 packed_bytes=packed_bytes,
             )
-            await control.receive_broadcast("group", tensors, packed_bytes=packed_bytes)
+            await control.updates.receive_broadcast("group", tensors, packed_bytes=packed_bytes)
             assert await trainer.answer() == "done"
             same.update({name: weights[name] for name in names})
-        await control.finish_update()
+        await control.updates.finish()
         other.update_weights(same, blocking=True)
-        assert await control.checksums() == other.weights_checksum()
+        assert await control.checksums.get() == other.weights_checksum()
 
     run(test())
 
@@ -128,7 +130,7 @@ def test_types_of_one_bucket_may_differ(
     async def test() -> None:
         weights = new_weights(trainer.folder, 5)
         told = [TensorSpec(NORM, "torch.bfloat16", (64,)), TensorSpec(UP, "float32", (96, 64))]
-        await control.begin_update()
+        await control.updates.begin()
         trainer.say(
             "send",
             group="group",
@@ -137,10 +139,10 @@ def test_types_of_one_bucket_may_differ(
             dtypes=["bfloat16", "float32"],
             packed_bytes=10**6,
         )
-        await control.receive_broadcast("group", told, packed_bytes=10**6)
+        await control.updates.receive_broadcast("group", told, packed_bytes=10**6)
         assert await trainer.answer() == "done"
-        await control.finish_update()
-        now = await control.checksums()
+        await control.updates.finish()
+        now = await control.checksums.get()
         assert now[UP] == checksums(trainer.folder, 5)[UP]
         assert now[NORM] == checksums(trainer.folder, 5, "bfloat16")[NORM]
         assert weights[NORM].dtype == torch.float32
@@ -186,11 +188,11 @@ def test_a_weight_sender_over_the_group(
     async def test() -> None:
         version = 10 + int(await client.call("get_weight_version"))
         trainer.say("stream", group="group", seed=3, version=version)
-        await control.begin_update()
-        await control.receive_stream("group")
-        assert await control.finish_update() == str(version)
+        await control.updates.begin()
+        await control.updates.receive_stream("group")
+        assert await control.updates.finish() == str(version)
         assert await trainer.answer() == "done"
-        assert await control.checksums() == checksums(trainer.folder, 3)
+        assert await control.checksums.get() == checksums(trainer.folder, 3)
 
     run(test())
 
@@ -203,21 +205,21 @@ def test_an_update_is_applied_during_a_pause(
         before = await update(control, trainer, 0, join=False)
         request = client.submit([1, 2], params_of(0, 300), stream=True)
         seen = await request.next()
-        await control.pause("keep", kv_policy="recompute")
+        await control.pauses.pause("keep", kv_policy="recompute")
         version = await update(control, trainer, 1, join=False, version="while paused")
-        assert (await control.is_paused(), version) == (True, "while paused")
-        await control.resume()
+        assert (await control.pauses.is_paused(), version) == (True, "while paused")
+        await control.pauses.resume()
         (sample,) = await finished(request, seen)
         names = [
-            (control.version_name(span.version), span.start) for span in sample.weight_versions
+            (control.engine.names.name(span.version), span.start) for span in sample.weight_versions
         ]
         assert [name for name, _ in names] == [before, "while paused"]
         assert 0 < names[1][1] < 300
         assert len(sample.kv_versions) == 2
         (_, _, computed_by) = sample.kv_versions[1]
-        assert [control.version_name(each.version) for each in computed_by] == ["while paused"], (
-            "recomputed, as asked"
-        )
+        assert [control.engine.names.name(each.version) for each in computed_by] == [
+            "while paused"
+        ], "recomputed, as asked"
 
     run(test())
 
@@ -228,26 +230,28 @@ def test_names_of_versions(
     async def test() -> None:
         newest = int(await client.call("get_weight_version"))
         assert await update(control, trainer, 1, join=False, version="iter-3") == "iter-3"
-        assert control.version_name(newest + 1) == "iter-3"
-        assert control.version_number("iter-3") == newest + 1
+        assert control.engine.names.name(newest + 1) == "iter-3"
+        assert control.engine.names.number("iter-3") == newest + 1
         ahead = newest + 50
         assert await update(control, trainer, 2, join=False, version=str(ahead)) == str(ahead)
         assert await client.call("get_weight_version") == ahead
         # behind all that there were
         assert await update(control, trainer, 3, join=False, version="7") == "7"
-        assert control.version_number("7") == ahead + 1 == await client.call("get_weight_version")
-        assert control.version_number("no such") is None
-        await control.name_version("eight")
-        assert await control.serving_version() == "eight"
-        await control.begin_update(version="nine")
-        await control.name_version("ten")
-        assert await control.serving_version() == "eight"
-        await control.receive_file(save({NORM: new_weights(trainer.folder, 0)[NORM]}))
-        assert await control.finish_update() == "ten"
+        assert (
+            control.engine.names.number("7") == ahead + 1 == await client.call("get_weight_version")
+        )
+        assert control.engine.names.number("no such") is None
+        await control.updates.name_version("eight")
+        assert await control.engine.serving_version() == "eight"
+        await control.updates.begin(version="nine")
+        await control.updates.name_version("ten")
+        assert await control.engine.serving_version() == "eight"
+        await control.updates.receive_file(save({NORM: new_weights(trainer.folder, 0)[NORM]}))
+        assert await control.updates.finish() == "ten"
         for bad in ("", "a" * 300, "a\nb"):
             with pytest.raises(ApiError, match="printable string"):
-                await control.name_version(bad)
-        assert await control.serving_version() == "ten"
+                await control.updates.name_version(bad)
+        assert await control.engine.serving_version() == "ten"
 
     run(test())
 
@@ -255,16 +259,16 @@ def test_names_of_versions(
 def test_snapshots(control: Control, trainer: TrainerProcess, run: Run) -> None:
     async def test() -> None:
         await update(control, trainer, 0, join=False)
-        await control.remember_checksums()
-        assert await control.changed_tensors() == []
-        baseline = await control.checksums()
-        await control.begin_update()
-        await control.receive_file(save({NORM: new_weights(trainer.folder, 9)[NORM]}))
-        await control.finish_update()
-        assert await control.changed_tensors() == [NORM]
-        assert await control.changed_tensors(baseline) == [NORM]
-        assert await control.changed_tensors({}) == sorted(baseline)
-        assert await control.changed_tensors(await control.checksums()) == []
+        await control.checksums.remember()
+        assert await control.checksums.changed_tensors() == []
+        baseline = await control.checksums.get()
+        await control.updates.begin()
+        await control.updates.receive_file(save({NORM: new_weights(trainer.folder, 9)[NORM]}))
+        await control.updates.finish()
+        assert await control.checksums.changed_tensors() == [NORM]
+        assert await control.checksums.changed_tensors(baseline) == [NORM]
+        assert await control.checksums.changed_tensors({}) == sorted(baseline)
+        assert await control.checksums.changed_tensors(await control.checksums.get()) == []
 
     run(test())
 
@@ -279,10 +283,10 @@ def test_a_group_ends_at_once_whoever_still_holds_the_error(
 
     async def test() -> None:
         await trainer.join(control, "short")
-        await control.begin_update()
+        await control.updates.begin()
         trainer.say("send", group="short", names=[NORM, UP], numbers=30_000)
         async with refused(control, 400, "sent more than"):
-            await control.receive_broadcast("short", [TensorSpec(NORM, "float32", (64,))])
+            await control.updates.receive_broadcast("short", [TensorSpec(NORM, "float32", (64,))])
         began = time.monotonic()
         assert (await trainer.answer()).startswith("failed")
         assert time.monotonic() - began < 15.0
@@ -297,7 +301,7 @@ def test_a_group_ends_at_once_whoever_still_holds_the_error(
 
 
 def test_what_kind_of_engine_it_is(control: Control, run: Run) -> None:
-    told = run(control.call("describe"))
+    told = run(control.engine.call("describe"))
     assert {name: told[name] for name in ("device", "dtype", "block_size", "num_tensors")} == {
         "device": "cpu",
         "dtype": "float32",

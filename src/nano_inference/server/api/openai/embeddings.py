@@ -13,8 +13,8 @@ from pydantic import Field
 
 from nano_inference.server.api.openai.models import Prompt
 from nano_inference.server.api.shared.answers import LazyArray
+from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import Strict, read_body
-from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, thing
 from nano_inference.server.api.shared.prompts import (
     adapter_of,

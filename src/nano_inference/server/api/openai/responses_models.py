@@ -4,29 +4,25 @@ An input is a list of items: messages, calls of functions, their outputs, and re
 the assistant's may be several items; a chat has one message of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from nano_inference.server.api.openai.models import ChatRequest, JsonSchemaFormat
+from nano_inference.server.api.openai.models import JsonSchemaFormat
 from nano_inference.server.api.shared.fields import (
     MOST,
     RETENTION,
     Retention,
     SamplingFields,
     Strict,
-    validated,
 )
 from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, nullable, thing
-from nano_inference.server.errors import bad_request, shown
 
 Item = dict[str, Any]
 ChatMessage = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
-_NO_EFFECT = ("reasoning.encrypted_content",)
-_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # part -> its field
 
 
 class ResponseTool(Strict):
@@ -123,202 +119,6 @@ class ResponsesRequest(SamplingFields):
         "prompt_logprobs": "use /v1/chat/completions.",
         "return_token_ids": "use /v1/chat/completions.",
     }
-
-
-def chat_request(request: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatRequest:
-    """The same request as a chat's.
-
-    Args:
-        request: whose input's items follow.
-        before: messages of earlier responses.
-
-    Raises:
-        ApiError: 400, it holds what is not served.
-    """
-    include = set(request.include or ())
-    if unknown := include - {LOGPROBS, *_NO_EFFECT}:
-        raise bad_request(
-            f"include holds {shown(min(unknown))}; {LOGPROBS} can be included.", "include"
-        )
-    messages = [*before, *messages_of(request.input)]
-    if request.instructions:
-        messages.insert(0, {"role": "system", "content": request.instructions})
-    given = request.model_dump(include=_SHARED, by_alias=True, exclude_none=True) | {
-        "messages": _with_one_beginning(messages),
-        "max_completion_tokens": request.max_output_tokens,
-        "logprobs": LOGPROBS in include,
-        "top_logprobs": request.top_logprobs if LOGPROBS in include else None,
-        "tools": [_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
-        "tool_choice": _tool_choice(request.tool_choice),
-        "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
-        "response_format": _format(request.text),
-    }
-    return validated(ChatRequest, {name: each for name, each in given.items() if each is not None})
-
-
-_SHARED = {
-    *SamplingFields.model_fields,
-    *("model", "temperature", "stream", "parallel_tool_calls", "chat_template_kwargs"),
-    "prompt_cache_retention",
-}
-
-
-def _with_one_beginning(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """What the system says first is one message: many templates take no more."""
-    count = 0
-    while count < len(messages) and messages[count]["role"] in ("system", "developer"):
-        count += 1
-    if count < 2:
-        return messages
-    text = "\n\n".join(each["content"] for each in messages[:count])
-    return [{"role": "system", "content": text}, *messages[count:]]
-
-
-def items_of(given: object) -> list[Item]:
-    """The items of an input: a text is a message of the user's. Raises `ApiError`."""
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise bad_request("input must be a string or a list of items with one or more.", "input")
-    for place, item in enumerate(given):
-        if not isinstance(item, dict):
-            raise bad_request(
-                f"input.{place} must be an object, not {shown(item)}.", f"input.{place}"
-            )
-    return given
-
-
-def messages_of(given: object) -> list[ChatMessage]:
-    """The messages of an input; what the assistant said, thought and called in one turn is one.
-    Raises `ApiError`.
-    """
-    return joined(_message(item, f"input.{place}") for place, item in enumerate(items_of(given)))
-
-
-def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Messages of the assistant's that follow each other are one."""
-    all_of_them: list[ChatMessage] = []
-    for message in messages:
-        last = all_of_them[-1] if all_of_them else None
-        if message["role"] != "assistant" or last is None or last["role"] != "assistant":
-            all_of_them.append(message)
-            continue
-        turn = dict(last)
-        for name in ("content", "reasoning_content"):
-            if both := [each[name] for each in (last, message) if each.get(name)]:
-                turn[name] = "\n".join(both)
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            turn["tool_calls"] = calls
-        all_of_them[-1] = turn
-    return all_of_them
-
-
-def _message(item: Item, where: str) -> ChatMessage:
-    match item.get("type", "message"):
-        case "message":
-            role = _text(item, "role", where)
-            return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
-        case "function_call":
-            function = {
-                "name": _text(item, "name", where),
-                "arguments": _text(item, "arguments", where),
-            }
-            call = {"id": _text(item, "call_id", where), "function": function}
-            return {"role": "assistant", "content": None, "tool_calls": [call]}
-        case "function_call_output":
-            output = _content(item.get("output"), f"{where}.output")
-            call_id = _text(item, "call_id", where)
-            return {"role": "tool", "tool_call_id": call_id, "content": output}
-        case "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            thought = [
-                part["text"]
-                for part in (parts if isinstance(parts, list) else [])
-                if isinstance(part, dict) and isinstance(part.get("text"), str)
-            ]
-            return {
-                "role": "assistant",
-                "content": None,
-                "reasoning_content": "\n".join(thought) or None,
-            }
-        case other:
-            raise bad_request(
-                f"{where} is of type {shown(other)}; this server takes message, function_call, "
-                "function_call_output and reasoning.",
-                where,
-            )
-
-
-def _text(item: Item, name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise bad_request(
-            f"{where}.{name} must be a string, not {shown(value)}.", f"{where}.{name}"
-        )
-    return value
-
-
-def _content(content: object, where: str) -> str:
-    """The text of a content. Raises `ApiError`."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_request(
-            f"{where} must be a string or a list of parts, not {shown(content)}.", where
-        )
-    texts: list[str] = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXTS:
-            raise bad_request(
-                f"{where}.{place} is of type {shown(kind)}; this model reads text alone.",
-                f"{where}.{place}",
-            )
-        texts.append(_text(part, _TEXTS[kind], f"{where}.{place}"))
-    return "\n".join(text for text in texts if text)
-
-
-def _tool(tool: ResponseTool, place: int) -> dict[str, Any]:
-    if tool.type != "function" or tool.name is None:
-        what = "has no name" if tool.type == "function" else f"is of type {shown(tool.type)}"
-        raise bad_request(
-            f"tools.{place} {what}; this server takes functions with their names, which the "
-            "client calls.",
-            f"tools.{place}",
-        )
-    function = tool.model_dump(include=_OF_A_FUNCTION, exclude_none=True)
-    return {"type": "function", "function": function}
-
-
-_OF_A_FUNCTION = {"name", "description", "parameters", "strict"}
-
-
-def _tool_choice(choice: Any) -> Any:
-    """As a chat says it."""
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        named = [
-            {"type": "function", "function": {"name": each.get("name")}}
-            for each in (tools if isinstance(tools, list) else [])
-            if isinstance(each, dict)
-        ]
-        allowed = {"mode": choice.get("mode"), "tools": named}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
-def _format(text: TextConfig | None) -> dict[str, Any] | None:
-    """As a chat says it."""
-    if text is None or text.format is None or text.format.type == "text":
-        return None
-    if text.format.type == "json_object":
-        return {"type": "json_object"}
-    schema = text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-    return {"type": "json_schema", "json_schema": schema}
 
 
 # What is answered, for `/openapi.json`.

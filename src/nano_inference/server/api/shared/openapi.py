@@ -31,6 +31,7 @@ def operation(
     summary: str,
     streams: bool = False,
     error: Mapping[str, Any] = _ERROR,
+    required: bool = True,
 ) -> dict[str, Any]:
     """An operation's description, complete in itself.
 
@@ -40,6 +41,7 @@ def operation(
         summary: in a few words.
         streams: the answer may be a stream of events instead.
         error: JSON schema of an error's body.
+        required: whether there must be a body.
     """
     content: dict[str, Any] = {"application/json": {"schema": dict(answer)}}
     if streams:
@@ -59,7 +61,7 @@ def operation(
     }
     if request is not None:
         body = {"application/json": {"schema": schema_of(request)}}
-        described["requestBody"] = {"required": True, "content": body}
+        described["requestBody"] = {"required": required, "content": body}
     return described
 
 

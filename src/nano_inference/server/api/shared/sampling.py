@@ -9,13 +9,13 @@ from nano_inference.server.api.parsing import (
     AT_ONCE,
     Behind,
 )
+from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import (
     GrammarFields,
     Retention,
     SamplingFields,
     check_part,
 )
-from nano_inference.server.api.shared.generation import Served
 from nano_inference.server.api.shared.grammars import ROWS, grammar_of
 from nano_inference.server.api.shared.prompts import need_tokenizer, require_at_most
 from nano_inference.server.errors import ApiError, bad_request, shown

@@ -1,7 +1,6 @@
 """SGLang's `/generate`: its fields."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
@@ -15,7 +14,6 @@ from nano_inference.server.api.shared.fields import (
     SamplingFields,
     Strict,
 )
-from nano_inference.server.errors import bad_request
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -173,49 +171,3 @@ class SglangRequest(Strict):
         "bootstrap_room": (),
     }
     elsewhere = dict.fromkeys(GrammarFields.model_fields, "put it into sampling_params.")
-
-
-_Item = TypeVar("_Item")
-
-
-def one_of(values: Sequence[_Item] | None, place: int, count: int, name: str) -> _Item | None:
-    """What a field says for the prompt at `place` of `count`. Raises `ApiError`, 400, if it is for
-    other prompts.
-    """
-    if values is None:
-        return None
-    if len(values) not in (1, count):
-        raise bad_request(
-            f"{name} has {len(values)} entries for {count} prompt(s); give one, or one a prompt.",
-            name,
-        )
-    return values[place if len(values) > 1 else 0]
-
-
-def prompts_of(request: SglangRequest) -> tuple[list[Any], bool]:
-    """The prompts, texts or lists of ids, and whether they came as a list. Raises `ApiError`,
-    400.
-    """
-    if (request.text is None) == (request.input_ids is None):
-        raise bad_request("give either text or input_ids.", "text")
-    name, given, is_one = "text", request.text, _is_text
-    if request.text is None:
-        name, given, is_one = "input_ids", request.input_ids, _is_ids
-    if is_one(given):
-        return [given], False
-    if not isinstance(given, list) or not given or not all(is_one(each) for each in given):
-        what = (
-            "a string or a list of strings"
-            if name == "text"
-            else "a list of token ids or a list of such lists"
-        )
-        raise bad_request(f"{name} must be {what}, and not empty.", name)
-    return given, True
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and not isinstance(value[0], list)

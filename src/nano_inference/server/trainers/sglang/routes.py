@@ -1,4 +1,4 @@
-"""SGLang's RL routes: weights, groups, pauses, memory, checks. Adapters over `server/control.py`;
+"""SGLang's RL routes: weights, groups, pauses, memory, checks. Adapters over `server/control`;
 replies are SGLang 0.5's.
 
 What is particular to this server:
@@ -13,26 +13,36 @@ What is particular to this server:
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, get_args
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 import nano_inference
-from nano_inference.server.control import Control
-from nano_inference.server.errors import NO_RETRY, ApiError, bad_request, shown
+from nano_inference.server.control.requests.sglang import (
+    NOT_HERE,
+    ROUTES,
+    Abort,
+    ChangeMemory,
+    Loads,
+    LoadTensors,
+    Pause,
+    Rows,
+    UnloadAdapter,
+    UpdateFromTensor,
+)
+from nano_inference.server.errors import NO_RETRY, ApiError
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
 from nano_inference.server.trainers.reading import (
     Answer,
-    Fields,
+    add_route,
     add_routes,
+    read_with_tensors,
 )
-from nano_inference.server.trainers.sglang.weights import Weights, tensors_and_fields
+from nano_inference.server.trainers.sglang.weights import Weights
 from nano_inference.server.trainers.shared import (
     adapters_told,
     one_field,
@@ -51,113 +61,168 @@ _MODES: Mapping[str, tuple[PauseMode, KvPolicy]] = {
     "retract": ("keep", "recompute"),
     "in_place": ("keep", "keep"),
 }
-_NOTHING_TO_RELEASE = "cuda_graph"  # a tag of SGLang's; here its memory goes with the cache's
-
-_NOT_HERE: Mapping[str, str] = {
-    "/post_process_weights": "weights are not repacked here; send them as they stand in a "
-    "checkpoint.",
-    "/pull_weights": "the engine fetches no weights; send them, or give a folder to "
-    "/update_weights_from_disk.",
-    "/update_weights_from_ipc": "weights are not shared between processes; send them by a group, "
-    "or as safetensors.",
-}
 
 
 def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    control, weights = server.control, Weights(server.control)
-    gets: Mapping[str, Answer] = {
-        "/model_info": lambda _: _model_info(server),
-        "/get_model_info": lambda _: _model_info(server),
-        "/get_server_info": lambda _: server_info(server),
-        "/get_weights_by_name": lambda fields: _rows(control, fields),
-        "/get_weight_version": lambda _: one_field("weight_version", control.serving_version()),
-        "/health_generate": _Health(server).answer,
-        "/v1/loads": lambda fields: _loads(control, fields),
-        "/weights_checker": lambda fields: weights.check(fields, commits=False),
-    }
-    posts: Mapping[str, Answer] = {
-        "/pause_generation": lambda fields: _pause(control, weights, fields),
-        "/continue_generation": lambda _: _continue(control, weights),
-        "/abort_request": lambda fields: _abort(control, fields),
-        "/release_memory_occupation": lambda fields: _change_memory(control, control.sleep, fields),
-        "/resume_memory_occupation": lambda fields: _change_memory(control, control.wake, fields),
-        "/init_weights_update_group": lambda fields: _done(weights.join(fields)),
-        "/destroy_weights_update_group": lambda fields: _done(weights.leave(fields)),
-        "/get_weights_by_name": lambda fields: _rows(control, fields),
-        "/begin_weight_update": lambda fields: _done(weights.begin(fields)),
-        "/weights_checker": weights.check,
-        "/unload_lora_adapter": lambda fields: _unload_adapter(server, fields),
-        **{path: _refuser(why) for path, why in _NOT_HERE.items()},
+    control = server.control
+    state, weights, health = State(server), Weights(control), Health(server)
+    answers: dict[str, Answer] = {
+        "GET /model_info": state.model_info,
+        "GET /get_model_info": state.model_info,
+        "GET /get_server_info": lambda _: server_info(server),
+        "GET /get_weights_by_name": state.rows,
+        "POST /get_weights_by_name": state.rows,
+        "GET /get_weight_version": lambda _: one_field(
+            "weight_version", control.engine.serving_version()
+        ),
+        "GET /health_generate": health.answer,
+        "GET /v1/loads": state.loads,
+        "GET /weights_checker": lambda given: weights.check(given, commits=False),
+        "POST /weights_checker": weights.check,
+        "POST /pause_generation": lambda given: state.pause(given, weights),
+        "POST /continue_generation": lambda _: state.resume(weights),
+        "POST /abort_request": state.abort,
+        "POST /release_memory_occupation": lambda given: state.change_memory(
+            given, control.memory.sleep
+        ),
+        "POST /resume_memory_occupation": lambda given: state.change_memory(
+            given, control.memory.wake
+        ),
+        "POST /init_weights_update_group": weights.join,
+        "POST /destroy_weights_update_group": weights.leave,
+        "POST /begin_weight_update": weights.begin,
+        "POST /unload_lora_adapter": state.unload_adapter,
+        **{call: _refuser(why) for call, why in NOT_HERE.items()},
     }
     # A refusal of these ends the update: its weights are missing.
-    updates: Mapping[str, Answer] = {
-        "/update_weights_from_distributed": lambda fields: _done(
-            weights.update_from_distributed(fields)
-        ),
-        "/update_weights_from_disk": lambda fields: _done(
-            weights.update_from_disk(fields), num_paused_requests=0
-        ),
-        "/end_weight_update": lambda _: _done(weights.end()),
+    updates: dict[str, Answer] = {
+        "POST /update_weights_from_distributed": weights.update_from_distributed,
+        "POST /update_weights_from_disk": weights.update_from_disk,
+        "POST /end_weight_update": weights.end,
     }
-    add_routes(router, server, "GET", gets)
-    add_routes(router, server, "POST", posts)
-    add_routes(router, server, "POST", updates, weights.fail)
+    add_routes(router, server, ROUTES, answers | updates, dict.fromkeys(updates, weights.fail))
+    tensor, adapter = (route for route in ROUTES if route.files)
 
-    @router.post("/load_lora_adapter_from_tensors", summary="An adapter of safetensors")
-    async def load_lora_adapter_from_tensors(request: Request) -> Response:
-        return json_reply(200, await _load_tensors(request, server))
-
-    @router.post("/update_weights_from_tensor", summary="An update of safetensors, in the body")
-    async def update_weights_from_tensor(request: Request) -> Response:
+    async def update_from_tensor(request: Request) -> Response:
         try:
-            return json_reply(200, await _done(weights.update_from_tensor(request, server)))
+            given, content = await read_with_tensors(request, server, tensor, UpdateFromTensor)
+            return json_reply(200, await weights.update_from_tensor(given, content))
         except BaseException as problem:
             await weights.fail(problem)
             raise
 
+    async def load_tensors(request: Request) -> Response:
+        given, content = await read_with_tensors(request, server, adapter, LoadTensors)
+        return json_reply(200, await state.load_tensors(given, content))
 
-async def _done(message: Awaitable[str], **more: object) -> dict[str, object]:
-    return {"success": True, "message": await message, **more}
+    add_route(router, tensor, update_from_tensor)
+    add_route(router, adapter, load_tensors)
 
 
 def _refuser(why: str) -> Answer:
-    async def refuse(_: Fields) -> None:
+    async def refuse(_: object) -> None:
         raise ApiError(501, why)
 
     return refuse
 
 
-# -- what serves -----------------------------------------------------------------------------------
+class State:
+    """What serves, runs, sleeps and is loaded."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._control = server, server.control
+
+    async def model_info(self, _: object) -> dict[str, Any]:
+        """`/model_info`."""
+        served = self._server.require_served()
+        return {
+            "model_path": self._control.engine.model_path,
+            "served_model_name": served.name,
+            "tokenizer_path": served.engine.tokenizer_folder,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": await self._control.engine.serving_version(),
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "max_model_len": served.engine.max_model_len,
+        }
+
+    async def rows(self, given: Rows) -> list[Any]:
+        """`/get_weights_by_name`."""
+        return await self._control.checksums.rows(given.name, given.truncate_size)
+
+    async def loads(self, given: Loads) -> dict[str, Any]:
+        """`/v1/loads`."""
+        loads = await self._control.pauses.loads()
+        one = {
+            "timestamp": time.time(),
+            "dp_rank": 0,
+            "num_running_reqs": loads.running,
+            "num_waiting_reqs": loads.waiting,
+            "num_total_reqs": loads.running + loads.waiting,
+        }
+        return {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": nano_inference.__version__,
+            "dp_rank_count": 1,
+            "loads": [one] if given.dp_rank == 0 else [],
+        }
+
+    async def pause(self, given: Pause, weights: Weights) -> dict[str, str]:
+        """`/pause_generation`."""
+        mode, kv_policy = _MODES[given.mode]
+        await weights.cancel("the engine was paused anew.")
+        await self._control.pauses.pause(mode, kv_policy=kv_policy, timeout=given.timeout)
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    async def resume(self, weights: Weights) -> dict[str, str]:
+        """`/continue_generation`."""
+        try:
+            await weights.commit()
+        finally:  # with the old weights, if the new ones could not be taken
+            await self._control.pauses.resume()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    async def abort(self, given: Abort) -> dict[str, Any]:
+        """`/abort_request`."""
+        names = None if given.abort_all else [given.rid]
+        return {"status": "ok", "num_aborted": await self._control.pauses.abort(names)}
+
+    async def change_memory(
+        self, given: ChangeMemory, change: Callable[[list[Memory]], Awaitable[None]]
+    ) -> dict[str, Any]:
+        """`/release_memory_occupation` and `/resume_memory_occupation`."""
+        await change(given.parts)
+        sleeping = await self._control.engine.call("sleeping")
+        return {"success": True, "message": "", "sleeping": sleeping}
+
+    async def load_tensors(self, given: LoadTensors, content: bytes | bytearray) -> dict[str, Any]:
+        """`/load_lora_adapter_from_tensors`."""
+        require_own_name(given.lora_name, self._server)
+        info = await self._control.adapters.load_file(
+            given.lora_name, content, given.config_dict, given.version
+        )
+        return adapters_told(self._server) | {"version": info.version}
+
+    async def unload_adapter(self, given: UnloadAdapter) -> dict[str, Any]:
+        """`/unload_lora_adapter`."""
+        await self._control.adapters.unload(given.lora_name)
+        return adapters_told(self._server)
 
 
-async def _model_info(server: Server) -> dict[str, Any]:
-    served = server.require_served()
-    return {
-        "model_path": server.control.model_path,
-        "served_model_name": served.name,
-        "tokenizer_path": served.engine.tokenizer_folder,
-        "is_generation": True,
-        "preferred_sampling_params": None,
-        "weight_version": await server.control.serving_version(),
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
-        "max_model_len": served.engine.max_model_len,
-    }
-
-
-class _Health:
+class Health:
     """`/health_generate`: however many ask, the engine draws one token a second for them."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         # a pause shows at once
         self._paused = SharedAnswer(
-            lambda: server.control.is_paused(timeout=ANSWER_PATIENCE), fresh=0.0
+            lambda: server.control.pauses.is_paused(timeout=ANSWER_PATIENCE), fresh=0.0
         )
         self._drawn = SharedAnswer(lambda: _draw_token(server), PROBE_FRESH)
 
-    async def answer(self, _: Fields) -> dict[str, str]:
+    async def answer(self, _: object) -> dict[str, str]:
         """Raises `ApiError`, 503, if the engine does not answer or draws no token."""
         try:
             if self._server.client.is_silent:
@@ -191,117 +256,3 @@ async def _draw_token(server: Server) -> None:
             raise ApiError(503, text, headers=NO_RETRY) from None
     finally:
         stream.close()
-
-
-async def _loads(control: Control, fields: Fields) -> dict[str, Any]:
-    loads = await control.loads()
-    one = {
-        "timestamp": time.time(),
-        "dp_rank": 0,
-        "num_running_reqs": loads.running,
-        "num_waiting_reqs": loads.waiting,
-        "num_total_reqs": loads.running + loads.waiting,
-    }
-    return {
-        "timestamp": datetime.now(UTC).isoformat(),
-        "version": nano_inference.__version__,
-        "dp_rank_count": 1,
-        "loads": [one] if fields.number("dp_rank", least=0) in (None, 0) else [],
-    }
-
-
-# -- requests --------------------------------------------------------------------------------------
-
-
-async def _pause(control: Control, weights: Weights, fields: Fields) -> dict[str, str]:
-    mode, kv_policy = _MODES[fields.word("mode", tuple(_MODES), "abort")]
-    await weights.cancel("the engine was paused anew.")
-    await control.pause(mode, kv_policy=kv_policy, timeout=fields.seconds("timeout"))
-    return {"message": "Generation paused successfully.", "status": "ok"}
-
-
-async def _continue(control: Control, weights: Weights) -> dict[str, str]:
-    try:
-        await weights.commit()
-    finally:  # with the old weights, if the new ones could not be taken
-        await control.resume()
-    return {"message": "Generation continued successfully.", "status": "ok"}
-
-
-async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
-    if fields.flag("prefix", default=False):
-        raise ApiError(
-            501,
-            "prefix is not supported: name each request by its rid, or send abort_all.",
-            "prefix",
-        )
-    rid = fields.text("rid")
-    if not fields.flag("abort_all", default=False) and not rid:
-        raise bad_request("rid is missing; or send abort_all as true.", "rid")
-    names = None if fields.flag("abort_all", default=False) else [rid or ""]
-    return {"status": "ok", "num_aborted": await control.abort(names)}
-
-
-# -- adapters --------------------------------------------------------------------------------------
-
-
-async def _load_tensors(request: Request, server: Server) -> dict[str, Any]:
-    """`/load_lora_adapter_from_tensors`; a name that is loaded gets a new version."""
-    fields, content = await tensors_and_fields(
-        request, server, "serialized_tensors", "serialized_named_tensors"
-    )
-    name = fields.required_text("lora_name")
-    require_own_name(name, server)
-    fields.flag("pinned", default=False)  # all stay until they are unloaded
-    if fields.value("added_tokens_config"):
-        raise bad_request(
-            "added_tokens_config is not supported: adapters add no tokens; leave it out.",
-            "added_tokens_config",
-        )
-    version = fields.number("version", least=0)
-    info = await server.control.load_adapter_file(name, content, _config(fields), version)
-    return adapters_told(server) | {"version": info.version}
-
-
-def _config(fields: Fields) -> Mapping[str, Any]:
-    """PEFT's configuration: an object of the JSON, or JSON in the query."""
-    given = fields.value("config_dict")
-    if isinstance(given, str):
-        with suppress(ValueError, RecursionError):
-            given = json.loads(given)
-    if not isinstance(given, dict):
-        raise bad_request(
-            "config_dict must be an object, what PEFT's adapter_config.json says (r, lora_alpha), "
-            f"not {shown(given)}.",
-            "config_dict",
-        )
-    return given
-
-
-async def _unload_adapter(server: Server, fields: Fields) -> dict[str, Any]:
-    await server.control.unload_adapter(fields.required_text("lora_name"))
-    return adapters_told(server)
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-async def _change_memory(
-    control: Control, change: Callable[[list[Memory]], Awaitable[None]], fields: Fields
-) -> dict[str, Any]:
-    """Let the parts that a request names sleep, or wake."""
-    await change(_memory(fields))
-    return {"success": True, "message": "", "sleeping": await control.call("sleeping")}
-
-
-def _memory(fields: Fields) -> list[Memory]:
-    tags = fields.texts("tags")
-    parts = get_args(Memory)
-    if unknown := [each for each in tags or () if each not in (*parts, _NOTHING_TO_RELEASE)]:
-        raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(parts)}.", "tags")
-    return [part for part in parts if tags is None or part in tags]
-
-
-async def _rows(control: Control, fields: Fields) -> list[Any]:
-    name, count = fields.required_text("name"), fields.number("truncate_size", least=1, most=2**31)
-    return await control.weight_rows(name, 100 if count is None else count)

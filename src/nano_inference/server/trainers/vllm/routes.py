@@ -1,4 +1,4 @@
-"""vLLM's RL routes: pause, weight transfer, sleep, versions. Adapters over `server/control.py`.
+"""vLLM's RL routes: pause, weight transfer, sleep, versions. Adapters over `server/control`.
 
 Replies are vLLM 0.32's, and so is the order of calls that is asked for; out of order is a 409.
 """
@@ -8,28 +8,32 @@ from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 
-from nano_inference.server.control import Control
-from nano_inference.server.errors import ApiError, bad_request, shown
+from nano_inference.server.control.control import Control
+from nano_inference.server.control.requests.vllm import (
+    ROUTES,
+    Abort,
+    AbortNamed,
+    CheckWeights,
+    FinishUpdate,
+    InitTransfer,
+    LoadAdapter,
+    Pause,
+    ResetPrefixCache,
+    Sleep,
+    StartUpdate,
+    UnloadAdapter,
+    Update,
+    Wake,
+)
+from nano_inference.server.errors import ApiError, shown
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server
 from nano_inference.server.trainers import prime_rl
-from nano_inference.server.trainers.reading import (
-    Answer,
-    Fields,
-    add_routes,
-    checks_of,
-    fields_of,
-    tensors_of,
-)
+from nano_inference.server.trainers.reading import Answer, Raw, add_route, add_routes, raw_of
 from nano_inference.server.trainers.shared import one_field, require_own_name
-from nano_inference.types import Memory, PauseMode
+from nano_inference.types import Memory
 
 GROUP = "vllm"  # its trainers have one group at a time, and give it no name
-PACKED_BYTES = 1 << 30  # of a run, unless the trainer says otherwise
-
-# What a memory part is called in `tags`; "scheduling" is what level 0 stops.
-_TAGS: tuple[str, ...] = (*get_args(Memory), "scheduling")
-_MODES: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
 # What vLLM answers with an id of its own begins so; clients may name a request by that id.
 _PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
@@ -37,183 +41,124 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 def routes(router: APIRouter, server: Server) -> None:
     """The routes."""
     control = server.control
-    transfer = Transfer(control)
-    posts: dict[str, Answer] = {
-        "/pause": lambda fields: _pause(control, fields),
-        "/resume": lambda _: _resume(control),
-        "/abort_requests": lambda fields: _abort(control, fields),
-        "/inference/v1/abort_requests": lambda fields: _abort_named(control, fields),
-        "/init_weight_transfer_engine": transfer.join,
-        "/shutdown_weight_transfer_engine": transfer.leave,
-        "/start_weight_update": transfer.start,
-        "/weight_checker": lambda fields: _check(control, fields),
-        "/reset_prefix_cache": lambda fields: _reset_prefix_cache(control, fields),
-        "/sleep": lambda fields: _sleep(control, fields),
-        "/wake_up": lambda fields: _wake(control, fields),
-    }
-    gets: dict[str, Answer] = {
-        "/is_paused": lambda _: one_field("is_paused", control.is_paused()),
+    state, transfer, adapters = State(server), Transfer(control), Adapters(server)
+    answers: dict[str, Answer] = {
+        "POST /pause": state.pause,
+        "POST /resume": state.resume,
+        "GET /is_paused": lambda _: one_field("is_paused", control.pauses.is_paused()),
+        "POST /abort_requests": state.abort,
+        "POST /inference/v1/abort_requests": state.abort_named,
+        "POST /init_weight_transfer_engine": transfer.join,
+        "POST /shutdown_weight_transfer_engine": transfer.leave,
+        "POST /start_weight_update": transfer.start,
+        "POST /finish_weight_update": transfer.finish,
+        "GET /weight_info": lambda _: one_field("weight_version", control.engine.serving_version()),
+        "POST /weight_checker": state.check,
+        "POST /reset_prefix_cache": state.reset_prefix_cache,
+        "POST /sleep": state.sleep,
+        "POST /wake_up": state.wake,
         # as in vLLM, a pause is a light sleep
-        "/is_sleeping": lambda _: one_field("is_sleeping", control.is_paused()),
-        "/weight_info": lambda _: one_field("weight_version", control.serving_version()),
-        "/get_world_size": lambda _: _world_size(server),
+        "GET /is_sleeping": lambda _: one_field("is_sleeping", control.pauses.is_paused()),
+        "GET /get_world_size": state.world_size,
+        "POST /v1/load_lora_adapter": adapters.load,
+        "POST /v1/unload_lora_adapter": adapters.unload,
     }
-    add_routes(router, server, "POST", posts)
-    add_routes(router, server, "POST", {"/finish_weight_update": transfer.finish}, transfer.fail)
-    add_routes(router, server, "GET", gets)
-    _adapter_routes(router, server)
+    add_routes(router, server, ROUTES, answers, {"POST /finish_weight_update": transfer.fail})
 
-    @router.post(
-        "/update_weights", summary="Take part in a transfer of weights: vLLM's, or prime-rl's"
-    )
     async def update_weights(request: Request) -> Response:
-        fields: Fields | None = None
+        raw: Raw | None = None
         try:
-            fields = await fields_of(request, server)
-            if "weight_dir" in fields.body:
-                return await prime_rl.update_weights(server, fields)
-            return json_reply(200, await transfer.update(fields))
+            raw = await raw_of(request, server)
+            if "weight_dir" in raw.body:
+                return await prime_rl.update_weights(server, raw)
+            return json_reply(200, await transfer.update(raw))
         except BaseException as problem:
-            if fields is None or "weight_dir" not in fields.body:
+            if raw is None or "weight_dir" not in raw.body:
                 await transfer.lose(problem)
             raise
 
-
-def _adapter_routes(router: APIRouter, server: Server) -> None:
-    @router.post("/v1/load_lora_adapter", summary="Serve an adapter, or a new version of it")
-    async def load(request: Request) -> Response:
-        fields = await fields_of(request, server)
-        name, path = fields.text("lora_name"), fields.text("lora_path")
-        if not name or not path:
-            raise bad_request("Both 'lora_name' and 'lora_path' must be provided.")
-        require_own_name(name, server)
-        again = fields.flag("load_inplace", default=False)
-        await server.control.load_adapter(name, path, again=again)
-        return _text(f"Success: LoRA adapter '{name}' added successfully.")
-
-    @router.post("/v1/unload_lora_adapter", summary="No new request may ask for an adapter")
-    async def unload(request: Request) -> Response:
-        name = (await fields_of(request, server)).text("lora_name")
-        if not name:
-            raise bad_request("'lora_name' needs to be provided to unload a LoRA adapter.")
-        try:
-            await server.control.unload_adapter(name)
-        except ApiError as problem:
-            if problem.status != 404:
-                raise
-            text = f"The lora adapter {shown(name)} cannot be found."
-            raise ApiError(404, text, "lora_name", problem.code) from problem
-        return _text(f"Success: LoRA adapter '{name}' removed successfully.")
-
-
-def _text(said: str) -> Response:
-    return Response(said, media_type="text/plain")
-
-
-async def _world_size(server: Server) -> dict[str, Any]:
-    return {"world_size": server.client.num_engines}
-
-
-# -- requests --------------------------------------------------------------------------------------
-
-
-async def _pause(control: Control, fields: Fields) -> dict[str, Any]:
-    mode = _MODES[fields.word("mode", get_args(PauseMode), "abort")]
-    clear_cache = fields.flag("clear_cache", default=True)
-    await control.pause(mode, kv_policy="recompute" if clear_cache else "keep")
-    if clear_cache:
-        await control.flush_cache()
-    return {"status": "paused"}
-
-
-async def _resume(control: Control) -> dict[str, Any]:
-    await control.resume()
-    return {"status": "resumed"}
-
-
-async def _abort(control: Control, fields: Fields) -> dict[str, Any]:
-    ids = fields.texts("request_ids")
-    if ids:
-        names = set(ids) | {each.removeprefix(prefix) for each in ids for prefix in _PREFIXES}
-        return {"status": "aborted", "aborted": await control.abort(names)}
-    # vLLM's rule: none named, all meant
-    return {"status": "aborted", "aborted": await control.abort(None)}
-
-
-async def _abort_named(control: Control, fields: Fields) -> dict[str, Any]:
-    if fields.texts("request_ids") is None:
-        raise bad_request("request_ids is missing; it must be a list of ids.", "request_ids")
-    return (
-        await _abort(control, fields)
-        if fields.texts("request_ids")
-        else {"status": "aborted", "aborted": 0}
+    add_route(
+        router, next(each for each in ROUTES if each.path == "/update_weights"), update_weights
     )
 
 
-# -- memory ----------------------------------------------------------------------------------------
+class State:
+    """What is paused, asleep, cached and serving."""
 
+    def __init__(self, server: Server) -> None:
+        self._server, self._control = server, server.control
 
-async def _reset_prefix_cache(control: Control, fields: Fields) -> dict[str, Any]:
-    if fields.flag("reset_running_requests", default=False) and (await control.loads()).running:
-        raise ApiError(
-            501,
-            "reset_running_requests is not supported while requests run: what they have cached is "
-            "their own. An update "
-            "after /pause?mode=keep&clear_cache=true computes it again.",
-            "reset_running_requests",
-        )
-    fields.flag("reset_external", default=False)  # there is no cache outside
-    await control.flush_cache()
-    return {"success": True}
+    async def pause(self, given: Pause) -> dict[str, Any]:
+        """`/pause`."""
+        kv_policy = "recompute" if given.clear_cache else "keep"
+        await self._control.pauses.pause(given.mode, kv_policy=kv_policy)
+        if given.clear_cache:
+            await self._control.memory.flush_cache()
+        return {"status": "paused"}
 
+    async def resume(self, _: object) -> dict[str, Any]:
+        """`/resume`."""
+        await self._control.pauses.resume()
+        return {"status": "resumed"}
 
-async def _sleep(control: Control, fields: Fields) -> dict[str, Any]:
-    level = fields.number("level", least=0, most=2)
-    level = 1 if level is None else level
-    mode = _MODES[fields.word("mode", get_args(PauseMode), "abort")]
-    if level:
-        control.require_no_update()  # before requests are stopped, or ended
-    await control.pause(mode, kv_policy="recompute" if level else "keep")
-    if level:
-        # vLLM forgets the weights at level 2, for trainers that send them again. Here they stay in
-        # a file at either level, so that the version that is reported is always one that can serve.
-        await control.sleep(("weights", "kv_cache"))
-    return {"status": "sleeping", "level": level}
+    async def world_size(self, _: object) -> dict[str, Any]:
+        """`/get_world_size`."""
+        return {"world_size": self._server.client.num_engines}
 
+    async def abort(self, given: Abort) -> dict[str, Any]:
+        """`/abort_requests`."""
+        ids = given.request_ids
+        names = set(ids) | {each.removeprefix(prefix) for each in ids for prefix in _PREFIXES}
+        return {"status": "aborted", "aborted": await self._control.pauses.abort(names or None)}
 
-async def _wake(control: Control, fields: Fields) -> dict[str, Any]:
-    tags = fields.texts("tags")
-    if unknown := [each for each in tags or () if each not in _TAGS]:
-        raise bad_request(f"tags holds {shown(unknown[0])}; there are {', '.join(_TAGS)}.", "tags")
-    parts = [part for part in get_args(Memory) if tags is None or part in tags]
-    if parts:
-        await control.wake(parts)
-    awake = not await control.call("sleeping")
-    if awake:
-        await control.resume()
-    return {"status": "awake" if awake else "sleeping", "tags": tags}
+    async def abort_named(self, given: AbortNamed) -> dict[str, Any]:
+        """`/inference/v1/abort_requests`."""
+        if not given.request_ids:
+            return {"status": "aborted", "aborted": 0}
+        return await self.abort(Abort(request_ids=given.request_ids))
 
+    async def reset_prefix_cache(self, given: ResetPrefixCache) -> dict[str, Any]:
+        """`/reset_prefix_cache`."""
+        if given.reset_running_requests and (await self._control.pauses.loads()).running:
+            raise ApiError(
+                501,
+                "reset_running_requests is not supported while requests run: what they have cached "
+                "is their own. An update "
+                "after /pause?mode=keep&clear_cache=true computes it again.",
+                "reset_running_requests",
+            )
+        await self._control.memory.flush_cache()
+        return {"success": True}
 
-# -- weights ---------------------------------------------------------------------------------------
+    async def sleep(self, given: Sleep) -> dict[str, Any]:
+        """`/sleep`."""
+        if given.level:
+            self._control.memory.require_no_update()  # before requests are stopped, or ended
+        kv_policy = "recompute" if given.level else "keep"
+        await self._control.pauses.pause(given.mode, kv_policy=kv_policy)
+        if given.level:
+            # vLLM forgets the weights at level 2, for trainers that send them again. Here they stay
+            # in a file at either level, so that the version that is reported is always one that
+            # can serve.
+            await self._control.memory.sleep(("weights", "kv_cache"))
+        return {"status": "sleeping", "level": given.level}
 
+    async def wake(self, given: Wake) -> dict[str, Any]:
+        """`/wake_up`."""
+        tags = given.tags
+        if parts := [part for part in get_args(Memory) if tags is None or part in tags]:
+            await self._control.memory.wake(parts)
+        awake = not await self._control.engine.call("sleeping")
+        if awake:
+            await self._control.pauses.resume()
+        return {"status": "awake" if awake else "sleeping", "tags": tags}
 
-async def _check(control: Control, fields: Fields) -> dict[str, Any]:
-    action = fields.word("action", ("checksum", "reset", "compare"), "")
-    if action == "":
-        raise bad_request("action is missing; it must be checksum, reset or compare.", "action")
-    if action == "reset":
-        raise ApiError(
-            501,
-            "action=reset, which overwrites the weights with noise, is not supported.",
-            "action",
-        )
-    baseline = fields.part("baseline")
-    if action == "compare" and baseline is None:
-        raise bad_request("action=compare needs a baseline: tensor name -> checksum.", "baseline")
-    if baseline is None or action == "checksum":
-        return {"checksums": await control.checksums()}
-    mismatches = await control.changed_tensors(baseline.body)
-    return {"match": not mismatches, "mismatches": mismatches}
+    async def check(self, given: CheckWeights) -> dict[str, Any]:
+        """`/weight_checker`."""
+        if given.action == "checksum":
+            return {"checksums": await self._control.checksums.get()}
+        mismatches = await self._control.checksums.changed_tensors(given.baseline)
+        return {"match": not mismatches, "mismatches": mismatches}
 
 
 class Transfer:
@@ -226,77 +171,60 @@ class Transfer:
         # of the group's broadcasts; None: a broadcast a tensor
         self._packed_bytes: int | None = None
 
-    async def join(self, fields: Fields) -> dict[str, Any]:
+    async def join(self, given: InitTransfer) -> dict[str, Any]:
         """`/init_weight_transfer_engine`."""
-        info = _part(fields, "init_info")
-        if info.value("nccl_unique_id_b64") is not None:
-            raise ApiError(
-                501,
-                "nccl_unique_id_b64 is not supported: the trainer opens a torch.distributed group "
-                "as rank 0, at "
-                "master_address and master_port.",
-                "init_info.nccl_unique_id_b64",
-            )
-        host = info.required_text("master_address")
-        port = info.required_number("master_port", least=1, most=65535)
-        world_size = info.required_number("world_size", least=2, most=2**16)
-        rank = info.required_number("rank_offset", least=1, most=world_size - 1)
-        packed_bytes = _packed_bytes(info, None)
-        timeout = fields.seconds("timeout")
-        await self._control.join_group(
-            GROUP, host, port, rank=rank, world_size=world_size, timeout=timeout
+        info = given.init_info
+        await self._control.groups.join(
+            GROUP,
+            info.master_address,
+            info.master_port,
+            rank=info.rank_offset,
+            world_size=info.world_size,
+            timeout=given.timeout,
         )
-        self._packed_bytes = packed_bytes
+        self._packed_bytes = info.packed_bytes(None)
         return {"message": "Weight transfer initialized"}
 
-    async def leave(self, _: Fields) -> dict[str, Any]:
+    async def leave(self, _: object) -> dict[str, Any]:
         """`/shutdown_weight_transfer_engine`. Without a group it has nothing to do, as in vLLM."""
-        if self._control.session_open:
+        if self._control.updates.is_open:
             raise ApiError(
                 409, "a weight update is open; finish it before the transfer is shut down."
             )
         try:
-            await self._control.leave_group(GROUP)
+            await self._control.groups.leave(GROUP)
         except ApiError as problem:
             if problem.status != 404:
                 raise
         return {"message": "Weight transfer shut down"}
 
-    async def start(self, fields: Fields) -> dict[str, Any]:
+    async def start(self, given: StartUpdate) -> dict[str, Any]:
         """`/start_weight_update`."""
-        if not fields.flag("is_checkpoint_format", default=True):
-            raise bad_request(
-                "is_checkpoint_format must be true: tensors are named as in the checkpoint."
-            )
         await self._require_group()
-        await self._control.begin_update(**checks_of(fields))
+        await self._control.updates.begin(**given.checks)
         return {"message": "Weight update started"}
 
-    async def update(self, fields: Fields) -> dict[str, Any]:
+    async def update(self, raw: Raw) -> dict[str, Any]:
         """`/update_weights`."""
-        if not self._control.session_open:
+        if not self._control.updates.is_open:
             raise ApiError(
                 409, "no weight update is open; call /start_weight_update before /update_weights."
             )
         await self._require_group()
-        info = _update_info(fields)
-        if info.value("num_updates_list") is not None:
-            raise bad_request(
-                "num_updates_list is not supported: tensors are sent whole.", "num_updates_list"
-            )
-        await self._control.receive_broadcast(
+        given = raw.read(Update)
+        await self._control.updates.receive_broadcast(
             GROUP,
-            tensors_of(info, "dtype_names"),
-            packed_bytes=_packed_bytes(info, self._packed_bytes),
-            timeout=fields.seconds("timeout"),
+            given.update_info.tensors(),
+            packed_bytes=given.update_info.packed_bytes(self._packed_bytes),
+            timeout=given.timeout,
         )
         return {"message": "Weights updated"}
 
     async def fail(self, problem: BaseException) -> None:
-        """A request of the update was refused, or failed: the update ends, and the old weights
-        serve on.
+        """A request of the update was rejected, or failed: the update ends, and the old weights
+        serve.
         """
-        await self._control.fail_update(problem)
+        await self._control.updates.fail(problem)
 
     async def lose(self, problem: BaseException) -> None:
         """The same, and the group ends: the trainer may have sent what the next update would take
@@ -304,15 +232,15 @@ class Transfer:
         """
         await self.fail(problem)
         with suppress(ApiError):  # there is none
-            await self._control.leave_group(GROUP)
+            await self._control.groups.leave(GROUP)
 
-    async def finish(self, fields: Fields) -> dict[str, Any]:
+    async def finish(self, given: FinishUpdate) -> dict[str, Any]:
         """`/finish_weight_update`."""
-        await self._control.finish_update(version=fields.version("weight_version"))
+        await self._control.updates.finish(version=given.weight_version)
         return {"message": "Weight update finished"}
 
     async def _require_group(self) -> None:
-        if not await self._control.has_group(GROUP):
+        if not await self._control.groups.has(GROUP):
             raise ApiError(
                 409,
                 "there is no weight transfer group with a living trainer; call "
@@ -320,24 +248,32 @@ class Transfer:
             )
 
 
-def _part(fields: Fields, name: str) -> Fields:
-    part = fields.part(name)
-    if part is None:
-        raise bad_request(f"{name} is missing; it must be an object.", name)
-    return part
+class Adapters:
+    """LoRA adapters; the answers are texts."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def load(self, given: LoadAdapter) -> Response:
+        """`/v1/load_lora_adapter`."""
+        name = given.lora_name
+        require_own_name(name, self._server)
+        adapters = self._server.control.adapters
+        await adapters.load(name, given.lora_path, again=given.load_inplace)
+        return _text(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, given: UnloadAdapter) -> Response:
+        """`/v1/unload_lora_adapter`."""
+        name = given.lora_name
+        try:
+            await self._server.control.adapters.unload(name)
+        except ApiError as problem:
+            if problem.status != 404:
+                raise
+            text = f"The lora adapter {shown(name)} cannot be found."
+            raise ApiError(404, text, "lora_name", problem.code) from problem
+        return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _update_info(fields: Fields) -> Fields:
-    """One for all workers, or a list of one a worker; there is one worker."""
-    given = fields.value("update_info")
-    if isinstance(given, list) and len(given) == 1:
-        return _part(Fields({"update_info": given[0]}, {}), "update_info")
-    return _part(fields, "update_info")
-
-
-def _packed_bytes(info: Fields, default: int | None) -> int | None:
-    """Bytes of a packed run. vLLM says it of the group; before 0.28 it did so of each update."""
-    packed = info.flag("packed", default=default is not None)
-    size = info.number("packed_buffer_size_bytes", least=1, most=2**40)
-    info.number("packed_num_buffers", least=1)  # the sender's own affair
-    return (size or default or PACKED_BYTES) if packed else None
+def _text(said: str) -> Response:
+    return Response(said, media_type="text/plain")

@@ -3,10 +3,9 @@ which become such.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.server.api.openai.answers import OpenAIBuilder
+from nano_inference.server.api.openai.completions_request import CompletionAsked, TextPrompt
 from nano_inference.server.api.openai.models import (
     COMPLETION,
     CompletionRequest,
@@ -19,68 +18,20 @@ from nano_inference.server.api.shared.answers import (
     own_first,
     routed_experts_told,
 )
+from nano_inference.server.api.shared.asks import ApiProtocol, RequestUsage, Served
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
-from nano_inference.server.api.shared.generation import Ask, RequestUsage, Served, affordable
 from nano_inference.server.api.shared.openapi import operation
-from nano_inference.server.api.shared.prompts import (
-    checked_prompt,
-    need_tokenizer,
-    prompt_list,
-    require_at_most,
-    require_possible_length,
-    room,
-)
-from nano_inference.server.api.shared.protocol import ApiProtocol
-from nano_inference.server.api.shared.sampling import num_logprobs
-from nano_inference.server.errors import bad_request
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
-
-DEFAULT_MAX_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _TextPrompt:
-    token_ids: list[int]
-    text: str | None  # None: it came as ids
-
 
 _Rows = dict[str, list[Any]]
 
 
-class CompletionBuilder(OpenAIBuilder):
+class CompletionBuilder(CompletionAsked):
     """One request."""
 
-    names = OpenAIBuilder.names | {
-        "top_logprobs": "logprobs",
-        "prompt_top_logprobs": "prompt_logprobs (with echo also logprobs)",
-    }
-
     def __init__(self, request: CompletionRequest, served: Served, request_id: str) -> None:
-        super().__init__(
-            request,
-            served,
-            request_id,
-            kind="text_completion",
-            chunk_kind="text_completion",
-            prefix="cmpl-",
-        )
-        self.request: CompletionRequest = request
-        self.echo = bool(request.echo)
-        self.logprobs = num_logprobs(request.logprobs, served, "logprobs")
-        if self.logprobs is not None and self.texts is None:
-            raise bad_request("logprobs name tokens, and the model has no tokenizer.", "logprobs")
-        # The engine draws at least one token; it is not shown where none is wanted.
-        newer = request.max_completion_tokens is not None
-        self._max_tokens_name = "max_completion_tokens" if newer else "max_tokens"
-        self._max_tokens = request.max_completion_tokens if newer else request.max_tokens
-        self._hides = self._max_tokens == 0
-        scored = self.num_prompt_logprobs
-        if self.echo and self.logprobs is not None:
-            scored = max(scored or 0, self.logprobs)
-        self._prompts = self._read_prompts(request.prompt)
-        asks = (self._ask(prompt, scored) for prompt in self._prompts)
-        self.asks = affordable(asks, served, self.names)
+        super().__init__(request, served, request_id)
         self._plain = not (
             self.logprobs is not None
             or request.flat_logprobs is not None
@@ -90,56 +41,6 @@ class CompletionBuilder(OpenAIBuilder):
         )
         self._offsets: dict[int, Offsets] = {}  # of each choice
         self._told_prompts: set[int] = set()  # choices whose stream has told the prompt's ids
-
-    # -- the request -------------------------------------------------------------------------------
-
-    def _read_prompts(self, prompt: object) -> list[_TextPrompt]:
-        given = prompt_list(prompt, "prompt")
-        require_at_most(
-            len(given) * self.num_samples,
-            self.served.config.max_samples,
-            "prompt",
-            "n times the number of prompts",
-        )
-        return [self._read_prompt(each) for each in given]
-
-    def _read_prompt(self, prompt: str | list[int]) -> _TextPrompt:
-        if isinstance(prompt, list):
-            return _TextPrompt(self._checked(self._cut(prompt)), None)
-        tokenizer = need_tokenizer(self.served)
-        require_possible_length(prompt, self.served, "prompt")
-        add = self.request.add_special_tokens is not False
-        whole = tokenizer.encode(prompt, add_special_tokens=add)
-        token_ids = self._cut(whole)
-        return _TextPrompt(
-            self._checked(token_ids), prompt if len(token_ids) == len(whole) else None
-        )
-
-    def _checked(self, token_ids: list[int]) -> list[int]:
-        return checked_prompt(token_ids, self.served, least=0 if self._hides else 1)
-
-    def _cut(self, token_ids: list[int]) -> list[int]:
-        return self.cut(
-            token_ids, DEFAULT_MAX_TOKENS if self._max_tokens is None else self._max_tokens
-        )
-
-    def _ask(self, prompt: _TextPrompt, scored: int | None) -> Ask:
-        # 0 fits where the prompt fills the context; the engine draws one token all the same
-        asked, served = self._max_tokens, self.served
-        left = room(prompt.token_ids, asked, served, DEFAULT_MAX_TOKENS, self._max_tokens_name)
-        max_tokens = max(1, left)
-        # Scores of a prompt stand before the completion's.
-        repeats = self.echo or bool(self.request.return_token_ids) or scored is not None
-        streams = scored is None and not self._hides
-        top_logprobs = self.logprobs or 0
-        return self.ask(
-            prompt.token_ids,
-            max_tokens,
-            top_logprobs,
-            scored,
-            stream=streams,
-            repeats_prompt=repeats,
-        )
 
     # -- a stream ----------------------------------------------------------------------------------
 
@@ -198,7 +99,7 @@ class CompletionBuilder(OpenAIBuilder):
         if self._hides:
             usage.completion_tokens = 0
 
-    def _prompt_of(self, index: int) -> _TextPrompt:
+    def _prompt_of(self, index: int) -> TextPrompt:
         return self._prompts[index // self.num_samples]
 
     def _echo_of(self, index: int) -> str:

@@ -22,14 +22,15 @@ from typing import Any, ClassVar
 from pydantic_core import from_json
 
 from nano_inference.core.budget import Names
-from nano_inference.server.api.anthropic.blocks import Blocks, Event, Kind
-from nano_inference.server.api.openai.chat import ChatBuilder
+from nano_inference.server.api.openai.chat_answer import ChatBuilder
 from nano_inference.server.api.openai.kept_responses import KeptResponse
 from nano_inference.server.api.openai.responses_models import (
     RESPONSE,
     ChatMessage,
     Item,
     ResponsesRequest,
+)
+from nano_inference.server.api.openai.responses_request import (
     chat_request,
     items_of,
     joined,
@@ -37,10 +38,10 @@ from nano_inference.server.api.openai.responses_models import (
 )
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.answers import encode_line
+from nano_inference.server.api.shared.asks import ApiProtocol, Builder, RequestUsage, Served
+from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
-from nano_inference.server.api.shared.generation import Builder, RequestUsage, Served
 from nano_inference.server.api.shared.openapi import operation
-from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.errors import ApiError
 
 # a chat's names of fields -> a response's, for errors

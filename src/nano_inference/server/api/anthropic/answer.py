@@ -34,20 +34,23 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from nano_inference.server.api.anthropic.blocks import Blocks, Event, Kind
 from nano_inference.server.api.anthropic.models import ERROR, MESSAGE, CountRequest, MessagesRequest
-from nano_inference.server.api.anthropic.prompt import demand_of, encode, goes_on, kept_seconds
+from nano_inference.server.api.anthropic.request import demand_of, encode, goes_on, kept_seconds
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.answers import encode_line
+from nano_inference.server.api.shared.asks import ApiProtocol, Ask, Builder, RequestUsage, Served
+from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
-from nano_inference.server.api.shared.conversations import behind_reasoning, parser_of
 from nano_inference.server.api.shared.fields import read_body
-from nano_inference.server.api.shared.generation import Ask, Builder, RequestUsage, Served
+from nano_inference.server.api.shared.grammars import call_format, with_calls
 from nano_inference.server.api.shared.openapi import operation
-from nano_inference.server.api.shared.prompts import adapter_of, checked_prompt
-from nano_inference.server.api.shared.protocol import ApiProtocol
+from nano_inference.server.api.shared.prompts import (
+    adapter_of,
+    behind_reasoning,
+    checked_prompt,
+    parser_of,
+)
 from nano_inference.server.api.shared.sampling import checked_stop, hinted, sampling_params
-from nano_inference.server.api.shared.tool_calls import call_format, with_calls
 from nano_inference.server.errors import ApiError, anthropic_error, bad_request
 from nano_inference.types import TrainingSample
 

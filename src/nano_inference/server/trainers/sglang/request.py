@@ -1,0 +1,289 @@
+"""SGLang's `/generate`: from a request to what the engine is asked."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from nano_inference.core.budget import Names
+from nano_inference.server.api.parsing import AT_ONCE
+from nano_inference.server.api.shared.answers import (
+    Flat,
+)
+from nano_inference.server.api.shared.asks import (
+    Ask,
+    Builder,
+    Served,
+    affordable,
+)
+from nano_inference.server.api.shared.choices import TextStyle
+from nano_inference.server.api.shared.fields import (
+    check_part,
+)
+from nano_inference.server.api.shared.prompts import (
+    behind_reasoning,
+    checked_prompt,
+    need_tokenizer,
+    require_at_most,
+    require_possible_length,
+    room,
+    too_long,
+)
+from nano_inference.server.api.shared.sampling import (
+    checked_stop,
+    require_logprobs,
+    require_routed_experts,
+    sampling_params,
+    version_number,
+)
+from nano_inference.server.errors import ApiError, bad_request, shown
+from nano_inference.server.trainers.sglang.models import (
+    SglangRequest,
+    SglangSampling,
+    WantedVersion,
+)
+from nano_inference.types import Limits, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SglangPrompt:
+    """One prompt, and what is to be told of its samples.
+
+    Attributes:
+        request_id: by which its client knows it.
+        logprobs: those of the completion.
+        scored_from: the prompt's from this token on; None: none of them.
+        top: so many of the most probable ones at each place.
+        mask: which ids the filters kept.
+        flat_mask: the same in slime's form.
+        raw_logprobs: the model's own.
+        experts_from: the routed experts from this token on; None: none.
+        hides: nothing was to be generated; the engine has drawn a token all the same.
+    """
+
+    token_ids: list[int]
+    request_id: str
+    logprobs: bool
+    scored_from: int | None
+    top: int
+    mask: bool
+    flat_mask: bool
+    raw_logprobs: bool
+    experts_from: int | None
+    hides: bool
+
+
+_Item = TypeVar("_Item")
+
+
+def one_of(values: Sequence[_Item] | None, place: int, count: int, name: str) -> _Item | None:
+    """What a field says for the prompt at `place` of `count`. Raises `ApiError`, 400, if it is for
+    other prompts.
+    """
+    if values is None:
+        return None
+    if len(values) not in (1, count):
+        raise bad_request(
+            f"{name} has {len(values)} entries for {count} prompt(s); give one, or one a prompt.",
+            name,
+        )
+    return values[place if len(values) > 1 else 0]
+
+
+def prompts_of(request: SglangRequest) -> tuple[list[Any], bool]:
+    """The prompts, texts or lists of ids, and whether they came as a list. Raises `ApiError`,
+    400.
+    """
+    if (request.text is None) == (request.input_ids is None):
+        raise bad_request("give either text or input_ids.", "text")
+    name, given, is_one = "text", request.text, _is_text
+    if request.text is None:
+        name, given, is_one = "input_ids", request.input_ids, _is_ids
+    if is_one(given):
+        return [given], False
+    if not isinstance(given, list) or not given or not all(is_one(each) for each in given):
+        what = (
+            "a string or a list of strings"
+            if name == "text"
+            else "a list of token ids or a list of such lists"
+        )
+        raise bad_request(f"{name} must be {what}, and not empty.", name)
+    return given, True
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and not isinstance(value[0], list)
+
+
+class SglangAsked(Builder):
+    """One request, as the engine gets it."""
+
+    names: ClassVar[Names] = {
+        "num_samples": "sampling_params.n",
+        "max_tokens": "sampling_params.max_new_tokens",
+        "top_logprobs": "top_logprobs_num",
+        "prompt_top_logprobs": "top_logprobs_num",
+    }
+
+    def __init__(self, request: SglangRequest, served: Served, request_id: str) -> None:
+        self.served = served
+        self.request = request
+        self.stream = bool(request.stream)
+        self._started = time.perf_counter()
+        names_tokens = bool(request.return_text_in_logprobs)
+        if names_tokens:
+            need_tokenizer(served)
+        self._texts = served.token_texts if names_tokens else None  # where logprobs name tokens
+        self._flat: Flat | None = request.flat_logprobs  # numbers instead of rows
+        wanted = request.weight_version or WantedVersion.model_validate({})
+        self._limits = Limits(
+            num_wanted=request.n_wanted,
+            min_version=version_number(wanted.min_version, served, "weight_version.min_version"),
+            exact_version=version_number(
+                wanted.exact_version, served, "weight_version.exact_version"
+            ),
+        )
+        given, is_batch = prompts_of(request)
+        samplings = [self._sampling(place, len(given)) for place in range(len(given))]
+        self.num_samples = samplings[0].n or 1
+        if any((each.n or 1) != self.num_samples for each in samplings):
+            raise bad_request(
+                "sampling_params.n must be the same for all prompts.", "sampling_params.n"
+            )
+        require_at_most(
+            len(given) * self.num_samples,
+            served.config.max_samples,
+            "sampling_params.n",
+            "n times the prompts",
+        )
+        self._is_list = is_batch or self.num_samples > 1
+        self._prompts = [
+            self._prompt(prompt, samplings[place], place, len(given), request_id)
+            for place, prompt in enumerate(given)
+        ]
+        asks = (
+            self._ask(prompt, samplings[place], place) for place, prompt in enumerate(self._prompts)
+        )
+        self.asks = affordable(asks, served, self.names)
+
+    def _sampling(self, place: int, count: int) -> SglangSampling:
+        given = self.request.sampling_params
+        sampling = (
+            given
+            if isinstance(given, SglangSampling)
+            else one_of(given, place, count, "sampling_params")
+        )
+        sampling = sampling if sampling is not None else SglangSampling.model_validate({})
+        check_part(sampling, "sampling_params")
+        return sampling
+
+    def _read(self, given: str | list[int]) -> list[int]:
+        if isinstance(given, list):
+            return checked_prompt(given, self.served, "input_ids", least=0)
+        require_possible_length(given, self.served, "text")
+        token_ids = need_tokenizer(self.served).encode(given, add_special_tokens=True)
+        return checked_prompt(token_ids, self.served, "text", least=0)
+
+    def _prompt(
+        self, given: Any, sampling: SglangSampling, place: int, count: int, request_id: str
+    ) -> SglangPrompt:
+        request, token_ids = self.request, self._read(given)
+        name = one_of(request.rid, place, count, "rid") or request_id
+        if count > 1 and (request.rid is None or len(request.rid) == 1):
+            name = f"{name}_{place}"  # as SGLang makes one name many
+        logprobs = bool(one_of(request.return_logprob, place, count, "return_logprob"))
+        start = one_of(request.logprob_start_len, place, count, "logprob_start_len")
+        if start is not None and start >= len(token_ids):
+            raise bad_request(
+                f"logprob_start_len is {start}, and the prompt has {len(token_ids)} tokens.",
+                "logprob_start_len",
+            )
+        top = max(0, one_of(request.top_logprobs_num, place, count, "top_logprobs_num") or 0)
+        require_logprobs(top, self.served, "top_logprobs_num")
+        custom = sampling.custom_params
+        return SglangPrompt(
+            token_ids,
+            name,
+            logprobs=logprobs,
+            scored_from=start if logprobs and start is not None and start >= 0 else None,
+            top=top if logprobs else 0,
+            mask=bool(one_of(request.return_sampling_mask, place, count, "return_sampling_mask")),
+            flat_mask=custom is not None and bool(custom.return_top_p_token_ids),
+            raw_logprobs=bool(sampling.raw_logprobs),
+            experts_from=self._experts_from(sampling, place, count, len(token_ids)),
+            hides=sampling.max_new_tokens == 0,
+        )
+
+    def _experts_from(
+        self, sampling: SglangSampling, place: int, count: int, num_tokens: int
+    ) -> int | None:
+        request, name = self.request, "return_routed_experts"
+        if not (
+            one_of(request.return_routed_experts, place, count, name) or sampling.routed_experts
+        ):
+            return None
+        require_routed_experts(self.served, name)
+        name = "routed_experts_start_len"
+        start = one_of(request.routed_experts_start_len, place, count, name) or 0
+        if not 0 <= start <= num_tokens:
+            raise bad_request(f"{name} is {start}, and the prompt has {num_tokens} tokens.", name)
+        return start
+
+    def _ask(self, prompt: SglangPrompt, sampling: SglangSampling, place: int) -> Ask:
+        return Ask(
+            prompt.token_ids,
+            self._params(prompt, sampling, place),
+            self.num_samples,
+            # The prompt's scores, and masks, come with the whole sample.
+            stream=prompt.scored_from is None
+            and not (prompt.hides or prompt.mask or prompt.flat_mask),
+            client_id=prompt.request_id,
+            unique=self.request.rid is not None,
+            limits=self._limits,
+            text=TextStyle(
+                special_tokens=sampling.skip_special_tokens is False,
+                stop=bool(sampling.no_stop_trim),
+            ),
+            repeats_prompt=prompt.scored_from is not None
+            or bool(self.request.return_prompt_token_ids),
+        )
+
+    def _params(self, prompt: SglangPrompt, sampling: SglangSampling, place: int) -> SamplingParams:
+        request = self.request
+        left = room(prompt.token_ids, sampling.max_new_tokens, self.served, None, "max_new_tokens")
+        if not left and not prompt.hides:
+            name = "text" if self.request.input_ids is None else "input_ids"
+            raise too_long(len(prompt.token_ids), 1, self.served, name)
+        return sampling_params(
+            sampling,
+            self.served,
+            max_tokens=max(1, left),
+            stop=checked_stop(sampling.stop, self.served, "sampling_params.stop"),
+            top_logprobs=prompt.top,
+            scored_prompt=None if prompt.scored_from is None else prompt.top,
+            renamed={
+                "seed": sampling.sampling_seed,
+                "min_tokens": sampling.min_new_tokens,
+                "cache_salt": one_of(request.extra_key, place, len(self._prompts), "extra_key"),
+                "priority": None if request.priority is None else -request.priority,
+                "adapter": self._adapter(place),
+                "sampling_mask": prompt.mask or prompt.flat_mask or None,
+                "routed_experts": prompt.experts_from is not None or None,
+            },
+            within="sampling_params.",
+            behind=behind_reasoning(prompt.token_ids, self.served, parsed=False)
+            if request.require_reasoning
+            else AT_ONCE,
+        )
+
+    def _adapter(self, place: int) -> str | None:
+        name = one_of(self.request.lora_path, place, len(self._prompts), "lora_path")
+        if name is not None and name not in self.served.adapters():
+            raise ApiError(
+                404, f"the adapter {shown(name)} is not loaded.", "lora_path", "model_not_found"
+            )
+        return name

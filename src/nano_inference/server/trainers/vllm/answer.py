@@ -1,0 +1,174 @@
+"""`POST /inference/v1/generate`: vLLM's route of tokens in and tokens out, by which renderers and
+verifiers sample.
+
+Beside what vLLM 0.32 answers, an entry of `logprobs.content` has a `token`, "token_id:7", as older
+servers said it, and a choice has `seed` and `weight_version`. In a stream the mask comes with the
+last piece of a choice, for all tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nano_inference.server.api.openai.answer import stop_reason, usage_told
+from nano_inference.server.api.shared.answers import (
+    DONE,
+    Entry,
+    LazyArray,
+    at_least,
+    data_event,
+    entries,
+    flat,
+    npy_of,
+    prompt_rows,
+    routed_experts_told,
+    version_spans,
+)
+from nano_inference.server.api.shared.asks import ApiProtocol, RequestUsage, Served
+from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
+from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, operation, thing
+from nano_inference.server.trainers.vllm.models import VllmRequest
+from nano_inference.server.trainers.vllm.request import VllmAsked
+from nano_inference.types import TrainingSample
+
+
+class VllmBuilder(VllmAsked):
+    """One request."""
+
+    def __init__(self, request: VllmRequest, served: Served, request_id: str) -> None:
+        super().__init__(request, served, request_id)
+        self._begun = False
+
+    # -- a stream ----------------------------------------------------------------------------------
+
+    def chunk(self, piece: ChoiceDelta, usage: RequestUsage) -> bytes:
+        """New tokens, and at last why it ended."""
+        if (
+            not piece.token_ids
+            and piece.finished is None
+            and not (self._tells_text and piece.content)
+        ):
+            return b""
+        event: dict[str, Any] = self._head()
+        if self._request.return_token_ids and not self._begun:
+            event["prompt_token_ids"] = self._prompt
+        self._begun = True
+        event["choices"] = [self._choice(piece, piece.content)]
+        event["usage"] = usage_told(usage, self._served) if self._tells_usage_always else None
+        if piece.finished is not None and self._num_prompt_logprobs is not None:
+            event["prompt_logprobs"] = self._prompt_logprobs(piece.finished)
+        return data_event(event)
+
+    def end(self, choices: Sequence[Choice], usage: RequestUsage) -> bytes:
+        """The usage, if it is wanted, and the end's mark."""
+        if not self._tells_usage:
+            return DONE
+        return (
+            data_event(self._head() | {"choices": [], "usage": usage_told(usage, self._served)})
+            + DONE
+        )
+
+    # -- the answer as a whole ---------------------------------------------------------------------
+
+    def response(self, choices: Sequence[Choice], usage: RequestUsage) -> Mapping[str, Any]:
+        """The answer."""
+        told = self._head() | {
+            "model": self._adapter or self._served.name,
+            "created": self._created,
+            "choices": LazyArray(self._choice(choice.whole, choice.content) for choice in choices),
+            "usage": usage_told(usage, self._served),
+            "prompt_logprobs": None,
+            "prompt_token_ids": self._prompt if self._request.return_token_ids else None,
+            "kv_transfer_params": None,
+        }
+        first = choices[0].finished
+        if self._num_prompt_logprobs is not None and first is not None:
+            told["prompt_logprobs"] = self._prompt_logprobs(first)
+        return told
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "request_id": self._request_id,
+            "output_mode": "text" if self._tells_text else "tokens",
+        }
+
+    def _prompt_logprobs(self, sample: TrainingSample) -> LazyArray:
+        return prompt_rows(sample, self._name, self._num_prompt_logprobs)
+
+    def _choice(self, piece: ChoiceDelta, text: str) -> dict[str, Any]:
+        told: dict[str, Any] = {"index": piece.index}
+        if self._tells_text:
+            told["text"] = text
+        told |= {
+            "finish_reason": None,
+            "stop_reason": None,
+            "token_ids": piece.token_ids,
+            "logprobs": None,
+            "routed_experts": None,
+            "sampling_mask": None,
+            "weight_versions": None,
+        }
+        if self._request.flat_logprobs is not None:
+            told["token_logprobs"] = flat(piece.logprobs, self._request.flat_logprobs)
+        elif self._num_logprobs is not None:
+            told["logprobs"] = {"content": self._content(piece)}
+        if self._sampling.raw_logprobs:
+            told["raw_logprobs"] = flat(
+                piece.raw_logprobs or (), self._request.flat_logprobs or "list"
+            )
+        return told if piece.finished is None else told | self._ending(piece.finished)
+
+    def _ending(self, sample: TrainingSample) -> dict[str, Any]:
+        name = self._served.version_name
+        told: dict[str, Any] = {
+            "finish_reason": sample.finish_reason,
+            "stop_reason": stop_reason(sample, self._served, self._sampling.stop_token_ids),
+            "weight_versions": version_spans(sample.weight_versions, name),
+            "weight_version": name(sample.weight_version),
+            "seed": sample.seed,
+        }
+        if sample.sampling_mask is not None:
+            told["sampling_mask"] = sample.sampling_mask.rows()
+        start = self._sampling.routed_experts_prompt_start or 0
+        told |= routed_experts_told(sample, npy_of, start)
+        if sample.log_kept_mass is not None and self._sampling.raw_logprobs:
+            told["log_kept_mass"] = flat(
+                sample.log_kept_mass, self._request.flat_logprobs or "list"
+            )
+        return told
+
+    def _content(self, piece: ChoiceDelta) -> list[Entry] | list[dict[str, Any]]:
+        count = self._num_logprobs or 0
+        told = entries(piece.token_ids, piece.logprobs, piece.top_logprobs, count)
+        return [self._in_words(each) for each in told] if self._tells_text else told
+
+    def _in_words(self, entry: Entry) -> dict[str, Any]:
+        """As OpenAI's clients read it, which `output_mode: "text"` is for."""
+        tops = [self._word(each.token_id, each.logprob) for each in entry.top_logprobs]
+        return self._word(entry.token_id, entry.logprob) | {
+            "token_id": entry.token_id,
+            "top_logprobs": tops,
+        }
+
+    def _word(self, token_id: int, logprob: float) -> dict[str, Any]:
+        texts = self._served.token_texts
+        data = b"" if texts is None else texts.bytes_of(token_id)
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": at_least(logprob),
+            "bytes": list(data),
+        }
+
+    def _name(self, token_id: int) -> str | None:
+        texts = self._served.token_texts
+        return None if texts is None else texts.text(token_id)
+
+
+_CHOICE = thing("index", "finish_reason", "token_ids", index=INTEGER, token_ids=list_of(INTEGER))
+_ANSWER = thing("request_id", "choices", "usage", request_id=STRING, choices=list_of(_CHOICE))
+PROTOCOL = ApiProtocol(
+    VllmRequest,
+    VllmBuilder,
+    operation(VllmRequest, _ANSWER, summary="Tokens in, tokens out", streams=True),
+)

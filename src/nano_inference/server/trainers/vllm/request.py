@@ -1,0 +1,139 @@
+"""vLLM's `/inference/v1/generate`: from a request to what the engine is asked."""
+
+import time
+from typing import ClassVar
+
+from nano_inference.core.budget import Names
+from nano_inference.server.api.openai.answer import usage_wanted
+from nano_inference.server.api.parsing import AT_ONCE
+from nano_inference.server.api.shared.asks import Ask, Builder, Served
+from nano_inference.server.api.shared.choices import TextStyle
+from nano_inference.server.api.shared.fields import (
+    check_part,
+)
+from nano_inference.server.api.shared.prompts import (
+    adapter_of,
+    behind_reasoning,
+    checked_prompt,
+    need_tokenizer,
+    require_at_most,
+    room,
+)
+from nano_inference.server.api.shared.sampling import (
+    checked_stop,
+    require_logprobs,
+    sampling_params,
+    version_number,
+)
+from nano_inference.server.errors import bad_request, shown
+from nano_inference.server.trainers.vllm.models import VllmRequest, VllmSampling
+from nano_inference.types import Limits, SamplingParams
+
+
+class VllmAsked(Builder):
+    """One request, as the engine gets it."""
+
+    names: ClassVar[Names] = {
+        "num_samples": "sampling_params.n",
+        "max_tokens": "sampling_params.max_tokens",
+        "top_logprobs": "sampling_params.logprobs",
+        "prompt_top_logprobs": "sampling_params.prompt_logprobs",
+    }
+
+    def __init__(self, request: VllmRequest, served: Served, request_id: str) -> None:
+        self._adapter = adapter_of(request.model, served)
+        self._served = served
+        self._request = request
+        self._sampling = sampling = request.sampling_params or VllmSampling.model_validate({})
+        check_part(sampling, "sampling_params")
+        self._request_id = request.request_id or request_id
+        self._created = int(time.time())
+        self.stream = bool(request.stream)
+        self._tells_usage, self._tells_usage_always = usage_wanted(
+            request.stream_options, stream=self.stream
+        )
+        self._tells_text = request.output_mode == "text"
+        if self._tells_text:
+            need_tokenizer(served)
+        num_samples = sampling.n or 1
+        require_at_most(num_samples, served.config.max_samples, "sampling_params.n")
+        self._num_logprobs = self._count(sampling.logprobs, "sampling_params.logprobs")
+        self._num_prompt_logprobs = self._count(
+            sampling.prompt_logprobs, "sampling_params.prompt_logprobs"
+        )
+        if not isinstance(request.token_ids, list):
+            raise bad_request(
+                f"token_ids must be a list of token ids, not {shown(request.token_ids)}.",
+                "token_ids",
+            )
+        self._prompt = checked_prompt(request.token_ids, served, "token_ids")
+        self.asks = [
+            Ask(
+                self._prompt,
+                self._params(),
+                num_samples,
+                stream=self._num_prompt_logprobs is None,  # they come with the whole sample
+                client_id=request.request_id,
+                limits=Limits(
+                    num_wanted=request.n_wanted,
+                    min_version=version_number(
+                        request.min_weight_version, served, "min_weight_version"
+                    ),
+                ),
+                detokenize=self._tells_text,
+                text=TextStyle(
+                    sampling.skip_special_tokens is False, bool(sampling.include_stop_str_in_output)
+                ),
+                experts_by_default=sampling.routed_experts is None
+                and sampling.routed_experts_prompt_start is None,
+            )
+        ]
+
+    def _count(self, asked: int | None, name: str) -> int | None:
+        """How many candidates to tell; -1 is all that the server tells."""
+        if asked is None or asked >= 0:
+            require_logprobs(asked or 0, self._served, name)
+            return asked
+        most = self._served.config.max_logprobs
+        return self._served.engine.vocab_size if most < 0 else most
+
+    def _params(self) -> SamplingParams:
+        request, sampling = self._request, self._sampling
+        max_tokens = room(
+            self._prompt, sampling.max_tokens, self._served, None, "sampling_params.max_tokens"
+        )
+        top = self._num_logprobs or 0
+        return sampling_params(
+            sampling,
+            self._served,
+            max_tokens=max_tokens,
+            stop=checked_stop(sampling.stop, self._served, "sampling_params.stop"),
+            top_logprobs=top if top > 1 else 0,  # the first candidate is the token itself
+            scored_prompt=self._num_prompt_logprobs,
+            renamed={
+                "cache_salt": request.cache_salt,
+                "priority": request.priority,
+                "sampling_mask": sampling.return_sampling_mask or None,
+                "adapter": self._adapter,
+                "routed_experts": self._routed_experts(),
+            },
+            within="sampling_params.",
+            behind=behind_reasoning(self._prompt, self._served, parsed=False)
+            if request.reasoning_ended is False
+            else AT_ONCE,
+        )
+
+    def _routed_experts(self) -> bool | None:
+        """Whether experts are told: where there is a record of them and they may cost that much, as
+        with vLLM not in a stream, unless the request says otherwise.
+        """
+        start = self._sampling.routed_experts_prompt_start
+        if start is not None and start > len(self._prompt):
+            raise bad_request(
+                f"routed_experts_prompt_start is {start}, and the prompt has {len(self._prompt)} "
+                "tokens.",
+                "sampling_params.routed_experts_prompt_start",
+            )
+        if self._sampling.routed_experts is not None:
+            return self._sampling.routed_experts
+        return (self._served.engine.experts_per_token > 0 and not self.stream) or None
