@@ -16,7 +16,6 @@ from nano_inference.checkpoints.generation_defaults import generation_defaults
 from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.core.deltas import deltas_since
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.resume_from import resume_many
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
 from nano_inference.remote.block_link import BlockLink
 from nano_inference.remote.engine_weights import EngineWeights
@@ -241,8 +240,7 @@ class EngineCore:
         request = _Request(message.request_id, len(message.samples), told=told if tell else None)
         try:
             inner = self.engine.intake.new_request_id()
-            resume_many(
-                self.engine,
+            self.engine.resume_many(
                 message.samples,
                 lambda delta: self._take(request, delta),
                 stream=message.stream,
