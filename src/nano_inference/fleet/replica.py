@@ -1,8 +1,6 @@
-"""`Replica`: one place of a fleet, and what a supervisor reports about its replicas."""
+"""`Replica`: one place of a fleet, and the events that a supervisor reports."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.messages import EngineInfo
@@ -67,35 +65,44 @@ class Replica:
         return self.state in ("serving", "draining") and self.client.why_dead is None
 
 
-class Opened(Protocol):
-    """Called when a first replica serves: what it is, its weight version, and whether all replicas
-    had died before.
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A first replica serves.
+
+    Attributes:
+        info: of its engine.
+        again: all replicas had died before.
     """
 
-    def __call__(self, info: EngineInfo, version: int, again: bool) -> None: ...
-
-
-class BringWeights(Protocol):
-    """Gives `client` the weights of this version, which `donor` serves."""
-
-    async def __call__(self, donor: EngineClient, client: EngineClient, version: int) -> None: ...
+    info: EngineInfo
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
-class FleetEvents:
-    """What a supervisor reports; the fleet acts on it.
+class Lost:
+    """No replica is left.
 
     Attributes:
-        opened: a first replica serves.
-        lost: no replica is left: why, why as strangers may hear it, and whether another replica is
-            being built.
-        left: a replica does not serve any more; returns how many requests went to others.
-        died: a replica that had been built has died.
-        changed: other replicas serve than before, or they have reported.
+        why: the reason.
+        public: the reason as strangers may hear it.
+        coming: another replica is being built.
     """
 
-    opened: Opened
-    lost: Callable[[str, str, bool], None]
-    left: Callable[[EngineClient], int]
-    died: Callable[[], None]
-    changed: Callable[[], None]
+    why: str
+    public: str
+    coming: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A replica does not serve any more; others are to resume its requests."""
+
+    client: EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Other replicas serve than before, or they have reported."""
+
+
+FleetEvent = Opened | Lost | Left | Changed

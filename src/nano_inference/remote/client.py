@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Unpack
 
 import msgspec
@@ -38,7 +38,7 @@ from nano_inference.remote.messages import (
 )
 from nano_inference.remote.open_requests import OpenRequests, Receiver
 from nano_inference.remote.operations import Operation, operation_named
-from nano_inference.remote.status import MoveCounts, ReplicaStatus
+from nano_inference.remote.status import FleetReport, ManagedReplicas
 from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
 log = logging.getLogger("nano_inference.server")
@@ -134,8 +134,7 @@ class EngineClient(ABC):
         self.restarting = False
         self.loading = ""
         self.num_restarts = 0
-        # called once, before those who wait hear of it
-        self.on_dead: Callable[[], None] | None = None
+        self._watcher: Callable[[], None] | None = None
         self._busy = False  # as the last heartbeat said
         self._num_steps = 0  # the same
         self._progress = time.monotonic()  # when something last moved
@@ -177,10 +176,13 @@ class EngineClient(ABC):
         """How many there are, each of which a trainer sends its weights."""
         return 1
 
-    def replica_report(self) -> tuple[Sequence[ReplicaStatus], MoveCounts] | None:
-        """The engines behind it, and what became of requests of those that died; None: there is
-        one engine.
-        """
+    def replica_report(self) -> FleetReport | None:
+        """The state of the replicas behind it; None: there is one engine."""
+        return None
+
+    @property
+    def managed(self) -> ManagedReplicas | None:
+        """The replicas behind it that can be added and removed; None: there are none."""
         return None
 
     @property
@@ -313,6 +315,12 @@ class EngineClient(ABC):
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(problem))
 
+    def watch(self, died: Callable[[], None]) -> None:
+        """Call `died` once, when the engine dies, before those who wait hear of it. For a
+        supervisor, which also logs the death.
+        """
+        self._watcher = died
+
     @abstractmethod
     async def start(self) -> None:
         """Build the engine; returns when it is ready. Raises what kept it from being built."""
@@ -397,8 +405,8 @@ class EngineClient(ABC):
         """The engine is gone, and all that it was doing."""
         if self._dead is None:
             self._dead, self._public = reason, public
-            if self.on_dead is not None:
-                self.on_dead()
+            if self._watcher is not None:
+                self._watcher()
         self._busy = False
         lost = EngineReplaced if self._restart else EngineDead
         for request_id in list(self._open):

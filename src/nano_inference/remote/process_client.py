@@ -173,7 +173,7 @@ class ProcessClient(RemoteClient):
         self._discard()
         reason = _epitaph(code)
         self._die(reason, "its process has ended")  # unless it said itself why
-        if self.on_dead is None:  # else a supervisor says so
+        if self._watcher is None:  # else a supervisor says so
             log.error("the engine has died: %s", self._dead)
         self._settle(EngineDead(reason))
 
