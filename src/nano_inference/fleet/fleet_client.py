@@ -19,6 +19,7 @@ from nano_inference.fleet.requests import FleetRequest
 from nano_inference.fleet.router import Router, Ticket
 from nano_inference.fleet.supervisor import Supervisor
 from nano_inference.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import STOPPING, EngineClient
 from nano_inference.remote.messages import Abort, Generate, Ready, ToEngine
 from nano_inference.remote.operations import Operation
@@ -27,8 +28,6 @@ from nano_inference.remote.temporary import temporary_folder
 from nano_inference.types import Delta
 
 log = logging.getLogger("nano_inference.server")
-
-SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
 
 
 class FleetClient(EngineClient):
@@ -161,9 +160,11 @@ class FleetClient(EngineClient):
         """
         async with temporary_folder("weights") as folder:
             path = str(folder / "all")
-            await donor.call("save_weights", path=path, version=version, timeout=SYNC_TIMEOUT)
+            await donor.call(
+                "save_weights", path=path, version=version, timeout=time_limits.BRING_WEIGHTS
+            )
             await client.call("begin_update", session=0, complete=True)
-            options = {"session": 0, "timeout": SYNC_TIMEOUT}
+            options = {"session": 0, "timeout": time_limits.BRING_WEIGHTS}
             await client.call("receive_folder", path=path, **options)
             await client.call("finish_update", version=version, kv_policy="abort", **options)
 

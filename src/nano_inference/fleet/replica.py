@@ -2,15 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import State
 
-# seconds until the next engine; doubled for each one in a row that did not last
-FIRST_WAIT = 0.5
-LONGEST_WAIT = 30.0
-
-LASTING = 60.0  # seconds after which an engine has lasted
 _MOST_DOUBLINGS = 10  # by then it is the longest
 
 
@@ -31,11 +27,11 @@ class Backoff:
         """It has died, or was never ready; returns seconds to wait before the next one is
         started.
         """
-        lasted = self._ready_at is not None and now - self._ready_at > LASTING
+        lasted = self._ready_at is not None and now - self._ready_at > time_limits.LASTING
         self._num_short = 0 if lasted else self._num_short + 1
         self._ready_at = None
         doublings = min(max(0, self._num_short - 1), _MOST_DOUBLINGS)
-        return min(FIRST_WAIT * 2**doublings, LONGEST_WAIT)
+        return min(time_limits.FIRST_RESTART * 2**doublings, time_limits.LONGEST_RESTART)
 
 
 # starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes

@@ -16,6 +16,7 @@ from nano_inference.fleet.errors import ReplicaConflict, ReplicaNotFound
 from nano_inference.fleet.replica import Changed, FleetEvent, Left, Lost, Opened, Replica
 from nano_inference.fleet.router import Router
 from nano_inference.kv_cache.block_hash import adapter_key
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import ReplicaStatus, State
@@ -25,9 +26,6 @@ from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory
 
 log = logging.getLogger("nano_inference.server")
 
-GLANCE = 0.2  # seconds between two looks at the replicas
-
-ADAPTER_TIMEOUT = 300.0  # in which a replica gets an adapter of another one
 
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
 
@@ -282,7 +280,7 @@ class Supervisor:
     async def _start_again(self, each: Replica, delay: float) -> None:
         await asyncio.sleep(delay)
         while "weights" in self.asleep and self.living():  # a trainer has the memory now
-            await asyncio.sleep(GLANCE)
+            await asyncio.sleep(time_limits.WATCH)
         if self._closing or self.replicas.get(each.name) is not each:  # it was removed
             return
         await self._bring_up(each, self._renew(each).start)
@@ -457,7 +455,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Let the fleet gather what replicas report, and end those that hang."""
         while True:
-            await asyncio.sleep(GLANCE)
+            await asyncio.sleep(time_limits.WATCH)
             self._report(Changed())
             for name, client in self.living().items():
                 if client.stalled(self._stall_timeout):
@@ -490,7 +488,7 @@ async def bring_adapter(
     """
     async with temporary_folder("adapter") as folder:
         path = str(folder / "adapter")
-        await donor.call("save_adapter", name=name, path=path, timeout=ADAPTER_TIMEOUT)
+        await donor.call("save_adapter", name=name, path=path, timeout=time_limits.BRING_ADAPTER)
         await client.call(
-            "receive_adapter", path=path, kv_policy=kv_policy, timeout=ADAPTER_TIMEOUT
+            "receive_adapter", path=path, kv_policy=kv_policy, timeout=time_limits.BRING_ADAPTER
         )

@@ -13,6 +13,7 @@ from nano_inference.fleet.errors import NoReplica
 from nano_inference.fleet.requests import FleetRequest
 from nano_inference.fleet.router import Router, Ticket
 from nano_inference.fleet.supervisor import Supervisor
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.directory import (
     Directory,
@@ -24,10 +25,6 @@ from nano_inference.remote.directory import (
 )
 
 log = logging.getLogger("nano_inference.server")
-
-PATIENCE = 30.0  # seconds for which a request waits for its blocks; then it computes them
-LOOK = 0.5  # seconds between two reports of a replica
-SECONDS = 10.0  # for one
 
 
 class Brought(NamedTuple):
@@ -67,7 +64,9 @@ class Transfers:
         """Bring the blocks of a request's prompt; None: they did not come, and are computed."""
         began = time.monotonic()
         try:
-            count = await asyncio.wait_for(self._bring(request, source, target), PATIENCE)
+            count = await asyncio.wait_for(
+                self._bring(request, source, target), time_limits.BRING_BLOCKS
+            )
         except Exception as problem:
             log.warning(
                 "request %d computes its prompt again: %s",
@@ -150,7 +149,7 @@ class PrefixSharing:
         """Gather reports as long as the fleet lives."""
         while True:
             await self.look()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(time_limits.BLOCK_REPORTS)
 
     async def look(self) -> None:
         """Take in a report of every replica."""
@@ -164,17 +163,21 @@ class PrefixSharing:
     async def _hear(self, name: str, client: EngineClient) -> None:
         try:
             if self.cost is None:
-                about = await client.call("describe_blocks", timeout=SECONDS)
+                about = await client.call("describe_blocks", timeout=time_limits.BLOCK_REPORT)
                 self.cost = FetchCost(about["block_size"], about["block_bytes"])
             is_new = name not in self._clients
-            report = report_of(await client.call("report_blocks", lost=is_new, timeout=SECONDS))
+            report = report_of(
+                await client.call("report_blocks", lost=is_new, timeout=time_limits.BLOCK_REPORT)
+            )
             if self._supervisor.living().get(name) is not client:
                 return
             if is_new:
                 self.directory.add(name)
                 self._clients[name] = client
             if not self.directory.take(name, report):
-                whole = report_of(await client.call("report_blocks", lost=True, timeout=SECONDS))
+                whole = report_of(
+                    await client.call("report_blocks", lost=True, timeout=time_limits.BLOCK_REPORT)
+                )
                 self.directory.take(name, whole)
         except EngineDead:  # the supervisor logs it
             self._silent.discard(name)

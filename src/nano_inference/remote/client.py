@@ -14,6 +14,7 @@ import msgspec
 
 import nano_inference.errors as errors
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.remote import time_limits
 from nano_inference.remote.errors import EngineReplaced, EngineRestarting, ReaderTooSlow
 from nano_inference.remote.log_lines import Rarely
 from nano_inference.remote.messages import (
@@ -44,10 +45,6 @@ from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 log = logging.getLogger("nano_inference.server")
 
 STOPPING = "the server is stopping."
-# seconds without a heartbeat; also an engine that has nothing to do tells one every ten
-SILENCE = 20.0
-# the same where there are requests: then it tells one every second, also in the middle of a step
-BUSY_SILENCE = 10.0
 
 _DECODER = msgspec.msgpack.Decoder(FromEngine)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -252,7 +249,7 @@ class EngineClient(ABC):
         if self.why_dead is not None:
             return False
         now = time.monotonic()
-        if self._heard is not None and now - self._heard >= SILENCE + seconds:
+        if self._heard is not None and now - self._heard >= time_limits.SILENCE + seconds:
             return True
         return bool(len(self._open) or self._busy) and now - self._progress >= seconds
 
@@ -264,11 +261,13 @@ class EngineClient(ABC):
         if self._heard is None or self.why_dead is not None:
             return False
         now = time.monotonic()
-        if self._open and now - max(self._heard, self._progress) >= BUSY_SILENCE:
+        if self._open and now - max(self._heard, self._progress) >= time_limits.BUSY_SILENCE:
             return True  # a request that came just now may have found it at its slow beat
-        return now - self._heard >= SILENCE
+        return now - self._heard >= time_limits.SILENCE
 
-    async def abort(self, names: Collection[str] | None, *, timeout: float = 60.0) -> int:
+    async def abort(
+        self, names: Collection[str] | None, *, timeout: float = time_limits.SOON
+    ) -> int:
         """End the requests of these names (None: all): their streams get samples that end as
         `"abort"`, with what they have. Returns how many there were, when they have. Raises as
         `call` does.
@@ -291,7 +290,9 @@ class EngineClient(ABC):
                 await self.call("take_in", timeout=timeout)
                 self._num_taken_in = sent
 
-    async def call(self, name: str, /, *, timeout: float = 60.0, **arguments: Any) -> Any:
+    async def call(
+        self, name: str, /, *, timeout: float = time_limits.SOON, **arguments: Any
+    ) -> Any:
         """Run an engine operation. Raises what it raised, `TimeoutError`, and what `submit` raises.
 
         Args:

@@ -17,6 +17,7 @@ from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.core.deltas import deltas_since
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.remote import time_limits
 from nano_inference.remote.block_link import BlockLink
 from nano_inference.remote.engine_weights import EngineWeights
 from nano_inference.remote.messages import (
@@ -44,8 +45,6 @@ from nano_inference.types import Delta, PauseMode
 log = logging.getLogger("nano_inference.server")
 
 MAX_CALLS = 32  # at a time; a thread each
-FRESH = 0.5  # seconds for which statistics are told again, not collected
-TELL = 0.25  # seconds between two looks at what requests have that do not stream
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +186,7 @@ class EngineCore:
         """Collect statistics, if those at hand are old. With the engine's lock, or on the thread
         that steps.
         """
-        if time.monotonic() - self._stats_from > FRESH:
+        if time.monotonic() - self._stats_from > time_limits.STATS_AGE:
             self._stats, self._stats_from = self.engine.stats(), time.monotonic()
 
     # -- messages ----------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class EngineCore:
 
     def _tell(self) -> None:
         """Tell what requests have that do not stream, now and then. On the thread that steps."""
-        if not self._telling or time.monotonic() - self._told_at < TELL:
+        if not self._telling or time.monotonic() - self._told_at < time_limits.TELL:
             return
         self._told_at = time.monotonic()
         shared = self.engine.shared
