@@ -43,6 +43,8 @@ def main() -> None:
             print(f"{value:7,}  {name}")
     for name, count in found["statements by folder"].items():
         print(f"{count:11,}  {name}")
+    for circle in found["files of each circle"]:
+        print(f"{len(circle):7,}  files import each other: " + ", ".join(circle))
     for name, files in found.get("files passed", {}).items():
         engine = [each for each in files if not each.startswith("server/")]
         print(f"{len(files):7,}  files passed by {name}; {len(engine)} outside server/")
@@ -74,12 +76,13 @@ def sizes() -> dict[str, Any]:
         "files over 500 lines": sum(len(text) > 500 for text in texts.values()),
         "functions over 50 lines": len(long),
         "functions over 50 lines in core": sum(_folder(path) == "core" for path in long),
-        "circles of files": len(circles(trees)),
+        "circles of files": len(loops := circles(trees)),
         "lines of tests": sum(
             len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")
         ),
         "columns of the longest line": max(len(line) for text in texts.values() for line in text),
         "statements by folder": dict(folders.most_common()),
+        "files of each circle": [sorted(circle) for circle in loops],
     }
 
 

@@ -14,7 +14,8 @@ import ray
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import NanoInferenceError, WeightUpdateConflict
-from nano_inference.remote.engine_host import BEAT, EngineHost, encoded
+from nano_inference.remote import time_limits
+from nano_inference.remote.engine_host import EngineHost, encoded
 from nano_inference.remote.messages import FromEngine
 from nano_ray.cluster import num_ranks
 
@@ -65,7 +66,7 @@ class EngineActor:
         """The node's id, and what there is to tell. Waits for it, but not longer than a second."""
         messages: list[FromEngine] = []
         try:
-            messages.append(self._queue.get(timeout=BEAT))
+            messages.append(self._queue.get(timeout=time_limits.BEAT))
             while len(messages) < AT_ONCE:
                 messages.append(self._queue.get_nowait())
         except queue.Empty:

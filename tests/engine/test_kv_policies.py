@@ -22,7 +22,6 @@ from nano_inference import (
     WeightUpdateError,
 )
 from nano_inference.config import CacheType
-from nano_inference.engine.resume_from import resume_many
 from nano_inference.rl import score
 from nano_inference.types import Delta, KvPolicy
 from tests.models.tiny import llama_config, tiny_llama, write_model
@@ -546,7 +545,7 @@ def test_a_sample_that_is_gone_on_with_is_as_stale_as_it_was(build: Build) -> No
     assert [span.version for span in partial.weight_versions] == [1]
     deltas: list[Delta] = []
     again = engine.intake.new_request_id()
-    resume_many(engine, [partial], deltas.append, stream=False, request_id=again, max_staleness=1)
+    engine.resume_many([partial], deltas.append, stream=False, request_id=again, max_staleness=1)
     engine.step()
     engine.update_weights(NEWER, kv_policy="keep")
     assert drain(engine) == []

@@ -79,8 +79,9 @@ def test_a_stream_goes_on_where_it_was(params: SamplingParams) -> None:
                 assert not other.resumed
             else:
                 assert 7 <= len(other.resumed[0].samples[0].completion_tokens) < 20
-            failover = made.client.failover
-            assert (failover.deaths, failover.moved, sum(failover.counts)) == (1, 1, 1)
+            report = made.client.replica_report()
+            moves = report.moves
+            assert (report.deaths, moves.moved, sum(moves.counts)) == (1, 1, 1)
             assert made.client.num_samples == 0
             assert not made.client.requests
 

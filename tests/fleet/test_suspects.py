@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from nano_inference.fleet.errors import EnginesDied
-from nano_inference.fleet.failover import FleetRequest
+from nano_inference.fleet.requests import FleetRequest
 from nano_inference.remote.client import RequestStream
 from nano_inference.remote.messages import Generate, Refused
 from nano_inference.server.errors import api_error_of
@@ -52,7 +52,7 @@ def test_what_kills_each_engine_kills_three(tokens: int, is_masked: bool) -> Non
             assert answer.headers["x-should-retry"] == "false"
             ends = [(await all_of(stream))[-1].finished for stream in innocents]
             assert [end and end.completion_tokens for end in ends] == [tuple(range(100, 120))] * 15
-            assert made.client.failover.deaths == 3
+            assert made.client.supervisor.num_deaths == 3
             assert len(made.client.supervisor.living()) == 2
             assert not made.client.requests
             assert all(

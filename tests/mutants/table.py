@@ -608,14 +608,14 @@ def _tile(rows: SegmentRows, group: Tensor, start: int, block_size: int, stop: i
     ),
     Fault(
         "repeated_text_is_cut_twice",
-        "src/nano_inference/fleet/failover.py",
+        "src/nano_inference/fleet/requests.py",
         old="            sample.text_to_skip -= skip_text",
         new="",
         seen_by="tests/fleet/test_fleet.py -k counted_down",
     ),
     Fault(
         "moved_logprobs_are_not_compared",
-        "src/nano_inference/fleet/failover.py",
+        "src/nano_inference/fleet/requests.py",
         old="""\
         return (
             tuple(self.token_ids[at:end]) == token_ids[:count]

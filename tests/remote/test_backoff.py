@@ -2,8 +2,9 @@
 
 import pytest
 
-from nano_inference.fleet.replica import LASTING, Backoff, Replica
+from nano_inference.fleet.replica import Backoff, Replica
 from nano_inference.fleet.supervisor import Supervisor
+from nano_inference.remote.time_limits import LASTING
 from tests.fleet.fleets import fleet, play
 from tests.server.engines import until
 

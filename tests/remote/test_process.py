@@ -20,10 +20,8 @@ import pytest
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
-from nano_inference.fleet import replica as fleet_replica
 from nano_inference.fleet.fleet_client import FleetClient
-from nano_inference.remote import client as client_module
-from nano_inference.remote import engine_process, process_client
+from nano_inference.remote import engine_process, time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.engine_host import encoded
 from nano_inference.remote.errors import EngineReplaced, EngineRestarting
@@ -119,7 +117,7 @@ def test_a_killed_engine_is_noticed_at_once_and_another_one_started(model: Path)
             await asyncio.sleep(0)
             os.kill(pid, signal.SIGKILL)
             took = await until(lambda: client.why_dead is not None)
-            assert took < client_module.BUSY_SILENCE / 2, "it did not wait for heartbeats"
+            assert took < time_limits.BUSY_SILENCE / 2, "it did not wait for heartbeats"
             assert "SIGKILL" in str(client.why_dead)
             for stream in streams:
                 with pytest.raises(EngineReplaced, match="SIGKILL") as lost:
@@ -194,7 +192,7 @@ def test_restarts_wait_longer_each_time_and_end_with_the_client(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's folder goes away, so that no new engine can be built."""
-    monkeypatch.setattr(fleet_replica, "FIRST_WAIT", 0.1)
+    monkeypatch.setattr(time_limits, "FIRST_RESTART", 0.1)
     gone = shutil.copytree(model, tmp_path / "gone")
 
     async def test() -> None:
@@ -427,8 +425,8 @@ def test_an_engine_that_hangs_is_seen_and_can_be_closed(
             assert client._progress > heard[-1]  # it has nothing to do, and says so
             paused.close()
             os.kill(pid, signal.SIGSTOP)  # and now it does not listen when it is told to end
-            monkeypatch.setattr(process_client, "STOP_PATIENCE", 0.5)
-            monkeypatch.setattr(process_client, "HANG_UP_PATIENCE", 0.5)
+            monkeypatch.setattr(time_limits, "PROCESS_STOP", 0.5)
+            monkeypatch.setattr(time_limits, "HANG_UP", 0.5)
 
     play(test())
 
@@ -438,7 +436,7 @@ def test_an_idle_engine_that_hangs_is_seen_too(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has nothing to do, but heartbeats are due all the same."""
-    monkeypatch.setattr(client_module, "SILENCE", 0.3)
+    monkeypatch.setattr(time_limits, "SILENCE", 0.3)
 
     async def test() -> None:
         async with running(config_of(model)) as client:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.remote import process_client
+from nano_inference.remote import process_client, time_limits
 from nano_inference.remote.process_client import (
     MAX_ADDRESS,
-    OLD,
     PREFIX,
     private_folder,
     remove_abandoned,
@@ -28,7 +27,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def aged(folder: Path, *, by: float = 2 * OLD) -> Path:
+def aged(folder: Path, *, by: float = 2 * time_limits.ABANDONED) -> Path:
     now = folder.stat().st_mtime
     os.utime(folder, (now - by, now - by))
     return folder

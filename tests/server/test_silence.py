@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from nano_inference.remote import client as client_module
+from nano_inference.remote import time_limits
 from nano_inference.remote.messages import Call, Dead, Heartbeat, Outputs, ToEngine
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
@@ -33,21 +34,21 @@ def test_missing_heartbeats_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         await client.start()
         assert not client.is_silent  # none has come that could be late
         client._receive(Heartbeat(None, 0, False))
-        now += client_module.SILENCE - 1  # idle, it tells one every ten seconds
+        now += time_limits.SILENCE - 1  # idle, it tells one every ten seconds
         assert not client.is_silent
         client.submit([1], SamplingParams(), stream=True)  # from now on it tells one every second
         assert not client.is_silent
         client._receive(Heartbeat(None, 0, True))
-        now += client_module.BUSY_SILENCE - 1
+        now += time_limits.BUSY_SILENCE - 1
         assert not client.is_silent
         client._receive(Outputs([], []))  # whatever is heard of it will do
-        now += client_module.BUSY_SILENCE - 1
+        now += time_limits.BUSY_SILENCE - 1
         assert not client.is_silent
         now += 1
         assert client.is_silent
         client._receive(Heartbeat(None, 0, True))
         assert not client.is_silent
-        now += client_module.SILENCE
+        now += time_limits.SILENCE
         client._receive(Dead("gone", ""))  # it is dead, which is more
         assert not client.is_silent
         await client.close()
@@ -64,7 +65,7 @@ def test_a_request_hides_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
         client = Silent(Script(ends=False, delay=60.0))
         await client.start()
         client._receive(Heartbeat(None, 0, False))
-        now += client_module.SILENCE
+        now += time_limits.SILENCE
         assert client.is_silent
         client.submit([1], SamplingParams(), stream=True)
         assert client.is_silent
@@ -82,7 +83,7 @@ def test_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         assert late.status_code == 503
         assert "does not answer" in late.json()["error"]["message"]
         assert httpx.get(url + "/health").status_code == 200
-        client._heard = time.monotonic() - client_module.SILENCE
+        client._heard = time.monotonic() - time_limits.SILENCE
         monkeypatch.setattr(sglang_routes, "ANSWER_PATIENCE", 60.0)
         assert httpx.get(url + "/health_generate", timeout=30.0).status_code == 503  # at once
         health = httpx.get(url + "/health")

@@ -5,6 +5,7 @@ out.
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Listed
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
@@ -17,7 +18,7 @@ from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.checkpoints.lora import LoraSettings
 from nano_inference.config import EngineConfig
 from nano_inference.core.gate import Gate
-from nano_inference.core.loop import Abort, EngineLoop, GrammarReady, LoopHooks
+from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, LoopHooks
 from nano_inference.core.sequence import POLICY, REFERENCE, Sequence, Sequences
 from nano_inference.device.backends import choose_device, lookahead_of
 from nano_inference.device.routed_experts import route_taker
@@ -32,7 +33,7 @@ from nano_inference.engine.embedding import embed
 from nano_inference.engine.generation import Progress
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.requests import Params, RequestChecks
-from nano_inference.engine.resume_from import resumed
+from nano_inference.engine.resume_from import resumed, resumed_here
 from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of
 from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
@@ -335,6 +336,54 @@ class InferenceEngine:
             # what is posted meanwhile may take the version away
             return self.shared.enqueue_first(sequence)
 
+    def resume_many(
+        self,
+        samples: Listed[TrainingSample],
+        sink: Sink,
+        *,
+        stream: bool,
+        request_id: int,
+        num_wanted: int | None = None,
+        max_staleness: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Resume partial samples of one request, token for token as if they had been sampled here.
+
+        Args:
+            samples: the known part of each sample; some may have no token yet.
+            sink: as in `submit`; it takes what is new.
+            stream: as in `submit`.
+            request_id: a new one, from `intake.new_request_id()`.
+            num_wanted: how many of the samples are wanted, as in `add_request`.
+            max_staleness: as in `add_request`.
+            version: resume with these weights, where they still serve a sequence
+                (`kv_policy="finish_old"`), after the step that runs; None: with those that serve.
+
+        Raises `InvalidRequest` for a sample that cannot be resumed, before any state changes.
+        """
+        shared = self.shared
+        shared.require_alive()
+        sequences = resumed_here(
+            self.intake,
+            samples,
+            stream=stream,
+            request_id=request_id,
+            num_wanted=num_wanted,
+            max_staleness=max_staleness,
+        )
+        if version is None:
+            shared.delivery.open(request_id, len(sequences), sink)
+            for sequence in sequences:
+                shared.post(Add(sequence))
+            return
+        with shared.lock:
+            shared.handle()
+            weight_set = self._updates.weight_set_of(version)
+            shared.delivery.open(request_id, len(sequences), sink)
+            for sequence in reversed(sequences):
+                sequence.weight_set = weight_set
+                shared.enqueue_first(sequence)
+
     def submit(
         self,
         prompt: Any,
@@ -580,12 +629,6 @@ class InferenceEngine:
     def get_weight_version(self) -> int:
         """The version that serves now."""
         return self.weight_sync.version
-
-    def weight_set_of(self, version: int) -> str:
-        """The weight set of this version. Raises `InvalidRequest`. For engines around this one;
-        with the lock.
-        """
-        return self._updates.weight_set_of(version)
 
     def flush_cache(self) -> None:
         """Forget every cached prefix. Never needed for correctness: a block's name holds its weight

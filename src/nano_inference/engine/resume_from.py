@@ -3,12 +3,10 @@ numerics.
 """
 
 import itertools
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Listed
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from nano_inference.core.loop import Add
 from nano_inference.core.sequence import (
     REFERENCE,
     CheckedRequest,
@@ -16,16 +14,12 @@ from nano_inference.core.sequence import (
     SampleGroup,
     Sequence,
 )
-from nano_inference.engine.delivery import Sink
 from nano_inference.engine.intake import Intake
 from nano_inference.engine.requests import checked_ids
 from nano_inference.errors import InvalidRequest
 from nano_inference.fields.options import is_whole
 from nano_inference.text.detokenizer import OutputText
 from nano_inference.types import SamplingParams, TopLogprobs, TrainingSample
-
-if TYPE_CHECKING:
-    from nano_inference.engine.engine import InferenceEngine
 
 
 def resumed(
@@ -101,93 +95,53 @@ def resumed(
     return seq
 
 
-def resume_many(
-    engine: "InferenceEngine",
+def resumed_here(
+    intake: Intake,
     samples: Listed[TrainingSample],
-    sink: Sink,
     *,
     stream: bool,
     request_id: int,
     num_wanted: int | None = None,
     max_staleness: int | None = None,
-    version: int | None = None,
-) -> None:
-    """Go on with partial samples of one request, token for token as if they had been sampled here.
-
-    Args:
-        engine: by its numerics; others would draw other bits.
-        samples: what is known of them, all of one request; of which some may have no token yet.
-        sink: as in `InferenceEngine.submit`; it takes what is new.
-        stream: as there.
-        request_id: a new one.
-        num_wanted: how many of these are wanted, as in `add_request`.
-        max_staleness: as in `add_request`.
-        version: go on with these weights, where they still serve a sequence
-            (`kv_policy="finish_old"`), and then wait for the step that runs; else with those that
-            serve.
-
-    Raises `InvalidRequest` for what cannot be gone on with, with nothing changed.
+) -> list[Sequence]:
+    """Sequences of one request that go on with its partial samples; see
+    `InferenceEngine.resume_many`.
     """
-    shared, loop = engine.shared, engine.loop
-    shared.require_alive()
     group = SampleGroup(num_wanted) if num_wanted is not None else None
-    has_reference = REFERENCE in loop.sequences.versions
-    sequences = list[Sequence]()
-    for sample in samples:
-        seq = resumed(
-            engine.intake,
+    sequences = [
+        resumed(
+            intake,
             sample,
             stream=stream,
             request_id=request_id,
             group=group,
             max_staleness=max_staleness,
         )
-        if seq.num_completion_tokens and (
-            _may_have_ended(seq, engine.spec.eos_token_ids, has_reference)
-            or _has_stopped(seq, engine)
-        ):
-            raise InvalidRequest("it is not known whether the sample has ended.")
-        sequences.append(seq)
-    if version is None:
-        shared.delivery.open(request_id, len(sequences), sink)
-        for seq in sequences:
-            shared.post(Add(seq))
-        return
-    with shared.lock:
-        shared.handle()
-        weight_set = engine.weight_set_of(version)
-        shared.delivery.open(request_id, len(sequences), sink)
-        for seq in reversed(sequences):
-            seq.weight_set = weight_set
-            shared.enqueue_first(seq)
+        for sample in samples
+    ]
+    if any(seq.num_completion_tokens and _may_have_ended(intake, seq) for seq in sequences):
+        raise InvalidRequest("it is not known whether the sample has ended.")
+    return sequences
 
 
-def _may_have_ended(seq: Sequence, eos: Container[int], has_reference: bool) -> bool:
+def _may_have_ended(intake: Intake, seq: Sequence) -> bool:
     """Whether its last token may have been its last: one that waited for its reference logprobs
-    looks like this. A grammar ends a sample that does not end by `eos` itself.
+    looks like this, and one whose text holds a stop string already, as tokens come before the word
+    that they were the last ones. A grammar ends a sample that does not end by `eos` itself.
     """
-    if seq.grammar is not None and seq.token_ids[-1] in eos:
+    request, last = seq.request, seq.token_ids[-1]
+    if seq.grammar is not None and last in intake.checks.spec.eos_token_ids:
         return True
-    ended = (
-        seq.token_ids[-1] in seq.request.stop_ids
-        and seq.num_completion_tokens > seq.request.params.min_tokens
-    )
-    return ended or (has_reference and bool(seq.request.params.stop))
-
-
-def _has_stopped(seq: Sequence, engine: "InferenceEngine") -> bool:
-    """Whether its text holds a stop string already: tokens come before the word that they were the
-    last ones.
-    """
-    if not seq.request.params.stop:
+    if last in request.stop_ids and seq.num_completion_tokens > request.params.min_tokens:
+        return True
+    if not request.params.stop:
         return False
-    text, tokens = (
-        OutputText(engine.tokenizer, seq.request.params.stop),
-        seq.token_ids[seq.request.num_prompt_tokens :],
-    )
+    if REFERENCE in intake.live.versions:
+        return True
+    text = OutputText(intake.checks.tokenizer, request.params.stop)
+    completion = enumerate(seq.token_ids[request.num_prompt_tokens :], start=1)
     return any(
-        text.append(token_id, count > seq.request.params.min_tokens)
-        for count, token_id in enumerate(tokens, start=1)
+        text.append(token_id, count > request.params.min_tokens) for count, token_id in completion
     )
 
 

@@ -1,27 +1,33 @@
 """`FleetClient`: several engines as one. A replica that dies takes no request with it."""
 
+import logging
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from nano_inference.fleet.errors import Draining, NoReplica
-from nano_inference.fleet.failover import MOST_MOVES, Failover, FleetRequest
+from nano_inference.errors import EngineDead
+from nano_inference.fleet.errors import Draining, EnginesDied, NoReplica, WeightsChanged
+from nano_inference.fleet.failover import Failover
 from nano_inference.fleet.operations import FleetOperations
-from nano_inference.fleet.replica import FleetEvents
+from nano_inference.fleet.replica import Changed, FleetEvent, Left, Lost, Opened
+from nano_inference.fleet.requests import FleetRequest
 from nano_inference.fleet.router import Router, Ticket
-from nano_inference.fleet.supervisor import ReplicaStatus, Supervisor
+from nano_inference.fleet.supervisor import Supervisor
 from nano_inference.fleet.transfers import LEAST, Prefill, PrefixSharing, Transfers
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import STOPPING, EngineClient
-from nano_inference.remote.messages import Abort, EngineInfo, Generate, Ready, ToEngine
+from nano_inference.remote.messages import Abort, Generate, Ready, ToEngine
 from nano_inference.remote.operations import Operation
+from nano_inference.remote.status import FleetReport
 from nano_inference.remote.temporary import temporary_folder
 from nano_inference.types import Delta
 
-SYNC_TIMEOUT = 600.0  # seconds in which a replica gets the weights of another one
+log = logging.getLogger("nano_inference.server")
 
 
 class FleetClient(EngineClient):
@@ -46,6 +52,8 @@ class FleetClient(EngineClient):
             (`PrefixSharing`).
         in_lockstep: the engines cannot do without each other, so none is added, taken out or
             started again alone.
+        managed: whether replicas may be added and removed by name; False: it is one engine, which
+            is started again.
 
     Attributes:
         requests: those that have not ended, by id.
@@ -65,20 +73,14 @@ class FleetClient(EngineClient):
         prefill_least: int = LEAST,
         share_prefixes: bool = False,
         in_lockstep: bool = False,
-        is_one_engine: bool = False,
+        managed: bool = True,
     ) -> None:
         super().__init__(max_backlog, restart=restart)
-        self.is_one_engine = is_one_engine  # that is to be started again: there are no routes
+        self._is_managed = managed
         self.requests: dict[int, FleetRequest] = {}
         self.router = Router()
         self.supervisor = Supervisor(
-            FleetEvents(
-                opened=self._opened,
-                lost=self._lost,
-                left=self._move_requests,
-                died=self._replica_died,
-                changed=self.replicas_changed,
-            ),
+            self._take_event,
             self.router,
             self.bring_weights,
             make,
@@ -86,10 +88,10 @@ class FleetClient(EngineClient):
             stall_timeout=stall_timeout,
             in_lockstep=in_lockstep,
         )
-        self.failover = Failover(self)
-        self.transfers = Transfers(self)
-        self.prefill = Prefill(self, prefill_replicas, prefill_least)
-        self.sharing = PrefixSharing(self)
+        self.failover = Failover(self.requests, self.router, self.supervisor)
+        self.transfers = Transfers(self.supervisor)
+        self.prefill = Prefill(prefill_replicas, prefill_least, self.router, self.supervisor)
+        self.sharing = PrefixSharing(self.supervisor)
         self._shares_prefixes = share_prefixes
         self._operations = FleetOperations(self.supervisor, self.router)
         self._num_first = replicas
@@ -119,9 +121,22 @@ class FleetClient(EngineClient):
         """Replicas that take part in weight updates."""
         return len(self.supervisor.living())
 
-    def replica_report(self) -> tuple[Sequence[ReplicaStatus], Failover]:
-        """All engines, and counts of the requests that were moved."""
-        return self.supervisor.statuses(), self.failover
+    def replica_report(self) -> FleetReport:
+        """The state of all replicas, and counts of the requests that were moved."""
+        supervisor = self.supervisor
+        return FleetReport(
+            weight_version=supervisor.version,
+            paused=supervisor.paused,
+            asleep=supervisor.asleep,
+            replicas=supervisor.statuses(),
+            deaths=supervisor.num_deaths,
+            moves=self.failover,
+        )
+
+    @property
+    def managed(self) -> "FleetClient | None":
+        """Itself, unless it was made as one engine."""
+        return self if self._is_managed else None
 
     def stalled(self, seconds: float) -> bool:
         """Whether no replica gets on."""
@@ -145,9 +160,11 @@ class FleetClient(EngineClient):
         """
         async with temporary_folder("weights") as folder:
             path = str(folder / "all")
-            await donor.call("save_weights", path=path, version=version, timeout=SYNC_TIMEOUT)
+            await donor.call(
+                "save_weights", path=path, version=version, timeout=time_limits.BRING_WEIGHTS
+            )
             await client.call("begin_update", session=0, complete=True)
-            options = {"session": 0, "timeout": SYNC_TIMEOUT}
+            options = {"session": 0, "timeout": time_limits.BRING_WEIGHTS}
             await client.call("receive_folder", path=path, **options)
             await client.call("finish_update", version=version, kv_policy="abort", **options)
 
@@ -164,49 +181,43 @@ class FleetClient(EngineClient):
         return await self.supervisor.add()
 
     def drain(self, replica: str, *, move: bool = False, draining: bool = True) -> int:
-        """Give a replica nothing new; with `move` others go on with what it has. With
+        """Give a replica nothing new; with `move` others resume its requests. With
         `draining=False` it takes requests again. Returns how many requests it still has. Raises
         `ReplicaNotFound` or `ReplicaConflict`.
         """
         client = self.supervisor.drain(replica, move=move, draining=draining)
+        if draining and move:
+            self._move_requests(client)
         return len(self._requests_of(client))
 
     async def remove(self, replica: str) -> int:
-        """Take a replica out for good; others go on with what it has. Returns how many requests
-        those were. Raises
-        `ReplicaNotFound` or `ReplicaConflict`.
+        """Take a replica out for good; others resume its requests. Returns how many requests those
+        were. Raises `ReplicaNotFound` or `ReplicaConflict`.
         """
-        return await self.supervisor.remove(replica)
+        client = self.supervisor.remove(replica)
+        num_moved = self._move_requests(client)
+        await client.close()
+        log.info("replica %s was removed; %d request(s) went on elsewhere.", replica, num_moved)
+        return num_moved
 
-    # -- events of the supervisor ------------------------------------------------------------------
-
-    def _opened(self, info: EngineInfo, version: int, again: bool) -> None:
-        """A first replica serves this weight version; `again`: after all had died."""
-        if again:
-            self.num_restarts += 1
-        self._receive(Ready(msgspec.structs.replace(info, weight_version=version)))
-
-    def _lost(self, why: str, public: str, coming: bool) -> None:
-        """No replica is left, as when an engine dies; `coming`: another one is on its way."""
-        self.restarting = self._restart or coming
-        self.requests.clear()
-        self.failover.waiting.clear()
-        self._operations.forget()
-        self._die(why, public)
-
-    def _move_requests(self, client: EngineClient) -> int:
-        """Let others go on with what a replica has; returns how many requests that is."""
-        requests = self._requests_of(client)
-        for request in requests:
-            request.let_go()
-            self.failover.move(request)
-        return len(requests)
-
-    def _replica_died(self) -> None:
-        self.failover.deaths += 1
+    def _take_event(self, event: FleetEvent) -> None:
+        match event:
+            case Opened(info, again):
+                if again:
+                    self.num_restarts += 1
+                self._receive(Ready(info))
+            case Lost(why, public, coming):  # as when an engine dies
+                self.restarting = self._restart or coming
+                self.requests.clear()
+                self.failover.waiting.clear()
+                self._operations.forget()
+                self._die(why, public)
+            case Left(client):
+                self._move_requests(client)
+            case Changed():
+                self.replicas_changed()
 
     def replicas_changed(self) -> None:
-        """Other replicas serve than before, or they have reported."""
         living = self.supervisor.living().values()
         if living and self._info is not None:
             room = sum(client.info.max_batch_size for client in living)
@@ -216,22 +227,23 @@ class FleetClient(EngineClient):
                     self._info, max_batch_size=room, max_model_len=least
                 )
         self.stats = self.supervisor.reported_stats() or self.stats
-        self.failover.place_waiting()
+        while (suspect := self.failover.next_suspect()) is not None:
+            self._place_again(suspect)
 
     def _requests_of(self, client: EngineClient) -> list[FleetRequest]:
         return [request for request in self.requests.values() if request.client is client]
 
-    # -- requests ----------------------------------------------------------------------------------
+    # -- placing requests --------------------------------------------------------------------------
 
     def _begin(self, message: Generate, session: str | None) -> None:
         params, asked = message.params, None
         if params.seed is None:
             params, asked = replace(params, seed=self._seeds.getrandbits(63)), params
         message = msgspec.structs.replace(message, params=params, tell=True)
-        request = FleetRequest(self, message, session, asked, self.info.numerics)
+        request = FleetRequest(message, session, asked, self.info.numerics)
         self.requests[message.request_id] = request
         try:
-            self.place(request)
+            self._place(request)
         except NoReplica:
             self._forget(request)
             raise Draining from None
@@ -239,19 +251,22 @@ class FleetClient(EngineClient):
             self._forget(request)
             raise
 
-    def place(self, request: FleetRequest, *, at_any: bool = False) -> None:
+    def _place(self, request: FleetRequest, *, at_any: bool = False) -> None:
         """Choose a replica and hand the request over. Raises `NoReplica`, and what
         `EngineClient.begin` does.
         """
-        if request.deaths >= MOST_MOVES:
-            if (alone := self.failover.place_suspect(request)) is not None:
-                self.hand_over(request, alone)
+        if self.failover.is_suspect(request):
+            if (own := self.failover.place_suspect(request)) is not None:
+                self._hand_to_replica(request, own)
             return
-        ticket = self.prefill.place(request) or self.choose(request, at_any=at_any)
-        if not self.sharing.fetch(request, ticket):
-            self.hand_over(request, ticket)
+        ticket = self.prefill.place(request) or self._choose(request, at_any=at_any)
+        source = self.sharing.source(request, ticket)
+        if source is None:
+            self._hand_to_replica(request, ticket)
+        else:
+            self._send_blocks(request, ticket, source, is_fetched=True)
 
-    def choose(self, request: FleetRequest, *, at_any: bool = False) -> Ticket:
+    def _choose(self, request: FleetRequest, *, at_any: bool = False) -> Ticket:
         """A place for a request, or for what follows its prompt; `at_any`: a draining replica will
         do. Raises `NoReplica`.
         """
@@ -272,11 +287,93 @@ class FleetClient(EngineClient):
             raise NoReplica("no replica takes requests.")
         return router.place_at(min(living, key=router.score), request.left)
 
-    def hand_over(self, request: FleetRequest, ticket: Ticket) -> None:
+    def _hand_to_replica(self, request: FleetRequest, ticket: Ticket) -> None:
         """Let the replica of this ticket take a request. Raises as `EngineClient.begin` does."""
         supervisor = self.supervisor
         version = supervisor.version if supervisor.keeps_old else None
-        request.hand_to(supervisor.replicas[ticket.replica].client, ticket, version)
+        client = supervisor.replicas[ticket.replica].client
+        request.hand_to(client, ticket, _Replies(self._hear, self._fail, request), version)
+
+    def _place_again(self, request: FleetRequest) -> None:
+        """Choose a replica for a request that has none; where there is none, it ends."""
+        try:
+            self._place(request, at_any=True)
+        except NoReplica:
+            self._end_request(request, EngineDead("no replica is left.", "no replica is left"))
+        except Exception as problem:
+            log.exception("a request could not be handed on")
+            self._end_request(request, problem)
+
+    def _move(self, request: FleetRequest) -> None:
+        """Place a request on another replica: its own is gone."""
+        if request.request_id not in self.requests:
+            return
+        if request.ticket is not None:
+            self.router.finished(request.ticket)
+        try:
+            self.failover.moves(request)
+        except EnginesDied as problem:
+            self._end_request(request, problem)
+        else:
+            self._place_again(request)
+
+    def _move_requests(self, client: EngineClient) -> int:
+        """Let others resume the requests of a replica; returns how many those are."""
+        requests = self._requests_of(client)
+        for request in requests:
+            request.let_go()
+            self._move(request)
+        return len(requests)
+
+    # -- requests whose blocks are brought ---------------------------------------------------------
+
+    def _send_blocks(
+        self,
+        request: FleetRequest,
+        ticket: Ticket,
+        source: EngineClient | None,
+        *,
+        is_fetched: bool = False,
+    ) -> None:
+        """Bring the blocks of a request's prompt to its next place, and hand it over there. It is
+        handed over once: when its blocks are there, when they cannot come, or when it is aborted
+        meanwhile. Blocks that are missing are computed.
+
+        Args:
+            request: without a replica.
+            ticket: where it goes.
+            source: the replica that has the blocks; None: it is gone.
+            is_fetched: the time that they take says what fetching costs.
+        """
+        self.transfers.leave(request, ticket)
+        target = self.supervisor.living().get(ticket.replica)
+        if source is None or target is None or target is source:
+            return self._land(request)
+
+        async def carry() -> None:
+            brought = await self.transfers.carry(request, source, target)
+            if is_fetched and brought is not None:
+                self.sharing.fetched(brought)
+            self._land(request)
+
+        return self.supervisor.spawn(carry())
+
+    def _land(self, request: FleetRequest) -> None:
+        """Hand a request over without waiting for its blocks (any more): at its place or, if that
+        replica is gone, anywhere.
+        """
+        ticket = self.transfers.land(request)
+        if ticket is None:
+            return
+        self.router.finished(ticket)
+        if request.request_id not in self.requests:
+            return
+        if ticket.replica in self.supervisor.living():
+            self._hand_to_replica(request, self.router.place_at(ticket.replica, request.left))
+        else:
+            self._place_again(request)
+
+    # -- from the client, and from replicas --------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
         if not isinstance(message, Abort):
@@ -286,24 +383,33 @@ class FleetClient(EngineClient):
             if request is None:
                 continue
             if message.answered:
-                self.transfers.land(request)  # if it is on its way
+                self._land(request)  # if it is on its way
                 request.end_soon()
             else:
                 self._forget(request)
                 request.let_go()
 
-    def _forget(self, request: FleetRequest) -> None:
-        self.failover.waiting.discard(request)
-        if self.requests.pop(request.request_id, None) is not None and request.ticket is not None:
-            self.router.finished(request.ticket)
+    def _hear(self, request: FleetRequest, delta: Delta) -> None:
+        """A delta has come from a replica."""
+        if request.samples[delta.sample_index].ended:  # a repetition does it again
+            return None
+        self.failover.heard(request, time.monotonic() - request.heard_at)
+        if request.hear(delta):
+            if request.ticket is not None:
+                self.router.started(request.ticket)
+            self.sharing.began(request)
+        try:
+            new = request.take(delta)
+        except WeightsChanged as problem:
+            request.let_go()
+            return self._end_request(request, problem)
+        if new is not None:
+            self._answer_with(request, new)
+        if delta.finished is None and request.has_computed_prompt:
+            self._resume_elsewhere(request)
+        return None
 
-    # -- what requests tell ------------------------------------------------------------------------
-
-    def has(self, request: FleetRequest) -> bool:
-        """Whether this request has not ended."""
-        return request.request_id in self.requests
-
-    def arrived(self, request: FleetRequest, delta: Delta) -> None:
+    def _answer_with(self, request: FleetRequest, delta: Delta) -> None:
         """A delta is for the client."""
         if delta.finished is not None:
             assert request.ticket is not None
@@ -312,16 +418,32 @@ class FleetClient(EngineClient):
                 self.requests.pop(request.request_id, None)
         self._take(request.request_id, delta)
 
-    def ended(self, request: FleetRequest, problem: Exception) -> None:
-        """It has failed."""
+    def _resume_elsewhere(self, request: FleetRequest) -> None:
+        """Every sample of a request has a token: on to the replica that makes the others."""
+        source, request.computes_prompt = request.client, False
+        request.let_go()
+        if request.ticket is not None:
+            self.router.finished(request.ticket)
+        request.moves += 1  # so that it is compared whether it ends as it began
+        self.prefill.num_prompts += 1
+        self._send_blocks(request, self._choose(request, at_any=True), source)
+
+    def _fail(self, request: FleetRequest, problem: Exception) -> None:
+        """A replica is gone, or has refused a request."""
+        if isinstance(problem, EngineDead):
+            request.lost()
+            self._move(request)
+        elif not request.try_otherwise():
+            self._end_request(request, problem)
+
+    def _end_request(self, request: FleetRequest, problem: Exception) -> None:
         self._forget(request)
         self._end(request.request_id, problem)
 
-    def began(self, request: FleetRequest) -> None:
-        """Its first tokens have come."""
-        if request.ticket is not None:
-            self.router.started(request.ticket)
-        self.sharing.began(request)
+    def _forget(self, request: FleetRequest) -> None:
+        self.failover.waiting.discard(request)
+        if self.requests.pop(request.request_id, None) is not None and request.ticket is not None:
+            self.router.finished(request.ticket)
 
     # -- engine operations -------------------------------------------------------------------------
 
@@ -340,3 +462,21 @@ class FleetClient(EngineClient):
 
         self.supervisor.spawn(answer())
         return self._operations.patience(operation, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replies:
+    """Receives what a replica says of one request."""
+
+    hear: Callable[[FleetRequest, Delta], None]
+    failed: Callable[[FleetRequest, Exception], None]
+    request: FleetRequest
+    name: str | None = None  # a replica does not know it; see `Receiver`
+
+    def put(self, delta: Delta) -> None:
+        """A delta has come."""
+        self.hear(self.request, delta)
+
+    def fail(self, problem: Exception) -> None:
+        """Nothing more will come."""
+        self.failed(self.request, problem)

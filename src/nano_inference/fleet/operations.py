@@ -17,13 +17,13 @@ from nano_inference.errors import (
 )
 from nano_inference.fleet.router import Router
 from nano_inference.fleet.supervisor import Supervisor, bring_adapter
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.operations import FleetPolicy, Operation, operation_named
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy
 
 log = logging.getLogger("nano_inference.server")
 
-SOON = 60.0  # seconds of calls that wait for a step at most
 Arguments = Mapping[str, Any]
 Answers = dict[str, Any]  # by replica: what it returned, or the error that it raised
 Engines = Mapping[str, EngineClient]
@@ -190,7 +190,7 @@ class FleetOperations:
         if len(done) < len(found):
             if everywhere or done:
                 undo, among = operation_named(name).undo, None if everywhere else done
-                await self._each(undo, max(seconds, SOON), undo_arguments, among)
+                await self._each(undo, max(seconds, time_limits.SOON), undo_arguments, among)
             _raise_first(found)
         return found
 
@@ -236,7 +236,7 @@ class FleetOperations:
             late = [each for each, client in living.items() if asked.get(each) is not client]
             if self._supervisor.paused and late:
                 with suppress(EngineDead):  # those have died
-                    found = await self._each("pause", SOON, {"mode": "keep"}, late)
+                    found = await self._each("pause", time_limits.SOON, {"mode": "keep"}, late)
                     self._leave_behind(found, "it does not pause")
         return answer
 
@@ -261,7 +261,7 @@ class FleetOperations:
             await self._go_on(seconds)
             self._supervisor.paused = False
 
-    async def _go_on(self, seconds: float = SOON) -> None:
+    async def _go_on(self, seconds: float = time_limits.SOON) -> None:
         """End a pause. One that does not go on with the others leaves, and comes back as they are.
         Raises the error of the first if none goes on.
         """
@@ -352,7 +352,7 @@ class FleetOperations:
         async def receive(replica: str) -> Any:
             answer = (await self._each(operation.name, seconds, arguments, [replica]))[replica]
             if _failed(answer):  # the others need not wait for what will not come
-                await self._each("cancel_update", SOON, cancel)
+                await self._each("cancel_update", time_limits.SOON, cancel)
                 raise answer
             return answer
 

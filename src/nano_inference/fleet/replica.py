@@ -1,18 +1,12 @@
-"""`Replica`: one place of a fleet, and what a supervisor reports about its replicas."""
+"""`Replica`: one place of a fleet, and the events that a supervisor reports."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import State
 
-# seconds until the next engine; doubled for each one in a row that did not last
-FIRST_WAIT = 0.5
-LONGEST_WAIT = 30.0
-
-LASTING = 60.0  # seconds after which an engine has lasted
 _MOST_DOUBLINGS = 10  # by then it is the longest
 
 
@@ -33,11 +27,11 @@ class Backoff:
         """It has died, or was never ready; returns seconds to wait before the next one is
         started.
         """
-        lasted = self._ready_at is not None and now - self._ready_at > LASTING
+        lasted = self._ready_at is not None and now - self._ready_at > time_limits.LASTING
         self._num_short = 0 if lasted else self._num_short + 1
         self._ready_at = None
         doublings = min(max(0, self._num_short - 1), _MOST_DOUBLINGS)
-        return min(FIRST_WAIT * 2**doublings, LONGEST_WAIT)
+        return min(time_limits.FIRST_RESTART * 2**doublings, time_limits.LONGEST_RESTART)
 
 
 # starting: it is built; syncing: it is brought to what the others have; serving; draining: it takes
@@ -67,35 +61,44 @@ class Replica:
         return self.state in ("serving", "draining") and self.client.why_dead is None
 
 
-class Opened(Protocol):
-    """Called when a first replica serves: what it is, its weight version, and whether all replicas
-    had died before.
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A first replica serves.
+
+    Attributes:
+        info: of its engine.
+        again: all replicas had died before.
     """
 
-    def __call__(self, info: EngineInfo, version: int, again: bool) -> None: ...
-
-
-class BringWeights(Protocol):
-    """Gives `client` the weights of this version, which `donor` serves."""
-
-    async def __call__(self, donor: EngineClient, client: EngineClient, version: int) -> None: ...
+    info: EngineInfo
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
-class FleetEvents:
-    """What a supervisor reports; the fleet acts on it.
+class Lost:
+    """No replica is left.
 
     Attributes:
-        opened: a first replica serves.
-        lost: no replica is left: why, why as strangers may hear it, and whether another replica is
-            being built.
-        left: a replica does not serve any more; returns how many requests went to others.
-        died: a replica that had been built has died.
-        changed: other replicas serve than before, or they have reported.
+        why: the reason.
+        public: the reason as strangers may hear it.
+        coming: another replica is being built.
     """
 
-    opened: Opened
-    lost: Callable[[str, str, bool], None]
-    left: Callable[[EngineClient], int]
-    died: Callable[[], None]
-    changed: Callable[[], None]
+    why: str
+    public: str
+    coming: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A replica does not serve any more; others are to resume its requests."""
+
+    client: EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Other replicas serve than before, or they have reported."""
+
+
+FleetEvent = Opened | Lost | Left | Changed

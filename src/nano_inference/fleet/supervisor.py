@@ -5,7 +5,7 @@ share.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -13,9 +13,10 @@ import msgspec
 from nano_inference.errors import EngineDead, NanoInferenceError
 from nano_inference.fleet.counts import FleetCounts
 from nano_inference.fleet.errors import ReplicaConflict, ReplicaNotFound
-from nano_inference.fleet.replica import BringWeights, FleetEvents, Replica
+from nano_inference.fleet.replica import Changed, FleetEvent, Left, Lost, Opened, Replica
 from nano_inference.fleet.router import Router
 from nano_inference.kv_cache.block_hash import adapter_key
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.messages import EngineInfo
 from nano_inference.remote.status import ReplicaStatus, State
@@ -25,9 +26,6 @@ from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory
 
 log = logging.getLogger("nano_inference.server")
 
-GLANCE = 0.2  # seconds between two looks at the replicas
-
-ADAPTER_TIMEOUT = 300.0  # in which a replica gets an adapter of another one
 
 _SAME = ("model_path", "vocab_size", "eos_token_ids", "numerics")  # of all replicas
 
@@ -37,9 +35,9 @@ class Supervisor:
     have: weights of the same version, the same pause, the same sleep.
 
     Args:
-        events: called with what becomes of the engines.
+        report: called with each event of the engines.
         router: gets the names of the replicas that take requests.
-        bring_weights: brings a replica to the weights of another one.
+        bring_weights: (donor, client, version): gives an engine the weights that the donor serves.
         make: a client of an engine that is not started yet, by the number of its place.
         restart: start a new engine in the place of one that has died.
         stall_timeout: seconds after which a replica that has something to do and gets nowhere is
@@ -56,13 +54,14 @@ class Supervisor:
         keeps_old: whether requests finish on the version before.
         adapters: that all of them serve, by name.
         adapter_versions: the newest of each name, also of those that were unloaded.
+        num_deaths: replicas that died after they were built.
     """
 
     def __init__(
         self,
-        events: FleetEvents,
+        report: Callable[[FleetEvent], None],
         router: Router,
-        bring_weights: BringWeights,
+        bring_weights: Callable[[EngineClient, EngineClient, int], Awaitable[None]],
         make: Callable[[int], EngineClient],
         *,
         restart: bool,
@@ -77,7 +76,8 @@ class Supervisor:
         self.keeps_old = False
         self.adapters: dict[str, AdapterInfo] = {}
         self.adapter_versions: dict[str, int] = {}
-        self._events = events
+        self.num_deaths = 0
+        self._report = report
         self._router = router
         self._bring_weights = bring_weights
         self._make = make
@@ -180,7 +180,7 @@ class Supervisor:
         return each.name
 
     def drain(self, replica: str, *, move: bool, draining: bool) -> EngineClient:
-        """See `FleetClient.drain`; returns its client."""
+        """See `FleetClient.drain`; returns its client, whose requests stay there."""
         each = self._named(replica)
         if not each.is_alive:
             raise ReplicaConflict(f"replica {replica!r} does not serve: it is {each.state}.")
@@ -188,12 +188,10 @@ class Supervisor:
             self._require_others(each)
         self._router.drain(replica, draining)
         each.state = "draining" if draining else "serving"
-        if draining and move:
-            self._events.left(each.client)
         return each.client
 
-    async def remove(self, replica: str) -> int:
-        """See `FleetClient.remove`."""
+    def remove(self, replica: str) -> EngineClient:
+        """See `FleetClient.remove`; returns its client, which still has requests and is open."""
         self._require_independent()
         each = self._named(replica)
         if each.is_alive:
@@ -201,10 +199,7 @@ class Supervisor:
         del self.replicas[replica]
         self._leave(each, "dead", "it was removed")
         self._look_whether_lost("it was removed.", "it was removed")
-        num_moved = self._events.left(each.client)
-        await each.client.close()
-        log.info("replica %s was removed; %d request(s) went on elsewhere.", replica, num_moved)
-        return num_moved
+        return each.client
 
     def _new(self) -> Replica:
         number, self._num_made = self._num_made, self._num_made + 1
@@ -214,7 +209,7 @@ class Supervisor:
 
     def _look_after(self, each: Replica) -> None:
         client = each.client
-        client.on_dead = lambda: self._died(each, client)
+        client.watch(lambda: self._died(each, client))
 
     def _open(
         self,
@@ -235,8 +230,8 @@ class Supervisor:
         self.adapters.clear()
         for adapter in info.adapters if adapters is None else adapters:
             self.serves_adapter(adapter)
-        info = msgspec.structs.replace(info, adapters=tuple(self.adapters.values()))
-        self._events.opened(info, self.version, again)
+        kept = {"adapters": tuple(self.adapters.values()), "weight_version": self.version}
+        self._report(Opened(msgspec.structs.replace(info, **kept), again))
         for each in replicas:
             self._admit(each)
 
@@ -244,7 +239,7 @@ class Supervisor:
         each.state, each.why = "serving", ""
         each.backoff.ready(time.monotonic())
         self._router.add(each.name)
-        self._events.changed()
+        self._report(Changed())
         log.info("replica %s serves weight version %d.", each.name, self.version)
 
     def _leave(self, each: Replica, state: State, why: str) -> None:
@@ -254,7 +249,7 @@ class Supervisor:
         each.state, each.why = state, why
         if each.name in self._router.replicas:
             self._router.remove(each.name)
-        self._events.changed()
+        self._report(Changed())
 
     def _died(self, each: Replica, client: EngineClient, why: str | None = None) -> None:
         """An engine has died; its requests will fail next, and go on elsewhere."""
@@ -263,7 +258,7 @@ class Supervisor:
         why = why or client.why_dead or "it has died."
         log.error("replica %s has died (%s): %s", each.name, each.state, why)
         if each.state != "starting":
-            self._events.died()
+            self.num_deaths += 1
         self._leave(each, "dead", why)
         self._end(client)
         self._look_whether_lost(why, client.public_reason)
@@ -280,12 +275,12 @@ class Supervisor:
         """
         if self._first is not None and not self.living():
             coming = any(other.state in ("starting", "syncing") for other in self.replicas.values())
-            self._events.lost(why, public, coming)
+            self._report(Lost(why, public, coming))
 
     async def _start_again(self, each: Replica, delay: float) -> None:
         await asyncio.sleep(delay)
         while "weights" in self.asleep and self.living():  # a trainer has the memory now
-            await asyncio.sleep(GLANCE)
+            await asyncio.sleep(time_limits.WATCH)
         if self._closing or self.replicas.get(each.name) is not each:  # it was removed
             return
         await self._bring_up(each, self._renew(each).start)
@@ -337,7 +332,7 @@ class Supervisor:
         each = self.replicas[replica]
         log.warning("replica %s is brought to the others: %s", replica, why)
         self._leave(each, "syncing", why)
-        self._events.left(each.client)
+        self._report(Left(each.client))
         self.spawn(self._bring_up(each))
 
     async def _sync(self, each: Replica, client: EngineClient) -> None:
@@ -460,8 +455,8 @@ class Supervisor:
     async def _watch(self) -> None:
         """Let the fleet gather what replicas report, and end those that hang."""
         while True:
-            await asyncio.sleep(GLANCE)
-            self._events.changed()
+            await asyncio.sleep(time_limits.WATCH)
+            self._report(Changed())
             for name, client in self.living().items():
                 if client.stalled(self._stall_timeout):
                     log.error(
@@ -493,7 +488,7 @@ async def bring_adapter(
     """
     async with temporary_folder("adapter") as folder:
         path = str(folder / "adapter")
-        await donor.call("save_adapter", name=name, path=path, timeout=ADAPTER_TIMEOUT)
+        await donor.call("save_adapter", name=name, path=path, timeout=time_limits.BRING_ADAPTER)
         await client.call(
-            "receive_adapter", path=path, kv_policy=kv_policy, timeout=ADAPTER_TIMEOUT
+            "receive_adapter", path=path, kv_policy=kv_policy, timeout=time_limits.BRING_ADAPTER
         )

@@ -7,7 +7,7 @@ buffers in a recorder (`ops/cpu/recorder.py`), values that are computed later in
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Concatenate, Literal, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Concatenate, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.formats import Format
 from nano_inference.ops.kv_codes import KvFormat
-from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Place, placed
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
@@ -120,6 +119,26 @@ class Norm(NamedTuple):
     eps: float
     offset: float
     dtype: torch.dtype
+
+
+class LatentOps(NamedTuple, Generic[X]):
+    """Attention over latents: what lies between its products and the attention itself.
+
+    A token's keys and values of all heads are products of one latent (MLA, arXiv:2405.04434), and
+    the cache holds the latent. A head's queries are brought to where the latents are, and the
+    attended latents to the head's values: (q W_k) · c = q · (W_k c). So attention is that of one KV
+    head, whose values are its keys. `kv` is a weight [heads * (plain + value), rank]: of each head
+    the rows that make its keys of a latent, then those that make its values.
+
+    Attributes:
+        meet: (q [N, heads * (plain + rotary)], c [N, rank + rotary], kv, norm, sizes) -> [N, (heads
+            + 2) * key]: queries, then the key, which holds the normed latent, twice: what
+            `Ops.rope_and_store` takes of one KV head.
+        values: (attended [N, heads * key], kv, sizes) -> [N, heads * value].
+    """
+
+    meet: Callable[[X, X, Weight, Norm, Latent], X]
+    values: Callable[[X, Weight, Latent], X]
 
 
 class HeadNorms(NamedTuple):

@@ -7,13 +7,14 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Unpack
 
 import msgspec
 
 import nano_inference.errors as errors
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.remote import time_limits
 from nano_inference.remote.errors import EngineReplaced, EngineRestarting, ReaderTooSlow
 from nano_inference.remote.log_lines import Rarely
 from nano_inference.remote.messages import (
@@ -38,16 +39,12 @@ from nano_inference.remote.messages import (
 )
 from nano_inference.remote.open_requests import OpenRequests, Receiver
 from nano_inference.remote.operations import Operation, operation_named
-from nano_inference.remote.status import MoveCounts, ReplicaStatus
+from nano_inference.remote.status import FleetReport, ManagedReplicas
 from nano_inference.types import Delta, EngineStats, Limits, SamplingParams
 
 log = logging.getLogger("nano_inference.server")
 
 STOPPING = "the server is stopping."
-# seconds without a heartbeat; also an engine that has nothing to do tells one every ten
-SILENCE = 20.0
-# the same where there are requests: then it tells one every second, also in the middle of a step
-BUSY_SILENCE = 10.0
 
 _DECODER = msgspec.msgpack.Decoder(FromEngine)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -134,8 +131,7 @@ class EngineClient(ABC):
         self.restarting = False
         self.loading = ""
         self.num_restarts = 0
-        # called once, before those who wait hear of it
-        self.on_dead: Callable[[], None] | None = None
+        self._watcher: Callable[[], None] | None = None
         self._busy = False  # as the last heartbeat said
         self._num_steps = 0  # the same
         self._progress = time.monotonic()  # when something last moved
@@ -177,10 +173,13 @@ class EngineClient(ABC):
         """How many there are, each of which a trainer sends its weights."""
         return 1
 
-    def replica_report(self) -> tuple[Sequence[ReplicaStatus], MoveCounts] | None:
-        """The engines behind it, and what became of requests of those that died; None: there is
-        one engine.
-        """
+    def replica_report(self) -> FleetReport | None:
+        """The state of the replicas behind it; None: there is one engine."""
+        return None
+
+    @property
+    def managed(self) -> ManagedReplicas | None:
+        """The replicas behind it that can be added and removed; None: there are none."""
         return None
 
     @property
@@ -250,7 +249,7 @@ class EngineClient(ABC):
         if self.why_dead is not None:
             return False
         now = time.monotonic()
-        if self._heard is not None and now - self._heard >= SILENCE + seconds:
+        if self._heard is not None and now - self._heard >= time_limits.SILENCE + seconds:
             return True
         return bool(len(self._open) or self._busy) and now - self._progress >= seconds
 
@@ -262,11 +261,13 @@ class EngineClient(ABC):
         if self._heard is None or self.why_dead is not None:
             return False
         now = time.monotonic()
-        if self._open and now - max(self._heard, self._progress) >= BUSY_SILENCE:
+        if self._open and now - max(self._heard, self._progress) >= time_limits.BUSY_SILENCE:
             return True  # a request that came just now may have found it at its slow beat
-        return now - self._heard >= SILENCE
+        return now - self._heard >= time_limits.SILENCE
 
-    async def abort(self, names: Collection[str] | None, *, timeout: float = 60.0) -> int:
+    async def abort(
+        self, names: Collection[str] | None, *, timeout: float = time_limits.SOON
+    ) -> int:
         """End the requests of these names (None: all): their streams get samples that end as
         `"abort"`, with what they have. Returns how many there were, when they have. Raises as
         `call` does.
@@ -289,7 +290,9 @@ class EngineClient(ABC):
                 await self.call("take_in", timeout=timeout)
                 self._num_taken_in = sent
 
-    async def call(self, name: str, /, *, timeout: float = 60.0, **arguments: Any) -> Any:
+    async def call(
+        self, name: str, /, *, timeout: float = time_limits.SOON, **arguments: Any
+    ) -> Any:
         """Run an engine operation. Raises what it raised, `TimeoutError`, and what `submit` raises.
 
         Args:
@@ -312,6 +315,12 @@ class EngineClient(ABC):
         """The caller that waits for a call gets `problem`; the engine may go on with it."""
         for call_id in list(self._calls):
             self._answer(call_id, lambda future: future.set_exception(problem))
+
+    def watch(self, died: Callable[[], None]) -> None:
+        """Call `died` once, when the engine dies, before those who wait hear of it. For a
+        supervisor, which also logs the death.
+        """
+        self._watcher = died
 
     @abstractmethod
     async def start(self) -> None:
@@ -397,8 +406,8 @@ class EngineClient(ABC):
         """The engine is gone, and all that it was doing."""
         if self._dead is None:
             self._dead, self._public = reason, public
-            if self.on_dead is not None:
-                self.on_dead()
+            if self._watcher is not None:
+                self._watcher()
         self._busy = False
         lost = EngineReplaced if self._restart else EngineDead
         for request_id in list(self._open):

@@ -16,8 +16,8 @@ from nano_inference.checkpoints.generation_defaults import generation_defaults
 from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.core.deltas import deltas_since
 from nano_inference.engine.engine import InferenceEngine
-from nano_inference.engine.resume_from import resume_many
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError
+from nano_inference.remote import time_limits
 from nano_inference.remote.block_link import BlockLink
 from nano_inference.remote.engine_weights import EngineWeights
 from nano_inference.remote.messages import (
@@ -45,8 +45,6 @@ from nano_inference.types import Delta, PauseMode
 log = logging.getLogger("nano_inference.server")
 
 MAX_CALLS = 32  # at a time; a thread each
-FRESH = 0.5  # seconds for which statistics are told again, not collected
-TELL = 0.25  # seconds between two looks at what requests have that do not stream
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +186,7 @@ class EngineCore:
         """Collect statistics, if those at hand are old. With the engine's lock, or on the thread
         that steps.
         """
-        if time.monotonic() - self._stats_from > FRESH:
+        if time.monotonic() - self._stats_from > time_limits.STATS_AGE:
             self._stats, self._stats_from = self.engine.stats(), time.monotonic()
 
     # -- messages ----------------------------------------------------------------------------------
@@ -241,8 +239,7 @@ class EngineCore:
         request = _Request(message.request_id, len(message.samples), told=told if tell else None)
         try:
             inner = self.engine.intake.new_request_id()
-            resume_many(
-                self.engine,
+            self.engine.resume_many(
                 message.samples,
                 lambda delta: self._take(request, delta),
                 stream=message.stream,
@@ -273,7 +270,7 @@ class EngineCore:
 
     def _tell(self) -> None:
         """Tell what requests have that do not stream, now and then. On the thread that steps."""
-        if not self._telling or time.monotonic() - self._told_at < TELL:
+        if not self._telling or time.monotonic() - self._told_at < time_limits.TELL:
             return
         self._told_at = time.monotonic()
         shared = self.engine.shared

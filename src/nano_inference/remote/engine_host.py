@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nano_inference.errors import NO_MEMORY, ConfigError, InvalidRequest, NanoInferenceError
+from nano_inference.remote import time_limits
 from nano_inference.remote.log_lines import Rarely
 from nano_inference.remote.messages import (
     NOT_UNDERSTOOD,
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from nano_inference.remote.core import EngineCore
 
 log = logging.getLogger("nano_inference.server")
-
-# seconds between heartbeats while there are requests, also such as wait for the end of a pause
-BEAT = 1.0
-IDLE_BEAT = 10.0  # and while nothing changes
 
 
 class EngineHost:
@@ -101,9 +98,13 @@ class EngineHost:
         now, core = time.monotonic(), self.core
         if now < self._due or core is None:
             return None
-        self._due = now + BEAT
+        self._due = now + time_limits.BEAT
         beat = core.heartbeat()
-        if not core.has_requests and beat == self._last and now < self._sent + IDLE_BEAT:
+        if (
+            not core.has_requests
+            and beat == self._last
+            and now < self._sent + time_limits.IDLE_BEAT
+        ):
             return None
         self._last, self._sent = beat, now
         return beat

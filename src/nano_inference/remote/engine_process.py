@@ -19,7 +19,8 @@ import msgspec
 import zmq
 
 from nano_inference.config import EngineConfig
-from nano_inference.remote.engine_host import BEAT, EngineHost, encoded
+from nano_inference.remote import time_limits
+from nano_inference.remote.engine_host import EngineHost, encoded
 from nano_inference.remote.loading_line import loading_line
 from nano_inference.remote.log_lines import send_to_stderr
 from nano_inference.remote.messages import Begin, FromEngine, Loading
@@ -28,8 +29,6 @@ from nano_inference.system.progress import heard_by
 
 if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
-
-LAST_WORDS = 1.0  # seconds that messages get to leave before the process ends
 
 
 def main() -> None:
@@ -126,7 +125,7 @@ class Outbox:
     def close(self) -> None:
         """Let what was told leave; returns when it has, or after a second."""
         self._queue.put(None)
-        self._thread.join(LAST_WORDS)
+        self._thread.join(time_limits.LAST_WORDS)
 
     def _run(self) -> None:
         context = zmq.Context()
@@ -137,7 +136,7 @@ class Outbox:
         encoder = msgspec.msgpack.Encoder()
         while True:
             try:
-                message = self._queue.get(timeout=BEAT)
+                message = self._queue.get(timeout=time_limits.BEAT)
                 if message is None:
                     break
                 for data in encoded(encoder, message):
@@ -149,7 +148,7 @@ class Outbox:
                 _leave(_folder_of(self._begin.outbox))
             if (beat := self.host.beat()) is not None:
                 outbox.send(encoder.encode(beat))
-        outbox.close(linger=int(LAST_WORDS * 1000))
+        outbox.close(linger=int(time_limits.LAST_WORDS * 1000))
         context.term()
 
 

@@ -16,6 +16,7 @@ import torch
 from nano_inference.engine.engine import InferenceEngine
 from nano_inference.engine.weight_updates import require_policy
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
+from nano_inference.remote import time_limits
 from nano_inference.remote.operations import Received
 from nano_inference.types import KvPolicy
 from nano_inference.weights.transports import Deadline, WeightTransport, wire
@@ -33,9 +34,7 @@ from nano_inference.weights.update import WeightUpdate
 
 log = logging.getLogger("nano_inference.server")
 
-GLANCE = 0.5  # seconds in which a trainer's store takes a connection
 MOST_NUMBERS = 2**20  # that `weight_rows` tells at once
-LOOK = 0.1  # seconds between two looks at whether an update can still be applied
 
 
 class _Membership:
@@ -53,7 +52,7 @@ class _Membership:
         if self.joined is not None:
             return self.joined.trainer_lives()
         try:
-            socket.create_connection(self._address, timeout=GLANCE).close()
+            socket.create_connection(self._address, timeout=time_limits.STORE_PROBE).close()
         except OSError:
             return False
         return True
@@ -284,7 +283,7 @@ class EngineWeights:
                     f"requests that finish on old weights did not end, which version {version} "
                     "waits for"
                 )
-                time.sleep(LOOK)
+                time.sleep(time_limits.UPDATE_LOOK)
 
     def finish_update(self, session: int, version: int, kv_policy: KvPolicy, seconds: float) -> int:
         """Let the update serve; returns its version when it does."""
@@ -294,7 +293,7 @@ class EngineWeights:
             self._require_possible(kv_policy)
             current.update.kv_policy = kv_policy
             self._manager.end(version=version, of=current.update)
-            while not current.update.wait(deadline.at_most(LOOK)):
+            while not current.update.wait(deadline.at_most(time_limits.UPDATE_LOOK)):
                 try:
                     self._require_awake()
                     deadline.check(f"weight version {version} was not applied")

@@ -8,16 +8,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nano_inference.config import EngineConfig
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import STOPPING, EngineClient
-from nano_inference.remote.engine_host import BEAT
 from nano_inference.remote.messages import FromEngine, Ready, Stop, ToEngine
 
 if TYPE_CHECKING:
     from nano_inference.remote.core import EngineCore
 
 log = logging.getLogger("nano_inference.server")
-
-STOP_PATIENCE = 10.0  # seconds that the last step gets to end
 
 
 class InProcessClient(EngineClient):
@@ -55,7 +53,7 @@ class InProcessClient(EngineClient):
         if core is None or thread is None:
             return
         core.handle(Stop())
-        await asyncio.to_thread(thread.join, STOP_PATIENCE)
+        await asyncio.to_thread(thread.join, time_limits.THREAD_STOP)
         if thread.is_alive():
             log.warning("a step does not end; its thread is left behind, and the engine with it")
         else:
@@ -68,7 +66,7 @@ class InProcessClient(EngineClient):
     def _pulse(self) -> None:
         if self._core is not None and self._dead is None:
             self._receive(self._core.heartbeat())
-            self._heart = asyncio.get_running_loop().call_later(BEAT, self._pulse)
+            self._heart = asyncio.get_running_loop().call_later(time_limits.BEAT, self._pulse)
 
 
 def _build(config: EngineConfig, emit: Callable[[FromEngine], None]) -> "EngineCore":

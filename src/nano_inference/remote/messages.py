@@ -122,8 +122,8 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Go on with samples of one request that another engine began; see `resume_from.resume_many`.
-    Told is what is new, and in the end the whole samples. All else is as in `Generate`.
+    """Resume samples of one request that another engine began (`InferenceEngine.resume_many`). The
+    answers hold what is new, and in the end the whole samples. All else is as in `Generate`.
     """
 
     request_id: int

@@ -12,9 +12,8 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from nano_inference.errors import InvalidRequest, NanoInferenceError
+from nano_inference.remote import time_limits
 from nano_inference.types import AdapterInfo, EngineStats, KvPolicy, Memory, PauseMode
-
-MARGIN = 10.0  # seconds that an engine gets to say itself that a deadline has passed
 
 # Who keeps the deadline. caller: it stops waiting, and the engine goes on. engine: it is told the
 # seconds, gives up in time and undoes what it began.
@@ -98,7 +97,7 @@ class Operation:
         """How long the caller waits, and what the engine is told, for a deadline of `seconds`."""
         if self.deadline == "caller":
             return seconds, arguments
-        return seconds + MARGIN, {"seconds": seconds} | arguments
+        return seconds + time_limits.MARGIN, {"seconds": seconds} | arguments
 
 
 def _of_the_first(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

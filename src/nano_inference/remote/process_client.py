@@ -18,6 +18,7 @@ import zmq
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead
+from nano_inference.remote import time_limits
 from nano_inference.remote.client import STOPPING, RemoteClient
 from nano_inference.remote.log_lines import LogFormat
 from nano_inference.remote.messages import Begin, Stop
@@ -25,9 +26,6 @@ from nano_inference.system.child_process import start_child
 
 log = logging.getLogger("nano_inference.server")
 
-STOP_PATIENCE = 5.0  # seconds that it gets to end by itself
-HANG_UP_PATIENCE = 2.0  # and when its stdin has ended, which it obeys also amid a step
-LAST_WORDS = 0.05  # seconds in which the last messages of a process that has ended arrive
 AT_ONCE = 64  # messages taken in before others get their turn on the event loop
 BYTES_AT_ONCE = 1 << 20  # or so many bytes of them
 
@@ -90,12 +88,12 @@ class ProcessClient(RemoteClient):
             if self._info is None:  # it does not listen yet, and has nothing to put away
                 self._process.kill()
             self._send(Stop())
-            if not await self._has_exited(STOP_PATIENCE):
+            if not await self._has_exited(time_limits.PROCESS_STOP):
                 self._hang_up()
-                if not await self._has_exited(HANG_UP_PATIENCE):
+                if not await self._has_exited(time_limits.HANG_UP):
                     log.warning("the engine process does not end, and is killed")
                     self.kill()
-                    await self._has_exited(HANG_UP_PATIENCE)
+                    await self._has_exited(time_limits.HANG_UP)
         self._discard()
 
     def kill(self) -> None:
@@ -162,7 +160,7 @@ class ProcessClient(RemoteClient):
 
     def _exit(self, code: int) -> None:
         self._exited.set()
-        self._loop.call_later(LAST_WORDS, self._bury, code)
+        self._loop.call_later(time_limits.LAST_WORDS_ARRIVE, self._bury, code)
 
     def _bury(self, code: int) -> None:
         """The process has ended, unasked unless `close` was called."""
@@ -173,7 +171,7 @@ class ProcessClient(RemoteClient):
         self._discard()
         reason = _epitaph(code)
         self._die(reason, "its process has ended")  # unless it said itself why
-        if self.on_dead is None:  # else a supervisor says so
+        if self._watcher is None:  # else a supervisor says so
             log.error("the engine has died: %s", self._dead)
         self._settle(EngineDead(reason))
 
@@ -225,7 +223,6 @@ def _epitaph(code: int) -> str:
 
 PREFIX = "nano-inference-"
 MAX_ADDRESS = 100  # bytes of a socket's path; the system's limit is a little more
-OLD = 60.0  # seconds; a live process listens in its folder long before
 
 
 def private_folder() -> Path:
@@ -259,7 +256,7 @@ def _is_abandoned(folder: Path) -> bool:
             or found.st_uid != os.getuid()
         ):
             return False
-        if time.time() - found.st_mtime < OLD:
+        if time.time() - found.st_mtime < time_limits.ABANDONED:
             return False
         return all(
             each.name in ("api", "engine") and not _listens(each) for each in folder.iterdir()

@@ -10,10 +10,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.shard_checks import require_shardable
@@ -147,11 +146,22 @@ def engine_client(engine: EngineConfig, config: ServerConfig) -> EngineClient:
     """
     require_shardable(engine)
     engine = _for_a_trainer(engine) if config.rl else engine
-    if config.replicas > 1 or config.restart_engine or _meeting(engine, config):
-        return _fleet_client(engine, config)
-    if config.in_process:
-        return InProcessClient(engine, config.max_backlog)
-    return ProcessClient(engine, config.max_backlog, log_format=config.log_format)
+    meeting = _meeting(engine, config)
+    make = _maker(engine, config, meeting)
+    if config.replicas == 1 and not config.restart_engine:
+        return make(0)
+    return FleetClient(
+        make,
+        config.replicas,
+        config.max_backlog,
+        restart=config.restart_engine,
+        stall_timeout=config.stall_timeout if config.replicas > 1 else math.inf,
+        seed=engine.seed,
+        prefill_replicas=config.prefill_replicas,
+        share_prefixes=config.share_prefixes,
+        in_lockstep=bool(meeting),
+        managed=config.replicas > 1,
+    )
 
 
 def _for_a_trainer(engine: EngineConfig) -> EngineConfig:
@@ -163,14 +173,19 @@ def _for_a_trainer(engine: EngineConfig) -> EngineConfig:
     return with_plain_weights(engine)
 
 
-def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
-    """Replicas of one engine; one that is to be started again is a fleet of one. They share this
-    machine's cores, unless the engine's configuration says how many.
+def _maker(
+    engine: EngineConfig, config: ServerConfig, meeting: str
+) -> Callable[[int], EngineClient]:
+    """Makes a client of the engine of a number. Several engines share this machine's cores, unless
+    the engine's configuration says how many.
+
+    Args:
+        engine: of each.
+        config: of the server.
+        meeting: see `_meeting`.
     """
     if engine.num_threads is None and config.replicas > 1:
         engine = replace(engine, num_threads=max(1, usable_cores() // config.replicas))
-
-    folder = _meeting(engine, config)
     made = itertools.count()
 
     def make(number: int) -> EngineClient:
@@ -178,26 +193,12 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
             return InProcessClient(engine, config.max_backlog)
         # Engines in lockstep are made all at once; those that are made after these have died meet
         # elsewhere.
-        meeting = f"{folder}/{next(made) // config.replicas}" if folder else ""
-        options: dict[str, Any] = {
-            "log_format": config.log_format,
-            "number": number,
-            "meeting": meeting,
-        }
-        return ProcessClient(engine, config.max_backlog, **options)
+        own = f"{meeting}/{next(made) // config.replicas}" if meeting else ""
+        return ProcessClient(
+            engine, config.max_backlog, log_format=config.log_format, number=number, meeting=own
+        )
 
-    return FleetClient(
-        make,
-        config.replicas,
-        config.max_backlog,
-        restart=config.restart_engine,
-        stall_timeout=config.stall_timeout if config.replicas > 1 else math.inf,
-        seed=engine.seed,
-        prefill_replicas=config.prefill_replicas,
-        share_prefixes=config.share_prefixes,
-        in_lockstep=bool(folder),
-        is_one_engine=config.replicas == 1,
-    )
+    return make
 
 
 def _meeting(engine: EngineConfig, config: ServerConfig) -> str:

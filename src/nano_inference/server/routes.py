@@ -14,8 +14,7 @@ from starlette.requests import ClientDisconnect
 
 import nano_inference
 from nano_inference.errors import NanoInferenceError
-from nano_inference.fleet.failover import BUCKETS
-from nano_inference.fleet.fleet_client import FleetClient
+from nano_inference.remote.status import BUCKETS, FleetReport
 from nano_inference.server.api.anthropic import answer as anthropic
 from nano_inference.server.api.anthropic import models as anthropic_models
 from nano_inference.server.api.openai.chat_request import chat_prompt
@@ -326,13 +325,13 @@ def response_routes(router: APIRouter, server: Server) -> None:
 
 def fleet_routes(router: APIRouter, server: Server) -> None:
     """The routes."""
-    fleet = server.client
-    if not isinstance(fleet, FleetClient) or fleet.is_one_engine:
+    fleet = server.client.managed
+    if fleet is None:
         return
 
     @router.get("/fleet", summary="The replicas; needs the admin key")
     async def look() -> Response:
-        return json_reply(200, described(fleet))
+        return json_reply(200, described(fleet.replica_report()))
 
     @router.post("/fleet/add", summary="Start another replica, and wait until it serves")
     async def add() -> Response:
@@ -360,20 +359,20 @@ def fleet_routes(router: APIRouter, server: Server) -> None:
         )
 
 
-def described(fleet: FleetClient) -> dict[str, Any]:
+def described(report: FleetReport) -> dict[str, Any]:
     """The answer of `GET /fleet`."""
-    failover = fleet.failover
-    buckets = dict(zip((*map(str, BUCKETS), "inf"), failover.counts, strict=True))
+    moves = report.moves
+    buckets = dict(zip((*map(str, BUCKETS), "inf"), moves.counts, strict=True))
     return {
-        "weight_version": fleet.supervisor.version,
-        "paused": fleet.supervisor.paused,
-        "asleep": list(fleet.supervisor.asleep),
-        "replicas": [asdict(status) for status in fleet.supervisor.statuses()],
+        "weight_version": report.weight_version,
+        "paused": report.paused,
+        "asleep": list(report.asleep),
+        "replicas": [asdict(status) for status in report.replicas],
         "failovers": {
-            "deaths": failover.deaths,
-            "moved": failover.moved,
+            "deaths": report.deaths,
+            "moved": moves.moved,
             "pauses": {each: count for each, count in buckets.items() if count},
-            "longest_pause": round(failover.longest, 4),
+            "longest_pause": round(moves.longest, 4),
         },
     }
 

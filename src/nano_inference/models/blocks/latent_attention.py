@@ -1,4 +1,4 @@
-"""Attention over latents (DeepSeek-V2, arXiv:2405.04434); see `ops/latent.py`."""
+"""Attention over latents (DeepSeek-V2, arXiv:2405.04434); see `LatentOps` in `ops/interface.py`."""
 
 from nano_inference.models.blocks.attention import Attend, output
 from nano_inference.models.blocks.linear import Linear

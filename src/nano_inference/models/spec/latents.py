@@ -13,7 +13,7 @@ _EPS = 1e-6  # of the norms of latents, whatever that of the others is
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Attention whose cache holds one latent a token (`ops/latent.py`).
+    """Attention whose cache holds one latent a token (`LatentOps` in `ops/interface.py`).
 
     Attributes:
         sizes: of a layer.

@@ -27,6 +27,7 @@ from nano_inference.ops.formats import Format
 from nano_inference.ops.interface import (
     AttentionArgs,
     KvcacheView,
+    LatentOps,
     Norm,
     Ops,
     RopeArgs,
@@ -34,7 +35,6 @@ from nano_inference.ops.interface import (
     Weight,
     call,
 )
-from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Place
 from nano_inference.ops.settings import Latent
 

@@ -25,12 +25,12 @@ from nano_inference.ops.interface import (
     AttentionArgs,
     Joint,
     KvcacheView,
+    LatentOps,
     Moe,
     Norm,
     RopeArgs,
     Weight,
 )
-from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights

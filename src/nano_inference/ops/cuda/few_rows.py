@@ -58,6 +58,7 @@ from nano_inference.ops.interface import (
     AttentionArgs,
     Joint,
     KvcacheView,
+    LatentOps,
     Norm,
     Operations,
     Ops,
@@ -65,7 +66,6 @@ from nano_inference.ops.interface import (
     Trunk,
     Weight,
 )
-from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.moe import Exchange, Experts, Note
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights, StateView

@@ -20,6 +20,7 @@ from nano_inference.ops.formats import Format
 from nano_inference.ops.interface import (
     HeadParts,
     KvcacheView,
+    LatentOps,
     Norm,
     Ops,
     PartialAttention,
@@ -29,7 +30,6 @@ from nano_inference.ops.interface import (
     columns,
     embed_part,
 )
-from nano_inference.ops.latent import LatentOps
 from nano_inference.ops.lora import Adapted
 from nano_inference.ops.lora import lora as add_lora
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture

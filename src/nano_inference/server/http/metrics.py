@@ -19,9 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from nano_inference.fleet.failover import BUCKETS
 from nano_inference.remote.client import EngineClient
-from nano_inference.remote.status import MoveCounts, ReplicaStatus
+from nano_inference.remote.status import BUCKETS, FleetReport, ReplicaStatus
 from nano_inference.server.api.shared.generation import Generation
 from nano_inference.server.http.replies import RequestRecord
 from nano_inference.types import EngineStats, SpeculationStats
@@ -253,8 +252,8 @@ class _EngineCollector(Collector):
             yield steps
             if stats.speculation is not None:
                 yield from _of_drafts(stats.speculation, self._metrics.model_name)
-        if (replicas := self._client.replica_report()) is not None:
-            yield from _of_replicas(*replicas, self._metrics.model_name)
+        if (report := self._client.replica_report()) is not None:
+            yield from _of_replicas(report, self._metrics.model_name)
 
 
 def _family(
@@ -296,17 +295,15 @@ def _of_drafts(drafts: SpeculationStats, model: str) -> Iterable[Metric]:
     )
 
 
-def _of_replicas(
-    statuses: Sequence[ReplicaStatus], failover: MoveCounts, model: str
-) -> Iterable[Metric]:
+def _of_replicas(report: FleetReport, model: str) -> Iterable[Metric]:
     def each(
         kind: type[Any], name: str, text: str, value: Callable[[ReplicaStatus], float | None]
     ) -> Metric:
-        found = ((status, value(status)) for status in statuses)
+        found = ((status, value(status)) for status in report.replicas)
         known = [([model, status.name], at) for status, at in found if at is not None]
         return _family(kind, name, text, labels, known)
 
-    labels, model_only = ("model_name", "replica"), ("model_name",)
+    moves, labels, model_only = report.moves, ("model_name", "replica"), ("model_name",)
     gauge, counter = GaugeMetricFamily, CounterMetricFamily
     yield each(gauge, "replica_waiting", "Samples of a replica that wait.", lambda s: s.waiting)
     yield each(gauge, "replica_running", "Samples of a replica that run.", lambda s: s.running)
@@ -324,26 +321,26 @@ def _of_replicas(
         "replica_state",
         "1 for the state that it is in.",
         (*labels, "state"),
-        [([model, status.name, status.state], 1) for status in statuses],
+        [([model, status.name, status.state], 1) for status in report.replicas],
     )
     yield _family(
-        counter, "replica_deaths", "Replicas that died.", model_only, [([model], failover.deaths)]
+        counter, "replica_deaths", "Replicas that died.", model_only, [([model], report.deaths)]
     )
     yield _family(
         counter,
         "requests_moved",
         "Requests that another replica took over.",
         model_only,
-        [([model], failover.moved)],
+        [([model], moves.moved)],
     )
     pauses = HistogramMetricFamily(
         PREFIX + "failover_pause_seconds",
         "Between the last that came of such a request and the next.",
         labels=model_only,
     )
-    counts = list(accumulate(failover.counts))
+    counts = list(accumulate(moves.counts))
     pauses.add_metric(
-        [model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), failover.seconds
+        [model], list(zip((*map(str, BUCKETS), "+Inf"), counts, strict=True)), moves.seconds
     )
     yield pauses
 
