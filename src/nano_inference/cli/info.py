@@ -16,7 +16,6 @@ from nano_inference.cli import options
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, output
 from nano_inference.config import EngineConfig
-from nano_inference.errors import ConfigError
 
 if TYPE_CHECKING:
     from nano_inference.checkpoints.gguf.tokenizer import GgufVocabulary
@@ -92,12 +91,6 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
     from nano_inference.ranks.build import Rank, counted_weights, plan_engine
 
     mesh, engines = mesh_of(config), config.expert_parallel if config.tensor_parallel == 1 else 1
-    if mesh.world_size > 1 and engines > 1:
-        raise ConfigError(
-            f"expert_parallel={engines} with one tensor rank is engines in lockstep, which have "
-            "one rank each; give "
-            f"tensor_parallel={engines} as well, or none of the others."
-        )
     here = mesh.world_size * engines
     places = [
         (Place(mesh, rank), (engine, engines))

@@ -43,6 +43,7 @@ from nano_inference.core.loop import Abort, Add, EngineLoop, GrammarReady, Messa
 from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
 from nano_inference.device.sleep import Sleep
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
+from nano_inference.features import CALL_LIMITS, Setting, require
 from nano_inference.ranks.lockstep import Lockstep, Member, not_together
 from nano_inference.types import Delta, KvPolicy, Memory, PauseMode, TrainingSample
 
@@ -411,10 +412,11 @@ class SharedLoop:
         """
         with self.lock:
             self.require_weights()
-            if not self.loop.gate.alone:
-                raise InvalidRequest(
-                    "weights beside the policy's are not possible for engines in lockstep."
-                )
+            change_of = Setting(
+                beside_policy="a change of weights beside the policy's",
+                lockstep=not self.loop.gate.alone,
+            )
+            require(CALL_LIMITS, change_of)
             self.handle()
             self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
 

@@ -60,7 +60,8 @@ from nano_inference.drafts.heads import (
     read_heads,
 )
 from nano_inference.drafts.model import spread_layers
-from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.errors import ConfigError
+from nano_inference.features import CALL_LIMITS, ENGINE_LIMITS, NO_ROUTES, Runs, Setting, require
 from nano_inference.kv_cache.hash_cache import PagedKVCache
 from nano_inference.kv_cache.radix import RadixKVCache
 from nano_inference.models.decoder import Decoder
@@ -117,11 +118,7 @@ def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup, gate: Gate) ->
     """Return the place of an engine, which is one rank, among the engines that share its experts.
     `gate` is its side of their lockstep.
     """
-    if mesh_of(config).world_size > 1:
-        raise ConfigError(
-            "engines in lockstep have one rank each; use expert_parallel with tensor_parallel "
-            "instead."
-        )
+    require(ENGINE_LIMITS, Setting(config, lockstep=True))
     place = engines.rank, engines.size
     return Rank(
         Place(),
@@ -187,6 +184,8 @@ def plan_engine(
     rank = rank or Rank(Place(mesh_of(config)))
     device = choose_device(config.device)
     config = settle_quantization(config, device)
+    in_lockstep = rank.gate is not None or rank.engines[1] > 1
+    require(ENGINE_LIMITS, Setting(config, lockstep=in_lockstep))
     if config.codes == FILE and resolve is resolve_model:
         resolve = partial(resolve_model, coded=True)
     folder = resolve(config.model_path)
@@ -206,7 +205,7 @@ def plan_engine(
             if isinstance(found, EagleSpec):
                 specs[DRAFT] = found.layer  # for the keys and values of its layer
     if config.draft_model is not None:
-        _require_drafting(config, specs, rank)
+        _settle_drafting(config, specs)
     _require_same_vocabulary(specs, config)
     _require_lockstep(config, specs, rank)
     parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
@@ -224,14 +223,14 @@ def plan_engine(
     )
     budget = plan_memory(config, parts, claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
-    _require_experts(config, specs[POLICY], rank, ops)
+    if specs[POLICY].moe is None:
+        facts = {NO_ROUTES: specs[POLICY].architecture}
+        require(ENGINE_LIMITS, Setting(config, **facts))
     if DRAFT in specs:
         require_drafting(config, ops, specs[DRAFT], dtype, device)
-    if heads is not None and ops.name == "cuda":
-        raise ConfigError(
-            f"draft_model={config.draft_model!r} holds heads, which run on CPUs alone; use "
-            "draft_model='self'."
-        )
+    if heads is not None:
+        runs = Runs(ops.name, str(device))
+        require(ENGINE_LIMITS, Setting(heads=config.draft_model, runs=runs))
     return EnginePlan(
         config=config,
         rank=rank,
@@ -369,8 +368,6 @@ def _kept_files(
     config = plan.config
     if config.kept_cache_folder is None:
         return None
-    if plan.rank.gate is not None:
-        raise ConfigError("kept_cache_folder is not possible for engines in lockstep.")
     return KeptFiles(
         Path(config.kept_cache_folder),
         config.kept_cache_bytes or DEFAULT_BYTES,
@@ -552,20 +549,11 @@ def _would_hold(plan: EnginePlan, memory: DeviceMemory | None) -> str:
     return f" gpu_memory_utilization of at least {share:.2f} would hold {longest} tokens."
 
 
-def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: Rank) -> None:
-    """Raise `ConfigError` unless the model that drafts can."""
-    if rank.engines[1] > 1:
-        raise ConfigError(
-            f"draft_model={config.draft_model!r} is not possible in engines in lockstep; use "
-            "speculation='suffix'."
-        )
+def _settle_drafting(config: EngineConfig, specs: dict[str, ModelSpec]) -> None:
+    """Let the model that drafts have the policy's positions. Raises `ConfigError` for more layers
+    than the policy has.
+    """
     policy = specs[POLICY]
-    for spec in specs.values():
-        if spec.state is not None:
-            raise ConfigError(
-                f"draft_model={config.draft_model!r} is not possible with {spec.architecture}, "
-                "which has layers with a state; use speculation='suffix'."
-            )
     if config.draft_layers is not None and config.draft_layers > policy.num_layers:
         raise ConfigError(
             f"draft_layers={config.draft_layers} are more than the {policy.num_layers} layers of "
@@ -573,27 +561,6 @@ def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: R
         )
     if DRAFT in specs:  # it limits no sequence: beyond its own positions its drafts are worse
         specs[DRAFT] = replace(specs[DRAFT], max_position=policy.max_position)
-
-
-def _require_experts(config: EngineConfig, policy: ModelSpec, rank: Rank, ops: Ops) -> None:
-    """Raise `ConfigError` unless the record of experts can be kept that the config asks for."""
-    if not config.enable_return_routed_experts:
-        return
-    if ops.name == "cuda":
-        raise ConfigError(
-            "enable_return_routed_experts=True is not possible with backend='cuda', whose steps "
-            "keep no record of experts; use backend='cpu' or 'reference'."
-        )
-    if policy.moe is None:
-        raise ConfigError(
-            "enable_return_routed_experts=True needs a model with routed experts, and "
-            f"{policy.architecture} has none; leave it out."
-        )
-    if rank.engines[1] > 1:
-        raise ConfigError(
-            "enable_return_routed_experts=True is not possible in engines in lockstep, which route "
-            "rows of each other; use replicas."
-        )
 
 
 def _num_scratch(config: EngineConfig) -> int:
@@ -674,7 +641,4 @@ def require_one_rank(runner: ModelRunner, what: str) -> None:
     """Raise `InvalidRequest` where several ranks share the model; `what` needs all of it in one
     process.
     """
-    if runner.shares is not None:
-        raise InvalidRequest(
-            f"{what} needs an engine of one rank: it works on the whole model in one process."
-        )
+    require(CALL_LIMITS, Setting(whole_model=what, shared=runner.shares is not None))

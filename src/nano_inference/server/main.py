@@ -19,6 +19,7 @@ from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.shard_checks import require_shardable
 from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError, EngineDead, ModelLoadError, NanoInferenceError
+from nano_inference.features import SERVER_LIMITS, Setting, require
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
@@ -210,11 +211,7 @@ def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
             "in lockstep: "
             f"replicas={engine.expert_parallel}, not {config.replicas}."
         )
-    if config.in_process:
-        raise ConfigError(
-            "in_process=True is not possible for engines in lockstep: each needs a process of its "
-            "own."
-        )
+    require(SERVER_LIMITS, Setting(config, lockstep=True))
     folder = tempfile.mkdtemp(prefix="nano-inference-lockstep-")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
