@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,8 +131,8 @@ def test_row_rejects_what_it_names(case: Case) -> None:
     assert told is not None
     assert told.endswith(f": {case.row.reason}; {case.row.instead}.")
     assert caught.type is case.limits.error
-    alone = {name: None for name in case.values} | {case.asked.name: case.values[case.asked.name]}
-    if case.clash is not None:
+    if isinstance(case.clash, Asked):
+        alone = case.values | {case.clash.name: None}
         assert case.row.problem_with(Setting(**alone)) is None
 
 
@@ -183,3 +182,20 @@ def test_request_is_checked_against_its_engine() -> None:
     with pytest.raises(NanoInferenceError, match="needs enable_return_routed_experts=True"):
         require(SERVED_LIMITS, Setting(SamplingParams(routed_experts=True), config))
     require(SERVED_LIMITS, Setting(SamplingParams(), config))
+
+
+@pytest.fixture(scope="module")
+def made() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("made", ROOT / "docs" / "make_features.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_table_of_the_docs_is_current(made: ModuleType) -> None:
+    text = made.TARGET.read_text(encoding="utf-8")
+    assert made.page(text) == text, "run python docs/make_features.py"
+    rows = sum(len(limits.rows) for limits in ALL_LIMITS)
+    assert text.partition(made.BEGIN)[2].count("\n| ") == rows + 1

@@ -326,7 +326,7 @@ ENGINE_ROWS = (
         models=(STATES,),
     ),
     _feature("heads that draft", HEADS)(
-        "heads run on a backend of plain weights", "use draft_model='self'", backends=TORCHS
+        "CUDA has no kernels for such heads", "use draft_model='self'", backends=TORCHS
     ),
     _cheaper(
         "it says what the policy's copy has less of",

@@ -101,6 +101,7 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
         del wanted["max_loras"], wanted["loras"]  # and so has one with adapters
         del wanted["enable_return_routed_experts"]  # or with a record of experts
         del wanted["kept_cache_folder"], wanted["kept_cache_bytes"]  # or with files of blocks
+        del wanted["cpu_sums"]  # which is of another backend
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
@@ -129,6 +130,8 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     assert run("serve", "smollm2-135m", *files).exit_code == 0
     found = started[5][0]
     assert (found.kept_cache_folder, found.kept_cache_bytes) == ("/kept", 2 << 30)
+    assert run("serve", "smollm2-135m", "--cpu-sums", "pairs").exit_code == 0
+    assert started[6][0].cpu_sums == "pairs"
 
 
 def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def test_what_is_missing_is_named_and_the_reference_runs(
     with pytest.raises(ConfigError, match=r"backend='cuda' is not available: "):
         chosen(spec, CUDA, dtype, backend="cuda")
     with pytest.raises(
-        ConfigError, match="batch_invariant=True is not possible with the reference backend on cuda:0"
+        ConfigError,
+        match="batch_invariant=True is not possible with the reference backend on cuda:0",
     ):
         chosen(spec, CUDA, dtype, batch_invariant=True)
 

@@ -207,7 +207,9 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 def test_a_card_has_no_kernels_for_codes(model: Path) -> None:
     config = EngineConfig(str(model), quantization="int8")
     specs = {"policy": load_spec(model)}
-    with pytest.raises(ConfigError, match=r"quantization='int8' is not possible with the cuda backend on cuda"):
+    with pytest.raises(
+        ConfigError, match=r"quantization='int8' is not possible with the cuda backend on cuda"
+    ):
         choose_ops(config, specs, torch.bfloat16, torch.device("cuda"))
 
 
