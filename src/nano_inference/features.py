@@ -416,7 +416,7 @@ SERVER_ROWS = (
         "each needs a process of its own", "leave in_process out", excludes=(Asked(LOCKSTEP),)
     ),
     _feature("access without a key", "rl_open")(
-        "it says that nobody needs an admin key",
+        "it says that no admin key is needed",
         "leave out one of the two",
         excludes=(Asked("admin_key"),),
     ),

@@ -16,6 +16,7 @@ from nano_inference.cli import options
 from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, output
 from nano_inference.config import EngineConfig
+from nano_inference.errors import ConfigError
 
 if TYPE_CHECKING:
     from nano_inference.checkpoints.gguf.tokenizer import GgufVocabulary
@@ -43,10 +44,18 @@ _Engine = Annotated[
 
 @options.from_fields
 def info(
-    model: options.OneModel,
+    model: options.MaybeModel = None,
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of tables.")
+    ] = False,
+    selftest: Annotated[
+        bool,
+        typer.Option(
+            "--selftest",
+            help="Run every set of kernels of this machine beside the reference, on small inputs "
+            "or with the widths of MODEL. Exit status 1 if one differs.",
+        ),
     ] = False,
     engine: _Engine,
     verbose: options.Verbose = False,
@@ -60,7 +69,13 @@ def info(
 
     nano-inference info smollm2-135m --max-model-len 4096
     nano-inference info model.gguf --json
+    nano-inference info --selftest
     """
+    if selftest:
+        _selftest(model)
+        return
+    if model is None:
+        raise typer.BadParameter("MODEL is missing; smollm2-135m is one that a package carries.")
     with errors.status(f"reading {model}"):
         plans = _plans(EngineConfig(model, **engine))
         plan = plans[0]
@@ -81,6 +96,26 @@ def info(
         output.print()
         output.print(name, style="bold cyan")
         output.print(_table(rows))
+
+
+def _selftest(model: str | None) -> None:
+    """Print a line a set of kernels. Exit status 1 where one does not agree with the reference."""
+    from nano_inference.checkpoints.folders import describe_model, load_spec
+    from nano_inference.device.selftest import kernel_sets, selftest, usual_specs
+
+    specs = usual_specs() if model is None else [load_spec(describe_model(model))]
+    sets, differ = kernel_sets(), 0
+    if not sets:
+        raise ConfigError(
+            "this machine has no kernels to test: the reference backend runs here; install a C++ "
+            "compiler, or Triton for a GPU."
+        )
+    for kernels, problem in selftest(specs, sets):
+        differ += problem is not None
+        verdict = "agrees with the reference" if problem is None else f"DIFFERS: {problem}"
+        typer.echo(f"{kernels}: {verdict}")
+    if differ:
+        raise typer.Exit(1)
 
 
 def _plans(config: EngineConfig) -> "list[EnginePlan]":

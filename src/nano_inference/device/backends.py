@@ -14,7 +14,6 @@ import torch
 from nano_inference.checkpoints.loading import resolve_dtype
 from nano_inference.config import Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
-from nano_inference.device.kernel_probe import probe
 from nano_inference.errors import ConfigError
 from nano_inference.features import ATTENTION_OF, ENGINE_LIMITS, Runs, Setting, require
 from nano_inference.models.parameters.table import param_table
@@ -67,10 +66,8 @@ def choose_ops(
     specs: Specs,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    try_kernels: bool = True,
 ) -> MakeOps:
-    """The operations that a config means; with `try_kernels` those of a GPU have run once.
+    """The operations that a config means.
 
     A backend that was asked for by name and is not available raises `ConfigError`; in the place of
     what `"auto"` would take there is the reference, and a warning.
@@ -93,12 +90,7 @@ def choose_ops(
         problem = _no_kernels_for(backend, config, specs, dtype, device)
         if problem is None:
             try:
-                kernels = _KERNELS[backend](config)
-                # in the interpreter it would take seconds
-                if try_kernels and device.type == "cuda":
-                    for spec in specs.values():
-                        probe(kernels, spec, dtype, device, config.block_size)
-                ops = kernels
+                ops = _KERNELS[backend](config)
             except KernelsUnavailable as unavailable:
                 problem = str(unavailable)
     if problem is not None:

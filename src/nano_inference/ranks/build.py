@@ -164,7 +164,6 @@ def plan_engine(
     config: EngineConfig,
     memory: DeviceMemory | None = None,
     *,
-    try_kernels: bool = False,
     rank: Rank | None = None,
     resolve: Callable[[str], Path] = resolve_model,
 ) -> EnginePlan:
@@ -175,7 +174,6 @@ def plan_engine(
     Args:
         config: of the engine.
         memory: of the card; None: as CUDA tells, or none on a CPU.
-        try_kernels: run those of a GPU once, and plan with the reference if they fail.
         rank: whose plan it is; None: rank 0's.
         resolve: finds the folder of a model's name.
 
@@ -212,7 +210,7 @@ def plan_engine(
     _require_whole_groups(config, specs)
     dtype = choose_dtype(config, specs[POLICY], device)
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
-    make_ops = choose_ops(config, served, dtype, device, try_kernels=try_kernels)
+    make_ops = choose_ops(config, served, dtype, device)
     claims = _guessed_claims(
         config,
         parts,
@@ -275,7 +273,7 @@ def _assemble(
     graph_memory: GraphMemory | None,
     rank: Rank | None,
 ) -> Parts:
-    plan = plan_engine(config, memory, try_kernels=True, rank=rank)
+    plan = plan_engine(config, memory, rank=rank)
     asked, config, device = config, plan.config, plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
