@@ -14,16 +14,15 @@ import ray
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import NanoInferenceError, WeightUpdateConflict
-from nano_inference.remote.engine_host import BEAT, EngineHost, encoded
-from nano_inference.remote.messages import FromEngine
+from nano_inference.remote import BEAT, EngineHost, FromEngine, encoded
 from nano_ray.cluster import num_ranks
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from nano_inference.engine.engine import InferenceEngine
-    from nano_inference.remote.core import EngineCore
+    from nano_inference import InferenceEngine
+    from nano_inference.remote import EngineCore
 
 AT_ONCE = 256  # messages in an answer
 
@@ -134,7 +133,7 @@ class EngineActor:
 
 def _engine(config: EngineConfig) -> "InferenceEngine":
     """Ray places its other ranks, if there are any."""
-    from nano_inference.engine.engine import InferenceEngine
+    from nano_inference import InferenceEngine
     from nano_ray.launcher import RayLauncher
 
     return InferenceEngine(config, RayLauncher() if num_ranks(config) > 1 else None)

@@ -4,20 +4,26 @@ their parts.
 It needs msgspec: `pip install 'nano-inference[parallel]'`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nano_inference.system.lazy import lazy
 
 if TYPE_CHECKING:
     from nano_inference.ranks.launcher import Handle, Launcher, LocalLauncher
+    from nano_inference.ranks.messages import Begin as Begin
     from nano_inference.ranks.torchrun import TorchrunLauncher, serve_rank
+    from nano_inference.ranks.worker import run_worker as run_worker
 
 __all__ = ["Handle", "Launcher", "LocalLauncher", "TorchrunLauncher", "serve_rank"]
 
-_WHERE = {"TorchrunLauncher": "torchrun", "serve_rank": "torchrun"}
-
-
 # what is imported brings in torch, which a worker wants to do late
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE.get(name, 'launcher')}"), name)
+_MODULES = {
+    "Begin": "messages",
+    "Handle": "launcher",
+    "Launcher": "launcher",
+    "LocalLauncher": "launcher",
+    "TorchrunLauncher": "torchrun",
+    "run_worker": "worker",
+    "serve_rank": "torchrun",
+}
+__getattr__ = lazy(__name__, _MODULES)

@@ -2,6 +2,7 @@
 `with` block.
 """
 
+import asyncio
 import atexit
 import itertools
 import logging
@@ -10,10 +11,12 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
+
+from starlette.types import ASGIApp
 
 from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.shard_checks import require_shardable
@@ -54,6 +57,8 @@ from nano_inference.server.trainers.vllm import routes as vllm_routes
 from nano_inference.system.machine import usable_cores
 
 log = logging.getLogger("nano_inference.server")
+
+_GLANCE = 0.02  # seconds between two looks at whether the engine is built
 
 PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/completions": openai_completions.PROTOCOL,
@@ -199,6 +204,20 @@ def _fleet_client(engine: EngineConfig, config: ServerConfig) -> FleetClient:
         in_lockstep=bool(folder),
         is_one_engine=config.replicas == 1,
     )
+
+
+@asynccontextmanager
+async def running_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator[ASGIApp]:
+    """Yield the server's application around an engine that is built, without a port. Raises
+    `NanoInferenceError` where it cannot be built.
+    """
+    server = Server(config, engine_client(engine, config))
+    app = build_app(server, PROTOCOLS, (embedding_routes,))
+    async with server.running():
+        while not server.lifecycle.is_ready:
+            raise_if_lost(server)
+            await asyncio.sleep(_GLANCE)
+        yield app
 
 
 def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
