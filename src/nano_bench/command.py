@@ -18,7 +18,16 @@ from nano_bench import load
 from nano_bench.cpu_time import server_parts
 from nano_bench.shape import HIGHEST_ID, LOWEST_ID, Ask, Lengths, Shape, start_times
 from nano_bench.wire import Broken, connect
-from nano_inference.cli import errors, options, output, write_file
+from nano_inference.cli import (
+    ApiKey,
+    ApiKeyFile,
+    Debug,
+    ServedModel,
+    errors,
+    key_of,
+    output,
+    write_file,
+)
 from nano_inference.errors import ConfigError
 
 REQUESTS = 256  # where neither a number nor a duration is given
@@ -64,9 +73,9 @@ def bench(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")
     ],
-    model: options.ServedModel = None,
-    api_key: options.ApiKey = None,
-    api_key_file: options.ApiKeyFile = None,
+    model: ServedModel = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     requests: Annotated[
         int | None,
         typer.Option(
@@ -201,7 +210,7 @@ def bench(
         int | None,
         typer.Option(rich_help_panel=_SAID, help="A server on this machine, for its CPU seconds."),
     ] = None,
-    debug: options.Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Put load on a server with OpenAI's routes: ours, vLLM, SGLang, llama.cpp.
 
@@ -235,7 +244,7 @@ def bench(
     for file in (out, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file} cannot be written: there is no such folder.")
-    target = load.Target(url, model or "", options.key_of(api_key, api_key_file))
+    target = load.Target(url, model or "", key_of(api_key, api_key_file))
     done, target = load.run(_measure(target, shape, pace, warm_up, _time(timeout), seed, pid))
     row = done.row() | _within(done, limits)
     output.print(f"{target.url}, {target.model}", f"{shape}; {pace}", sep="\n", markup=False)

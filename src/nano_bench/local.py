@@ -10,14 +10,8 @@ from functools import partial
 from starlette.types import ASGIApp, Message
 
 from nano_bench.batches import Answer, Ask
-from nano_inference.config import EngineConfig
-from nano_inference.server.app import build_app
-from nano_inference.server.config import ServerConfig
-from nano_inference.server.main import PROTOCOLS, engine_client, raise_if_lost
-from nano_inference.server.routes import embedding_routes
-from nano_inference.server.server import Server
-
-_GLANCE = 0.02  # seconds between two looks at whether the engine is built
+from nano_inference import EngineConfig
+from nano_inference.server import ServerConfig, running_app
 
 
 async def _ask(app: ASGIApp, path: str, body: bytes) -> Answer:
@@ -63,13 +57,8 @@ def _scope(path: str, body: bytes) -> Message:
 
 @asynccontextmanager
 async def local_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator[Ask]:
-    """What asks the application around an engine that is built, for the length of a block. Raises
+    """Yield what asks the application around an engine that is built. Raises
     `NanoInferenceError` where it cannot be built.
     """
-    server = Server(config, engine_client(engine, config))
-    app = build_app(server, PROTOCOLS, (embedding_routes,))
-    async with server.running():
-        while not server.lifecycle.is_ready:
-            raise_if_lost(server)
-            await asyncio.sleep(_GLANCE)
+    async with running_app(engine, config) as app:
         yield partial(_ask, app)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from nano_bench.report_page import Page, Pieces
-from nano_inference.cli import errors, options, write_file
+from nano_inference.cli import Debug, errors, write_file
 from nano_inference.errors import ConfigError, InvalidRequest
 
 SHOWN_REASONS = 5
@@ -37,7 +37,7 @@ def report(
         str, typer.Option(metavar="NAME", help="The rows' logprobs that mismatch is against.")
     ] = "trainer_logprobs",
     title: Annotated[str | None, typer.Option(help="Default: the file's name.")] = None,
-    debug: options.Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Make a page of samples: groups side by side, tokens coloured.
 

@@ -10,10 +10,24 @@ import typer
 
 from nano_bench.load import Connections, Target, run
 from nano_bench.wire import TIMEOUT, Broken, connect
-from nano_inference.cli import FieldOptions, errors, options
+from nano_inference.cli import (
+    ONE_ENGINE,
+    RANKS,
+    ApiKey,
+    ApiKeyFile,
+    Debug,
+    FieldOptions,
+    Values,
+    Verbose,
+    errors,
+    first_given,
+    from_fields,
+    key_of,
+    require_packages,
+)
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.server.config import ServerConfig
+from nano_inference.server import ServerConfig
 
 if TYPE_CHECKING:
     from nano_bench.batches import Answer, Ask, Counts
@@ -26,10 +40,10 @@ _SERVER = (
     *("served_model_name", "tool_format", "reasoning_format", "generation_config"),
     *("max_samples", "max_logprobs"),
 )
-_ENGINE = (*options.ONE_ENGINE, *options.RANKS, "rank_timeout")
+_ENGINE = (*ONE_ENGINE, *RANKS, "rank_timeout")
 
 
-@options.from_fields
+@from_fields
 def run_batch(
     ctx: typer.Context,
     *,
@@ -55,8 +69,8 @@ def run_batch(
             "--server", metavar="URL", help="Send the requests to a server with OpenAI's routes."
         ),
     ] = None,
-    api_key: options.ApiKey = None,
-    api_key_file: options.ApiKeyFile = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     concurrency: Annotated[
         int, typer.Option("--concurrency", "-c", min=1, help="Requests under way at once.")
     ] = 64,
@@ -68,10 +82,10 @@ def run_batch(
             "Default: 0 with --model; with --server bodies are sent as they are."
         ),
     ] = None,
-    served: Annotated[options.Values, FieldOptions(ServerConfig, _SERVER)],
-    engine: Annotated[options.Values, FieldOptions(EngineConfig, _ENGINE)],
-    verbose: options.Verbose = False,
-    debug: options.Debug = False,
+    served: Annotated[Values, FieldOptions(ServerConfig, _SERVER)],
+    engine: Annotated[Values, FieldOptions(EngineConfig, _ENGINE)],
+    verbose: Verbose = False,
+    debug: Debug = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch form.
 
@@ -88,7 +102,7 @@ def run_batch(
         raise ConfigError("give --model or --server, one of them.")
     _check_given(ctx, model is not None)
     if model is not None:
-        options.require_packages(_NEEDED, "--model", model, "server")
+        require_packages(_NEEDED, "--model", model, "server")
     if out.exists() and out.samefile(source):
         raise ConfigError(f"{out} is the input and cannot be the output too.")
     from nano_bench.batches import Output, Reader, lines_of, run_lines
@@ -100,7 +114,7 @@ def run_batch(
         asked = _of_engine(EngineConfig(model, **engine), config)
         reader = Reader(_URLS, 0 if seed is None else seed)
     else:
-        target = Target(server or "", key=options.key_of(api_key, api_key_file))
+        target = Target(server or "", key=key_of(api_key, api_key_file))
         asked = _of_server(target, timeout)
         reader = Reader(_URLS, seed)
 
@@ -132,7 +146,7 @@ def run_batch(
 def _check_given(ctx: typer.Context, in_process: bool) -> None:
     """No option is passed over. Raises `ConfigError`."""
     theirs = ("api_key", "api_key_file") if in_process else (*_SERVER, *_ENGINE)
-    if (flag := options.first_given(ctx, theirs)) is not None:
+    if (flag := first_given(ctx, theirs)) is not None:
         needs = "--server" if in_process else "--model"
         raise ConfigError(f"{flag} means nothing without {needs}.")
 

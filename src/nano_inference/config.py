@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from nano_inference.errors import ConfigError
+from nano_inference.features import ENGINE_LIMITS, Setting, require
 from nano_inference.fields.options import (
     check_least,
     choices,
@@ -338,26 +339,8 @@ class EngineConfig:
         _check_ranks(self)
         _check_context(self)
         _check_drafts(self)
-        _check_quantization(self)
         _check_adapters(self)
-        _check_routed_experts(self)
-        _check_kv_cache_dtype(self)
-        _check_kept_cache(self)
-        owner = ATTENTION_OF.get(self.attention)
-        if owner is not None and self.backend not in ("auto", owner):
-            raise ConfigError(
-                f"attention={self.attention!r} belongs to backend={owner!r}, not to "
-                f"{self.backend!r}."
-            )
-        if self.batch_invariant and self.attention == "flex":
-            raise ConfigError(
-                f"attention={self.attention!r} does not keep batch_invariant=True; leave one of "
-                "the two out."
-            )
-        if self.max_chunk_tokens is not None and not self.enable_chunked_prefill:
-            raise ConfigError(
-                "max_chunk_tokens needs enable_chunked_prefill=True; leave one of the two out."
-            )
+        require(ENGINE_LIMITS, Setting(self))
 
     @property
     def drafts(self) -> bool:
@@ -394,15 +377,6 @@ def with_plain_weights(config: EngineConfig) -> EngineConfig:
     return replace(config, quantization=None) if config.quantization == "auto" else config
 
 
-# The backend that an attention belongs to.
-ATTENTION_OF: dict[Attention, Backend] = {
-    "reference": "reference",
-    "flex": "reference",
-    "cpu": "cpu",
-    "triton": "cuda",
-}
-
-
 def _check_text(config: EngineConfig) -> None:
     for name in ("model_path", "device"):
         _require_text(name, getattr(config, name))
@@ -437,27 +411,6 @@ def _check_adapters(config: EngineConfig) -> None:
         raise ConfigError(f"loras={config.loras!r} names an adapter twice.")
     if config.max_lora_rank > 256:
         raise ConfigError(f"max_lora_rank={config.max_lora_rank} must be at most 256.")
-    ranks = config.tensor_parallel * config.pipeline_parallel * config.context_parallel
-    if (config.max_loras or config.loras) and ranks * config.expert_parallel > 1:
-        raise ConfigError("adapters are computed by one rank; leave max_loras or the ranks out.")
-
-
-def _check_routed_experts(config: EngineConfig) -> None:
-    if not config.enable_return_routed_experts:
-        return
-    ranks = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-    for name in ranks:
-        if getattr(config, name) > 1:
-            raise ConfigError(
-                f"enable_return_routed_experts=True needs one rank, so {name}="
-                f"{getattr(config, name)} is not possible with it; use replicas."
-            )
-    if config.backend == "cuda" or config.attention == "triton":
-        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
-        raise ConfigError(
-            f"enable_return_routed_experts=True is not possible with {choice}, whose steps keep no "
-            "record of experts; use backend='cpu' or 'reference'."
-        )
 
 
 def _check_numbers(config: EngineConfig) -> None:
@@ -494,27 +447,11 @@ def _check_ranks(config: EngineConfig) -> None:
 
 
 def _check_drafts(config: EngineConfig) -> None:
-    cheaper = config.draft_layers is not None or config.draft_quantization is not None
-    if (config.draft_model == SELF) != cheaper:
+    if config.draft_quantization == "file":
         raise ConfigError(
-            f"draft_layers={config.draft_layers} and draft_quantization="
-            f"{config.draft_quantization!r} say what draft_model={SELF!r} has less of than the "
-            f"policy; give one of them with it, and none with draft_model={config.draft_model!r}."
+            f"draft_quantization={config.draft_quantization!r} is not possible: drafts have codes "
+            "of plain weights; use 'int8', 'int8-32' or 'int4'."
         )
-    if config.draft_quantization == "file" or (
-        config.draft_quantization is not None and config.codes is not None
-    ):
-        raise ConfigError(
-            f"draft_quantization={config.draft_quantization!r} makes codes of plain weights; use "
-            "'int8', 'int8-32' or 'int4', and quantization=None."
-        )
-    ranks = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-    for name in ranks if config.draft_model is not None else ():
-        if getattr(config, name) > 1:
-            raise ConfigError(
-                f"draft_model={config.draft_model!r} runs on one rank, so {name}="
-                f"{getattr(config, name)} is not possible with it; use speculation='suffix'."
-            )
 
 
 def _check_context(config: EngineConfig) -> None:
@@ -527,51 +464,6 @@ def _check_context(config: EngineConfig) -> None:
             "block_size="
             f"{config.block_size} must be a multiple of {unit}; use "
             f"block_size={-(-config.block_size // unit) * unit}."
-        )
-    if config.backend == "cuda" or config.attention in ("flex", "triton"):
-        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
-        raise ConfigError(
-            f"context_parallel={ranks} is not possible with {choice}; use backend='cpu' or "
-            "'reference'."
-        )
-
-
-def _check_quantization(config: EngineConfig) -> None:
-    if config.codes is None:
-        return
-    if config.backend == "cuda" or config.attention == "triton":
-        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
-        raise ConfigError(
-            f"quantization={config.quantization!r} is not possible with {choice}, whose kernels "
-            "read plain weights; use backend='cpu' or 'reference'."
-        )
-
-
-def _check_kept_cache(config: EngineConfig) -> None:
-    if config.kept_cache_folder is None:
-        if config.kept_cache_bytes is not None:
-            raise ConfigError(
-                f"kept_cache_bytes={config.kept_cache_bytes} needs kept_cache_folder."
-            )
-        return
-    if not config.enable_prefix_caching:
-        raise ConfigError("kept_cache_folder needs enable_prefix_caching=True.")
-    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"):
-        if getattr(config, name) > 1:
-            raise ConfigError(
-                f"kept_cache_folder is for engines of one rank; leave it or {name}="
-                f"{getattr(config, name)} out."
-            )
-
-
-def _check_kv_cache_dtype(config: EngineConfig) -> None:
-    if config.kv_cache_dtype == "auto":
-        return
-    if config.backend == "cuda" or config.attention in ("flex", "triton"):
-        choice = "backend='cuda'" if config.backend == "cuda" else f"attention={config.attention!r}"
-        raise ConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r} is not possible with {choice}, whose "
-            "kernels read plain keys; use backend='cpu' or 'reference'."
         )
 
 

@@ -9,6 +9,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple, TypedDict
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.features import REQUEST_LIMITS, Setting, require
 from nano_inference.fields.checks import PENALTIES, biases, real, stop_strings, token_id_set, whole
 from nano_inference.fields.options import option, strict_options
 from nano_inference.structured.grammar import Grammar
@@ -198,10 +199,7 @@ class SamplingParams:
             raise InvalidRequest(f"cache_salt must be a string or None, not {self.cache_salt!r}.")
         if not isinstance(self.grammar, Grammar | None):  # pyright: ignore
             raise InvalidRequest(f"grammar must be a Grammar or None, not {self.grammar!r}.")
-        if self.prompt_top_logprobs and not self.prompt_logprobs:
-            raise InvalidRequest(
-                f"prompt_top_logprobs={self.prompt_top_logprobs} needs prompt_logprobs=True."
-            )
+        require(REQUEST_LIMITS, Setting(self))
         object.__setattr__(
             self, "stop_token_ids", token_id_set("stop_token_ids", self.stop_token_ids)
         )
@@ -278,8 +276,6 @@ def _require_name(adapter: object) -> None:
 def _require_keeping(seconds: float, priority: int) -> None:
     real("keep_cache_seconds", seconds, 0.0, MOST_KEPT_SECONDS)
     whole("cache_priority", priority, -(2**31), 2**31)
-    if priority and not seconds:
-        raise InvalidRequest(f"cache_priority={priority} needs keep_cache_seconds.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,15 @@ import ray
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import NanoInferenceError, WeightUpdateConflict
-from nano_inference.remote import time_limits
-from nano_inference.remote.engine_host import EngineHost, encoded
-from nano_inference.remote.messages import FromEngine
+from nano_inference.remote import BEAT, EngineHost, FromEngine, encoded
 from nano_ray.cluster import num_ranks
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from nano_inference.engine.engine import InferenceEngine
-    from nano_inference.remote.core import EngineCore
+    from nano_inference import InferenceEngine
+    from nano_inference.remote import EngineCore
 
 AT_ONCE = 256  # messages in an answer
 
@@ -66,7 +64,7 @@ class EngineActor:
         """The node's id, and what there is to tell. Waits for it, but not longer than a second."""
         messages: list[FromEngine] = []
         try:
-            messages.append(self._queue.get(timeout=time_limits.BEAT))
+            messages.append(self._queue.get(timeout=BEAT))
             while len(messages) < AT_ONCE:
                 messages.append(self._queue.get_nowait())
         except queue.Empty:
@@ -135,7 +133,7 @@ class EngineActor:
 
 def _engine(config: EngineConfig) -> "InferenceEngine":
     """Ray places its other ranks, if there are any."""
-    from nano_inference.engine.engine import InferenceEngine
+    from nano_inference import InferenceEngine
     from nano_ray.launcher import RayLauncher
 
     return InferenceEngine(config, RayLauncher() if num_ranks(config) > 1 else None)

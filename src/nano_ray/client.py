@@ -13,9 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import EngineDead, NanoInferenceError
-from nano_inference.remote.client import STOPPING, RemoteClient
-from nano_inference.remote.messages import FromEngine, Ready, Stop
-from nano_inference.remote.tasks import start_task
+from nano_inference.remote import STOPPING, FromEngine, Ready, RemoteClient, Stop, start_task
 from nano_ray.actor import GROUPS, EngineActor
 from nano_ray.cluster import Placement, RankNeeds, num_ranks, rank_config
 from nano_ray.kept import Bucket, KeptUpdate

@@ -12,13 +12,13 @@ from typing import Any, TypeVar, Unpack, cast
 import ray
 from torch import Tensor
 
-from nano_inference.checkpoints.shard_checks import require_shardable
+from nano_inference.checkpoints import require_shardable
 from nano_inference.config import EngineConfig, with_plain_weights
-from nano_inference.engine.requests import checked_ids, is_text, many_prompts, params_for
+from nano_inference.engine import checked_ids, is_text, many_prompts, params_for
 from nano_inference.errors import ConfigError, EngineDead, InvalidRequest, RequestTooLarge
-from nano_inference.fleet.errors import FleetError
-from nano_inference.remote.errors import EngineReplaced, EngineRestarting
-from nano_inference.structured.backend import backend_named
+from nano_inference.fleet import FleetError
+from nano_inference.remote import EngineReplaced, EngineRestarting
+from nano_inference.structured import backend_named
 from nano_inference.types import (
     EngineStats,
     PauseMode,

@@ -8,9 +8,8 @@ from typing import NoReturn
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import WeightUpdateError
-from nano_inference.fleet.fleet_client import FleetClient
-from nano_inference.remote.client import EngineClient
-from nano_inference.remote.errors import EngineRestarting
+from nano_inference.fleet import FleetClient
+from nano_inference.remote import EngineClient, EngineRestarting
 from nano_inference.types import KvPolicy
 from nano_ray.client import BUCKET_SECONDS, RayClient
 from nano_ray.cluster import RankNeeds

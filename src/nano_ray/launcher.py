@@ -14,7 +14,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nano_inference.errors import ConfigError
-from nano_inference.ranks.messages import Begin
+from nano_inference.ranks import Begin
 
 KILL_PATIENCE = 5.0  # seconds for Ray to say that a killed actor has ended
 
@@ -24,7 +24,7 @@ class RankActor:
 
     def be(self, begin: bytes) -> None:
         """Be that rank, until rank 0 ends it."""
-        from nano_inference.ranks.worker import run_worker
+        from nano_inference.ranks import run_worker
 
         run_worker(msgspec.msgpack.decode(begin, type=Begin))
 

@@ -5,11 +5,10 @@ cluster.
 
 import ray
 
-from nano_inference.checkpoints.shard_checks import require_shardable
+from nano_inference.checkpoints import require_shardable
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError
-from nano_inference.server.config import ServerConfig
-from nano_inference.server.main import serve
+from nano_inference.server import ServerConfig, serve
 from nano_ray.cluster import connect, rank_needs
 from nano_ray.fleet_client import RayFleetClient
 

@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from nano_inference.cli import FieldOptions, options, read_keys, require_packages
+from nano_inference.cli import (
+    Debug,
+    FieldOptions,
+    OneModel,
+    Values,
+    from_fields,
+    read_keys,
+    require_packages,
+)
 from nano_inference.config import EngineConfig
 from nano_training_service.config import KEYS, TrainServiceConfig
 
@@ -17,11 +25,11 @@ _ENGINE = (
 )
 
 
-@options.from_fields
+@from_fields
 def train_service(
-    model: options.OneModel,
+    model: OneModel,
     *,
-    service: Annotated[options.Values, FieldOptions(TrainServiceConfig)],
+    service: Annotated[Values, FieldOptions(TrainServiceConfig)],
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -30,8 +38,8 @@ def train_service(
             help="Require one of the keys in this file, one per line.",
         ),
     ] = None,
-    engine: Annotated[options.Values, FieldOptions(EngineConfig, _ENGINE)],
-    debug: options.Debug = False,
+    engine: Annotated[Values, FieldOptions(EngineConfig, _ENGINE)],
+    debug: Debug = False,
 ) -> None:
     """Train LoRA adapters of a model over HTTP.
 

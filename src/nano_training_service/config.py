@@ -6,8 +6,8 @@ from pathlib import Path
 
 from nano_inference.errors import ConfigError
 from nano_inference.fields import check_least, check_seconds, option, strict_options
-from nano_inference.server.config import MIB
 
+MIB = 1 << 20
 SERVICE, KEYS, LIMITS = "The service", "Keys", "Limits"
 _PREFIX = "tml-"  # the client refuses other keys itself
 

@@ -13,9 +13,9 @@ import uvicorn
 
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, NanoInferenceError
-from nano_inference.remote.log_lines import send_to_stderr
-from nano_inference.server.config import is_loopback
-from nano_inference.server.http.connection import connection_class
+from nano_inference.remote import send_to_stderr
+from nano_inference.server import is_loopback
+from nano_inference.server.http import connection_class
 from nano_training_service.base import Base
 from nano_training_service.checkpoints import Checkpoints
 from nano_training_service.config import TrainServiceConfig

@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.errors import NanoInferenceError
-from nano_inference.server.config import is_loopback
-from nano_inference.server.http.layers import host_name, is_address
+from nano_inference.server import is_loopback
+from nano_inference.server.http import host_name, is_address
 from nano_training_service.checkpoints import TYPES, Checkpoint, Run, moment
 from nano_training_service.errors import Refused, refusal_of
 from nano_training_service.futures import Future, Result

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nano_inference.remote.tasks import start_task
+from nano_inference.remote import start_task
 from nano_training_service.base import Adapter, Base
 from nano_training_service.checkpoints import Checkpoints, Kind, Run
 from nano_training_service.config import TrainServiceConfig

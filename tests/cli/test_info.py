@@ -103,7 +103,7 @@ def test_info_of_experts_in_ranks_and_in_lockstep(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (("--pipeline-parallel", "99"), "pipeline_parallel=99 is more than the model's 2 layers"),
-        (("--expert-parallel", "2"), "it has no experts"),
+        (("--expert-parallel", "2"), "which has no experts"),
         (("--expert-parallel", "2", "--pipeline-parallel", "2"), "have one rank each"),
     ],
 )

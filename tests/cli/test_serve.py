@@ -101,6 +101,7 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
         del wanted["max_loras"], wanted["loras"]  # and so has one with adapters
         del wanted["enable_return_routed_experts"]  # or with a record of experts
         del wanted["kept_cache_folder"], wanted["kept_cache_bytes"]  # or with files of blocks
+        del wanted["cpu_sums"]  # which is of another backend
     # The two exclude each other; and there is an admin key.
     del wanted["enable_chunked_prefill" if kind is EngineConfig else "rl_open"]
     if kind is ServerConfig:
@@ -129,6 +130,8 @@ def test_every_field_is_an_option_that_arrives(kind: Any, started: Configs) -> N
     assert run("serve", "smollm2-135m", *files).exit_code == 0
     found = started[5][0]
     assert (found.kept_cache_folder, found.kept_cache_bytes) == ("/kept", 2 << 30)
+    assert run("serve", "smollm2-135m", "--cpu-sums", "pairs").exit_code == 0
+    assert started[6][0].cpu_sums == "pairs"
 
 
 def test_a_socket_file_and_a_chat_template(started: Configs, tmp_path: Path) -> None:
@@ -161,16 +164,16 @@ def test_keys_come_from_files(started: Configs, tmp_path: Path) -> None:
             ("--in-process", "--restart-engine"),
             "--restart-engine is not possible with --in-process",
         ),
-        (("--tls-cert", "c.pem"), "tls_cert and tls_key belong together"),
+        (("--tls-cert", "c.pem"), "--tls-cert c.pem needs tls_key"),
         (("--tool-format", "morse"), "there is no tool format 'morse'"),
         (("--max-samples", "0"), "--max-samples 0 must be"),
         (("--max-batch-size", "0"), "--max-batch-size 0 must be"),
         (("--rl", "--host", "0.0.0.0"), "all who reach it could change the weights"),
         (("--ray-address", "10.0.0.1:6379"), "--ray-address 10.0.0.1:6379 needs --ray"),
-        (("--rl-open",), "--rl-open means nothing without --rl"),
+        (("--rl-open",), "--rl-open needs --rl: it is for trainers"),
         (
             ("--rl", "--actor-llm-idx", "0"),
-            "weight_update_group_init_method and weight_update_group_world_size: missing",
+            "weight_update_group_world_size, actor_llm_idx belong together; give all three",
         ),
     ],
 )
@@ -225,8 +228,8 @@ def test_the_model_is_named_before_the_server_is_imported(started: Configs) -> N
             ("--tensor-parallel", "16"),
             "tensor_parallel=16 is more than the model's 9 attention heads; use at most 8",
         ),
-        (("--tensor-parallel", "2", "--expert-parallel", "2"), "it has no experts"),
-        (("--expert-parallel", "2", "--replicas", "2"), "it has no experts"),
+        (("--tensor-parallel", "2", "--expert-parallel", "2"), "which has no experts"),
+        (("--expert-parallel", "2", "--replicas", "2"), "which has no experts"),
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--replicas", "2"), ("--in-process",), ("--ray",)])

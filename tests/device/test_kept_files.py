@@ -387,7 +387,10 @@ def test_what_cannot_be_kept_is_refused(build: Build, models: dict[str, Path]) -
         params(cache_priority=3)
     with pytest.raises(InvalidRequest, match="cache_priority"):
         params(keep_cache_seconds=1.0, cache_priority=2**31)
-    with pytest.raises(InvalidRequest, match="keep_cache_seconds=5 needs enable_prefix_caching"):
+    with pytest.raises(
+        InvalidRequest,
+        match="keep_cache_seconds=5 is not possible with enable_prefix_caching=False",
+    ):
         build(enable_prefix_caching=False).generate([[5, 6]], params(keep_cache_seconds=5.0))
     path = str(models["llama"])
     with pytest.raises(ConfigError, match="kept_cache_bytes=5 needs kept_cache_folder"):

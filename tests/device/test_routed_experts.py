@@ -346,7 +346,7 @@ def test_experts_are_refused_where_there_is_no_record(
         with pytest.raises(InvalidRequest, match="enable_return_routed_experts=True"):
             engine.generate([[5, 6]], drawn())
         assert engine.model.routes is None
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has none"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM, which has no routed experts"):
         InferenceEngine(EngineConfig(str(tiny_llama(tmp_path)), enable_return_routed_experts=True))
     with pytest.raises(InvalidRequest, match="routed_experts must be True or False"):
         SamplingParams(routed_experts=1)  # pyright: ignore[reportArgumentType]

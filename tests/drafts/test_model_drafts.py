@@ -314,10 +314,10 @@ def test_layers_are_spread() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"draft_model": "self"}, "give one of them with it"),
-        ({"draft_layers": 3}, "none with draft_model=None"),
-        ({"draft_quantization": "int8"}, "none with draft_model=None"),
-        ({"draft_model": "self", "draft_quantization": "file"}, "makes codes of plain weights"),
+        ({"draft_model": "self"}, "needs draft_layers or draft_quantization"),
+        ({"draft_layers": 3}, "needs draft_model='self'"),
+        ({"draft_quantization": "int8"}, "needs draft_model='self'"),
+        ({"draft_model": "self", "draft_quantization": "file"}, "codes of plain weights"),
         (
             {"draft_model": "self", "draft_quantization": "int8", "quantization": "int4"},
             "makes codes of plain weights",

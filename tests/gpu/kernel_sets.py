@@ -22,7 +22,6 @@ import torch
 from benchmarks.models import QWEN_CONFIG
 from nano_inference import EngineConfig, SamplingParams
 from nano_inference.core.sequence import POLICY
-from nano_inference.device import kernel_probe
 from nano_inference.device.graphs import DecodeGraphs, DrawResults
 from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.device.memory_profile import _batch, _scratch, run_largest_steps
@@ -74,16 +73,6 @@ class KernelSet:
         return EngineConfig(**values | self.options)
 
 
-class _NoGenerator:
-    """In the place of `torch.Generator`, which tensors without memory have none of."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Of any device."""
-
-    def manual_seed(self, seed: int) -> None:
-        """Nothing is drawn."""
-
-
 class _Queue:
     """Runs what would be captured."""
 
@@ -110,22 +99,9 @@ class Engine:
 
     def start(self) -> None:
         """Launch what an engine's start launches."""
-        self.probe()
         run_largest_steps(self.config, {POLICY: self.model}, self.storages)
         run_all_kinds(self.config, {POLICY: self.model}, self.storages)
         self.capture()
-
-    @torch.inference_mode()
-    def probe(self) -> None:
-        """The kernels of the probe, at its own size of vocabulary."""
-        dtype = getattr(torch, self.kernels.dtype)
-        tiny = kernel_probe._tiny(self.kernels.spec)
-        with (
-            patch.object(kernel_probe, "_fill"),
-            patch.object(kernel_probe, "_require_near"),
-            patch.object(torch, "Generator", _NoGenerator),
-        ):
-            kernel_probe._run(self.model.ops, tiny, dtype, NOWHERE, self.config.block_size)
 
     @torch.inference_mode()
     def capture(self) -> None:

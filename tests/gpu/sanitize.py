@@ -2,8 +2,8 @@
 [--dry-run]`.
 
 Every tensor is an allocation of its own (torch's cache is off), so that an access beyond one is
-seen. What nobody may read holds NaN. No graphs: what they replay is launched here, or where rows
-are few by the probe of each engine.
+seen. What nobody may read holds NaN. No graphs: what they replay is launched here, where rows are
+few by the selftest.
 
 With `--tool` the cases run twice: once plainly, which compiles their kernels, then under
 compute-sanitizer, so that the tool's time goes to launches and not to Triton's compiler.
@@ -23,6 +23,7 @@ from typing import NamedTuple
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.device.selftest import check
 from tests.interpreter import interpret
 from tests.invariance.scenario import poison
 from tests.models.tiny import tiny_model
@@ -72,6 +73,9 @@ def exercise(family: str, dtype: str, device: str, batch_invariant: bool) -> int
             cuda_graphs=False,
         )
         with InferenceEngine(config) as engine:
+            own = engine.model
+            if device != "cpu":  # in the interpreter it would take seconds
+                check(own.ops, own.spec, own.dtype, own.device)
             for prompt, params in REQUESTS:
                 engine.add_request(prompt, params, 2 if params.max_tokens == 3 else 1)
             steps = 0

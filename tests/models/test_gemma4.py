@@ -128,7 +128,9 @@ def test_what_no_model_has_is_refused(fields: dict[str, Any], told: str) -> None
 def test_ranks_do_not_share_it() -> None:
     spec = spec_of(**PUBLISHED["31B"])
     for mesh in (Mesh(tensor=2), Mesh(pipeline=2), Mesh(context=2)):
-        with pytest.raises(ConfigError, match="Gemma4ForCausalLM has layers of several kinds"):
+        with pytest.raises(
+            ConfigError, match="Gemma4ForCausalLM, which has layers of several kinds"
+        ):
             shard_of(spec, Place(mesh))
     with pytest.raises(ConfigError, match="expert_parallel=2 is not possible for Gemma4"):
         shard_of(spec, engines=(0, 2))

@@ -261,7 +261,7 @@ def test_updates_serve_in_the_same_round_everywhere(folder: Path) -> None:
 
 def test_engine_in_lockstep_rejects_a_folder_of_kept_blocks(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, kept_cache_folder=str(tmp_path / "kept"))
-    with pytest.raises(ConfigError, match="kept_cache_folder is not possible for engines in"):
+    with pytest.raises(ConfigError, match=r"kept_cache_folder=.* is not possible for engines in"):
         InferenceEngine(config, lockstep=of_threads(1)[0])
     assert not (tmp_path / "kept").exists()
 
@@ -506,7 +506,7 @@ def test_a_store_that_is_gone_is_an_engine_that_is_lost(monkeypatch: pytest.Monk
 def test_what_lockstep_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 engines in lockstep, which are started together"):
         InferenceEngine(config_of(folder, expert_parallel=2))
-    with pytest.raises(ConfigError, match="it has no experts"):
+    with pytest.raises(ConfigError, match="which has no experts"):
         InferenceEngine(config_of(tiny_model(tmp_path, "llama"), expert_parallel=2))
     crowd = Lockstep(ThreadGroup.make(5)[0], ThreadBell())
     with pytest.raises(ConfigError, match="are more than the model's 4 experts"):

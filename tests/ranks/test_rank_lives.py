@@ -147,9 +147,9 @@ def test_an_update_that_one_rank_cannot_take_changes_none(
 
 
 def test_what_needs_the_whole_model_says_so(pair: InferenceEngine) -> None:
-    with pytest.raises(InvalidRequest, match="PolicyModel needs an engine of one rank"):
+    with pytest.raises(InvalidRequest, match="PolicyModel is not possible with several ranks"):
         PolicyModel(pair)
-    with pytest.raises(InvalidRequest, match="replay needs an engine of one rank"):
+    with pytest.raises(InvalidRequest, match="replay is not possible with several ranks"):
         Replayer(pair)
 
 

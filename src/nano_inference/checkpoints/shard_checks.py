@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from nano_inference.checkpoints.folders import config_folder, load_spec
 from nano_inference.config import EngineConfig
-from nano_inference.errors import ConfigError, ModelLoadError
+from nano_inference.errors import ModelLoadError
+from nano_inference.features import ENGINE_LIMITS, NO_EXPERTS, Setting, require
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.parallel.mesh import Mesh, Place
@@ -42,8 +43,5 @@ def require_shardable(config: EngineConfig) -> None:
 
 def require_experts(config: EngineConfig, specs: Iterable[ModelSpec]) -> None:
     """Raise `ConfigError` where experts are to be spread and there are none."""
-    asked = config.expert_parallel
-    if asked > 1 and all(spec.moe is None for spec in specs):
-        raise ConfigError(
-            f"expert_parallel={asked} is not possible for {config.model_path!r}: it has no experts."
-        )
+    if all(spec.moe is None for spec in specs):
+        require(ENGINE_LIMITS, Setting(config, **{NO_EXPERTS: repr(config.model_path)}))

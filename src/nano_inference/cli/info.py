@@ -44,10 +44,18 @@ _Engine = Annotated[
 
 @options.from_fields
 def info(
-    model: options.OneModel,
+    model: options.MaybeModel = None,
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of tables.")
+    ] = False,
+    selftest: Annotated[
+        bool,
+        typer.Option(
+            "--selftest",
+            help="Run every set of kernels of this machine beside the reference, on small inputs "
+            "or with the widths of MODEL. Exit status 1 if one differs.",
+        ),
     ] = False,
     engine: _Engine,
     verbose: options.Verbose = False,
@@ -61,7 +69,13 @@ def info(
 
     nano-inference info smollm2-135m --max-model-len 4096
     nano-inference info model.gguf --json
+    nano-inference info --selftest
     """
+    if selftest:
+        _selftest(model)
+        return
+    if model is None:
+        raise typer.BadParameter("MODEL is missing; smollm2-135m is one that a package carries.")
     with errors.status(f"reading {model}"):
         plans = _plans(EngineConfig(model, **engine))
         plan = plans[0]
@@ -84,6 +98,26 @@ def info(
         output.print(_table(rows))
 
 
+def _selftest(model: str | None) -> None:
+    """Print a line a set of kernels. Exit status 1 where one does not agree with the reference."""
+    from nano_inference.checkpoints.folders import describe_model, load_spec
+    from nano_inference.device.selftest import kernel_sets, selftest, usual_specs
+
+    specs = usual_specs() if model is None else [load_spec(describe_model(model))]
+    sets, differ = kernel_sets(), 0
+    if not sets:
+        raise ConfigError(
+            "this machine has no kernels to test: the reference backend runs here; install a C++ "
+            "compiler, or Triton for a GPU."
+        )
+    for kernels, problem in selftest(specs, sets):
+        differ += problem is not None
+        verdict = "agrees with the reference" if problem is None else f"DIFFERS: {problem}"
+        typer.echo(f"{kernels}: {verdict}")
+    if differ:
+        raise typer.Exit(1)
+
+
 def _plans(config: EngineConfig) -> "list[EnginePlan]":
     """Of every rank; of engines in lockstep, which have the experts in common, every engine's."""
     from nano_inference.checkpoints.folders import describe_model
@@ -92,12 +126,6 @@ def _plans(config: EngineConfig) -> "list[EnginePlan]":
     from nano_inference.ranks.build import Rank, counted_weights, plan_engine
 
     mesh, engines = mesh_of(config), config.expert_parallel if config.tensor_parallel == 1 else 1
-    if mesh.world_size > 1 and engines > 1:
-        raise ConfigError(
-            f"expert_parallel={engines} with one tensor rank is engines in lockstep, which have "
-            "one rank each; give "
-            f"tensor_parallel={engines} as well, or none of the others."
-        )
     here = mesh.world_size * engines
     places = [
         (Place(mesh, rank), (engine, engines))

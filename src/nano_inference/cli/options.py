@@ -201,7 +201,9 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         taken = {name: mark.take(given) for name, mark in marked.items()}
         for name, also in named.items():
-            given[name] = _one_model(given.pop(name), given.pop(MODEL_OPTION), also.required)
+            given[name] = _one_model(
+                given.pop(name), given.pop(MODEL_OPTION), also.required and also.missing_is_wrong
+            )
         command(**given, **taken)
 
     # what typer reads
@@ -221,10 +223,12 @@ class AlsoOption:
         flags: of the option.
         required: MODEL is a model of this machine, and has to be given. False: it may be the name
             that a server knows.
+        missing_is_wrong: a command that can do without a model says itself when it cannot.
     """
 
     flags: tuple[str, ...] = ("--model",)
     required: bool = True
+    missing_is_wrong: bool = True
 
     def parameters(self, argument: inspect.Parameter) -> list[inspect.Parameter]:
         """The argument and the option, as typer reads them."""
@@ -429,6 +433,7 @@ _MODEL_ARGUMENT = typer.Argument(
 Model = Annotated[str, _MODEL_ARGUMENT]
 # of commands that take one model, as users of other engines name it
 OneModel = Annotated[str, _MODEL_ARGUMENT, AlsoOption()]
+MaybeModel = Annotated[str | None, _MODEL_ARGUMENT, AlsoOption(missing_is_wrong=False)]
 ModelToServe = Annotated[str, _MODEL_ARGUMENT, AlsoOption(("--model", "-m"))]
 ModelOrServed = Annotated[
     str | None,

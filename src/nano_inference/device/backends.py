@@ -6,18 +6,19 @@ import functools
 import logging
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 
 from nano_inference.checkpoints.loading import resolve_dtype
-from nano_inference.config import ATTENTION_OF, Backend, EngineConfig
+from nano_inference.config import Backend, EngineConfig
 from nano_inference.core.sequence import DRAFT
-from nano_inference.device.kernel_probe import probe
 from nano_inference.errors import ConfigError
+from nano_inference.features import ATTENTION_OF, ENGINE_LIMITS, Runs, Setting, require
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.traits import traits_of
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.cpu.build import TILES, KernelsUnavailable, available_instruction_set
 from nano_inference.ops.cpu.quantised import MOST_COLUMNS
@@ -65,37 +66,31 @@ def choose_ops(
     specs: Specs,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    try_kernels: bool = True,
 ) -> MakeOps:
-    """The operations that a config means; with `try_kernels` those of a GPU have run once.
+    """The operations that a config means.
 
     A backend that was asked for by name and is not available raises `ConfigError`; in the place of
     what `"auto"` would take there is the reference, and a warning.
     """
-    _require_attention(config.attention, specs)
+    for spec in specs.values():
+        require(ENGINE_LIMITS, Setting(config, **traits_of(spec)))
     if config.attention == "flex":
+        require(ENGINE_LIMITS, Setting(config, runs=Runs("reference", str(device))))
         from nano_inference.ops.flex import flex_ops  # brings in torch's compiler
 
         return functools.partial(flex_ops, reference_ops())
     best = _best_backend(config, device)
-    asked = (
-        config.backend if config.backend != "auto" else ATTENTION_OF.get(config.attention, "auto")
-    )
+    asked: Backend = config.backend
+    if asked == "auto" and config.attention != "auto":
+        asked = ATTENTION_OF[config.attention]
     backend = best if asked == "auto" else asked
-    _require_products_of_codes(config, backend, device)
-    _require_coded_keys(config, specs, backend, device)
+    require(ENGINE_LIMITS, Setting(config, runs=Runs(backend, str(device))))
     ops, problem = reference_ops(), None
     if backend != "reference":
         problem = _no_kernels_for(backend, config, specs, dtype, device)
         if problem is None:
             try:
-                kernels = _KERNELS[backend](config)
-                # in the interpreter it would take seconds
-                if try_kernels and device.type == "cuda":
-                    for spec in specs.values():
-                        probe(kernels, spec, dtype, device, config.block_size)
-                ops = kernels
+                ops = _KERNELS[backend](config)
             except KernelsUnavailable as unavailable:
                 problem = str(unavailable)
     if problem is not None:
@@ -105,7 +100,7 @@ def choose_ops(
             f"The reference backend runs, many times slower than the {backend.upper()} kernels: "
             f"{problem}"
         )
-    _require_sums_and_invariance(config, ops, device)
+    require(ENGINE_LIMITS, Setting(config, runs=Runs(ops.name, str(device))))
     return lambda num_blocks: ops
 
 
@@ -145,90 +140,6 @@ def wants_cpu_kernels(config: EngineConfig) -> bool:
     """Whether nothing in a config asks for operations other than the CPU kernels."""
     own = ("auto", "cpu")
     return config.backend in own and config.attention in own
-
-
-def _require_sums_and_invariance(config: EngineConfig, ops: Ops, device: torch.device) -> None:
-    if config.cpu_sums != "auto" and ops.name != "cpu":
-        raise ConfigError(
-            f"cpu_sums={config.cpu_sums!r} is for backend='cpu', and the {ops.name} backend runs; "
-            "leave it out."
-        )
-    if config.batch_invariant and not keeps_invariance(ops, device):
-        raise ConfigError(
-            f"batch_invariant=True is not kept by the {ops.name} backend on {device}; use "
-            "backend='cuda' there, or "
-            "leave it out."
-        )
-
-
-def _require_products_of_codes(
-    config: EngineConfig, backend: Backend, device: torch.device
-) -> None:
-    asked = config.codes or config.draft_quantization
-    if backend == "cuda" and asked is not None:
-        name = "quantization" if config.codes is not None else "draft_quantization"
-        raise ConfigError(
-            f"{name}={asked!r} has no kernels on {device}; use device='cpu', "
-            "or backend='reference'."
-        )
-
-
-def _require_coded_keys(
-    config: EngineConfig, specs: Specs, backend: Backend, device: torch.device
-) -> None:
-    asked = config.kv_cache_dtype
-    if asked == "auto":
-        return
-    if backend == "cuda":
-        raise ConfigError(
-            f"kv_cache_dtype={asked!r} has no kernels on {device}; use device='cpu', or "
-            "backend='reference'."
-        )
-    _require_rows_of_keys(config, specs)
-
-
-def _require_rows_of_keys(config: EngineConfig, specs: Specs) -> None:
-    asked = config.kv_cache_dtype
-    for spec in specs.values() if asked != "auto" else ():
-        if spec.latent is not None:
-            raise ConfigError(
-                f"kv_cache_dtype={asked!r} is not possible for {spec.architecture}, whose keys are "
-                "latents, small already; use kv_cache_dtype='auto'."
-            )
-        if spec.kinds:
-            raise ConfigError(
-                f"kv_cache_dtype={asked!r} is not possible for {spec.architecture}, whose layers "
-                "have heads of several sizes; use kv_cache_dtype='auto'."
-            )
-
-
-class _Needs(NamedTuple):
-    """What some models have, and not every attention computes."""
-
-    what: str
-    is_in: Callable[[ModelSpec], bool]
-    attentions: tuple[str, ...]  # that compute it
-
-
-_OWN = ("auto", "reference", "cpu", "triton")
-_TORCHS = ("auto", "reference", "cpu")  # of them those that walk units of layers of several kinds
-_NEEDS = (
-    _Needs("attention sinks", lambda spec: spec.attention_sinks, _OWN),
-    _Needs("caps of attention scores", lambda spec: spec.attention_cap > 0, _OWN),
-    _Needs("attention over latents", lambda spec: spec.latent is not None, _OWN),
-    _Needs("layers with a state", lambda spec: spec.state is not None, ("auto", "reference")),
-    _Needs("layers of several kinds", lambda spec: bool(spec.kinds), _TORCHS),
-)
-
-
-def _require_attention(attention: str, specs: Specs) -> None:
-    for spec in specs.values():
-        for needs in _NEEDS:
-            if needs.is_in(spec) and attention not in needs.attentions:
-                raise ConfigError(
-                    f"attention={attention!r} is not possible for {spec.architecture}, which has "
-                    f"{needs.what}; use attention='auto'."
-                )
 
 
 def _best_backend(config: EngineConfig, device: torch.device) -> Backend:
@@ -383,7 +294,7 @@ def require_drafting(
     """Raise `ConfigError` unless a model that drafts runs on the operations of the policy, which
     stay what they are without it.
     """
-    _require_rows_of_keys(config, {DRAFT: spec})
+    require(ENGINE_LIMITS, Setting(config, **traits_of(spec)))
     backend: Any = ops.name
     if backend in _KERNELS:
         problem = _no_kernels_for(backend, config, {DRAFT: spec}, dtype, device)

@@ -126,10 +126,9 @@ def measure(
     except torch.OutOfMemoryError:
         raise ConfigError(_too_large(config, models, weights, before)) from None
     except Exception as problem:
-        # the probe was of few rows; at these sizes a kernel asks for more of the card
         raise ConfigError(
-            "the CUDA kernels fail on the largest step; backend='reference' runs it "
-            f"({one_line(problem)})."
+            f"the CUDA kernels fail on the largest step ({one_line(problem)}); use "
+            "backend='reference', and find the kernel with `nano-inference info --selftest`."
         ) from problem
     workspace = max(memory.read().peak - before.allocated, 0)
     memory.release()

@@ -36,7 +36,7 @@ from nano_inference.engine.requests import Params, RequestChecks
 from nano_inference.engine.resume_from import resumed, resumed_here
 from nano_inference.engine.shared_loop import SharedLoop, why_dead
 from nano_inference.engine.weight_updates import Updates, manager_of
-from nano_inference.errors import AdapterError, ConfigError, InvalidRequest
+from nano_inference.errors import AdapterError, InvalidRequest
 from nano_inference.ranks.lockstep import Lockstep, LockstepGate
 from nano_inference.ranks.parts import require_one_rank
 from nano_inference.structured.matching import GrammarState
@@ -602,11 +602,6 @@ class InferenceEngine:
     def _make_adapters(self) -> Adapters:
         config = self.config
         most = max(config.max_loras, len(config.loras))
-        if most and (not self.model.ops.has_adapters or self.model.device.type != "cpu"):
-            raise ConfigError(
-                f"the operations of {self.model.ops.name!r} on {self.model.device} compute no "
-                'adapters; leave max_loras out, or take backend="cpu" or "reference" on a CPU.'
-            )
         made = Adapters(self.model, self.shared, most, config.max_lora_rank)
         for each in config.loras:
             name, _, folder = each.partition("=")

@@ -13,6 +13,7 @@ from nano_inference.checkpoints.loading import resolve_model
 from nano_inference.config import EngineConfig
 from nano_inference.core.budget import demand_of, most_mask_ids, require_affordable
 from nano_inference.errors import InvalidRequest, ModelLoadError, RequestTooLarge
+from nano_inference.features import SERVED_LIMITS, Setting, require
 from nano_inference.fields.options import is_whole
 from nano_inference.models.spec.model import ModelSpec
 from nano_inference.text.chat import encode_chat
@@ -89,21 +90,12 @@ class RequestChecks:
             raise InvalidRequest(f"params must be SamplingParams, not {type(params).__name__}.")
         if not is_whole(num_samples, 1):
             raise InvalidRequest(f"num_samples={num_samples!r} must be a positive integer.")
-        if params.keep_cache_seconds and not self.config.enable_prefix_caching:
-            raise InvalidRequest(
-                f"keep_cache_seconds={params.keep_cache_seconds:g} needs enable_prefix_caching, "
-                "which is off."
-            )
+        require(SERVED_LIMITS, Setting(params, self.config))
         self._require_vocabulary(params)
         # the token that is drawn behind a prompt which is scored or embedded needs no place
         is_read = params.max_tokens == 1 and (params.prompt_logprobs or embeds)
         fills = is_read and prompt_len == self.max_model_len
         self._require_fit(prompt_len, 0 if fills else params.max_tokens)
-        if params.routed_experts and not self.experts_per_token:
-            raise InvalidRequest(
-                "routed_experts=True needs an engine that keeps a record of them; build it with "
-                "enable_return_routed_experts=True."
-            )
         budget = self._budget(max_entries)
         demand = demand_of(prompt_len, params, num_samples, experts=self.experts_per_token)
         require_affordable(demand, budget)

@@ -39,6 +39,7 @@ from nano_inference.core.sequence import POLICY, Sequence, ServedAdapter
 from nano_inference.device.sleep import Sleep
 from nano_inference.engine.delivery import Delivery, Sink
 from nano_inference.errors import EngineDead, InvalidRequest, NanoInferenceError, RankLost, one_line
+from nano_inference.features import CALL_LIMITS, Setting, require
 from nano_inference.ranks.lockstep import Member, not_together
 from nano_inference.system.locks import FairLock, HeldInterrupts
 from nano_inference.types import KvPolicy, Memory, PauseMode, TrainingSample
@@ -222,10 +223,11 @@ class SharedLoop:
         """
         with self.lock:
             self.require_weights()
-            if not self.loop.gate.alone:
-                raise InvalidRequest(
-                    "weights beside the policy's are not possible for engines in lockstep."
-                )
+            change_of = Setting(
+                beside_policy="a change of weights beside the policy's",
+                lockstep=not self.loop.gate.alone,
+            )
+            require(CALL_LIMITS, change_of)
             self.handle()
             self._deliver(self._guarded(lambda: self.loop.change_now(weight_set, change)))
 

@@ -21,6 +21,7 @@ from nano_inference.device.memory_profile import DeviceMemory
 from nano_inference.device.runner import ModelRunner
 from nano_inference.engine.shared_loop import SharedLoop
 from nano_inference.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateError
+from nano_inference.features import UPDATE_LIMITS, Setting, require
 from nano_inference.models.decoder import Decoder
 from nano_inference.system.locks import FairLock
 from nano_inference.types import KvPolicy, UpdateOptions
@@ -196,9 +197,5 @@ def require_policy(loop: EngineLoop, kv_policy: KvPolicy) -> None:
         raise WeightUpdateError(
             f"kv_policy={kv_policy!r} is not one of {', '.join(get_args(KvPolicy))}."
         )
-    if kv_policy == "finish_old" and not loop.gate.alone:
-        raise WeightUpdateError(
-            "kv_policy='finish_old' is not possible for engines in lockstep: each would have to "
-            "keep the old "
-            "experts for the others; use another one."
-        )
+    asked = Setting(kv_policy=kv_policy, lockstep=not loop.gate.alone)
+    require(UPDATE_LIMITS, asked)

@@ -10,16 +10,20 @@ from nano_inference.system.lazy import lazy
 
 if TYPE_CHECKING:
     from nano_inference.ranks.launcher import Handle, Launcher, LocalLauncher
+    from nano_inference.ranks.messages import Begin as Begin
     from nano_inference.ranks.torchrun import TorchrunLauncher, serve_rank
+    from nano_inference.ranks.worker import run_worker as run_worker
 
 __all__ = ["Handle", "Launcher", "LocalLauncher", "TorchrunLauncher", "serve_rank"]
 
 # what is imported brings in torch, which a worker wants to do late
 _MODULES = {
+    "Begin": "messages",
     "Handle": "launcher",
     "Launcher": "launcher",
     "LocalLauncher": "launcher",
     "TorchrunLauncher": "torchrun",
+    "run_worker": "worker",
     "serve_rank": "torchrun",
 }
 __getattr__ = lazy(__name__, _MODULES)

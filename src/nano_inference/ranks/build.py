@@ -27,6 +27,7 @@ from nano_inference.device.memory_profile import DeviceMemory, guess
 from nano_inference.device.quantization import settle_quantization
 from nano_inference.drafts.heads import EagleSpec, HeadsSpec, heads_bytes, read_heads
 from nano_inference.errors import ConfigError
+from nano_inference.features import ENGINE_LIMITS, NO_ROUTES, Runs, Setting, require
 from nano_inference.models.parameters.storage import codes_bytes, num_bytes, require_whole_groups
 from nano_inference.models.parameters.table import param_table
 from nano_inference.models.sharding.rank_exchange import RankExchange
@@ -64,11 +65,7 @@ def rank_in_lockstep(config: EngineConfig, engines: ProcessGroup, gate: Gate) ->
     """Return the place of an engine, which is one rank, among the engines that share its experts.
     `gate` is its side of their lockstep.
     """
-    if mesh_of(config).world_size > 1:
-        raise ConfigError(
-            "engines in lockstep have one rank each; use expert_parallel with tensor_parallel "
-            "instead."
-        )
+    require(ENGINE_LIMITS, Setting(config, lockstep=True))
     place = engines.rank, engines.size
     return Rank(
         Place(),
@@ -99,7 +96,6 @@ def plan_engine(
     config: EngineConfig,
     memory: DeviceMemory | None = None,
     *,
-    try_kernels: bool = False,
     rank: Rank | None = None,
     resolve: Callable[[str], Path] = resolve_model,
 ) -> EnginePlan:
@@ -110,7 +106,6 @@ def plan_engine(
     Args:
         config: of the engine.
         memory: of the card; None: as CUDA tells, or none on a CPU.
-        try_kernels: run those of a GPU once, and plan with the reference if they fail.
         rank: whose plan it is; None: rank 0's.
         resolve: finds the folder of a model's name.
 
@@ -119,18 +114,20 @@ def plan_engine(
     rank = rank or Rank(Place(mesh_of(config)))
     device = choose_device(config.device)
     config = settle_quantization(config, device)
+    in_lockstep = rank.gate is not None or rank.engines[1] > 1
+    require(ENGINE_LIMITS, Setting(config, lockstep=in_lockstep))
     if config.codes == FILE and resolve is resolve_model:
         resolve = partial(resolve_model, coded=True)
     folders, specs, heads = _sources(config, resolve)
     if config.draft_model is not None:
-        _require_drafting(config, specs, rank)
+        _settle_drafting(config, specs)
     _require_same_vocabulary(specs, config)
     _require_lockstep(config, specs, rank)
     parts = {name: shard_of(spec, rank.place, rank.engines) for name, spec in specs.items()}
     _require_whole_groups(config, specs)
     dtype = choose_dtype(config, specs[POLICY], device)
     served = {name: spec for name, spec in specs.items() if name != DRAFT}
-    make_ops = choose_ops(config, served, dtype, device, try_kernels=try_kernels)
+    make_ops = choose_ops(config, served, dtype, device)
     claims = _guessed_claims(
         config,
         parts,
@@ -141,14 +138,14 @@ def plan_engine(
     )
     budget = plan_memory(config, parts, claims, dtype, device, rank.ranks_here)
     ops = make_ops(budget.num_blocks)
-    _require_experts(config, specs[POLICY], rank, ops)
+    if specs[POLICY].moe is None:
+        facts = {NO_ROUTES: specs[POLICY].architecture}
+        require(ENGINE_LIMITS, Setting(config, **facts))
     if DRAFT in specs:
         require_drafting(config, ops, specs[DRAFT], dtype, device)
-    if heads is not None and ops.name == "cuda":
-        raise ConfigError(
-            f"draft_model={config.draft_model!r} holds heads, which run on CPUs alone; use "
-            "draft_model='self'."
-        )
+    if heads is not None:
+        runs = Runs(ops.name, str(device))
+        require(ENGINE_LIMITS, Setting(heads=config.draft_model, runs=runs))
     return EnginePlan(
         config=config,
         rank=rank,
@@ -227,20 +224,11 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     return DeviceMemory(device) if device.type == "cuda" else None
 
 
-def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: Rank) -> None:
-    """Raise `ConfigError` unless the model that drafts can."""
-    if rank.engines[1] > 1:
-        raise ConfigError(
-            f"draft_model={config.draft_model!r} is not possible in engines in lockstep; use "
-            "speculation='suffix'."
-        )
+def _settle_drafting(config: EngineConfig, specs: dict[str, ModelSpec]) -> None:
+    """Let the model that drafts have the policy's positions. Raises `ConfigError` for more layers
+    than the policy has.
+    """
     policy = specs[POLICY]
-    for spec in specs.values():
-        if spec.state is not None:
-            raise ConfigError(
-                f"draft_model={config.draft_model!r} is not possible with {spec.architecture}, "
-                "which has layers with a state; use speculation='suffix'."
-            )
     if config.draft_layers is not None and config.draft_layers > policy.num_layers:
         raise ConfigError(
             f"draft_layers={config.draft_layers} are more than the {policy.num_layers} layers of "
@@ -248,27 +236,6 @@ def _require_drafting(config: EngineConfig, specs: dict[str, ModelSpec], rank: R
         )
     if DRAFT in specs:  # it limits no sequence: beyond its own positions its drafts are worse
         specs[DRAFT] = replace(specs[DRAFT], max_position=policy.max_position)
-
-
-def _require_experts(config: EngineConfig, policy: ModelSpec, rank: Rank, ops: Ops) -> None:
-    """Raise `ConfigError` unless the record of experts can be kept that the config asks for."""
-    if not config.enable_return_routed_experts:
-        return
-    if ops.name == "cuda":
-        raise ConfigError(
-            "enable_return_routed_experts=True is not possible with backend='cuda', whose steps "
-            "keep no record of experts; use backend='cpu' or 'reference'."
-        )
-    if policy.moe is None:
-        raise ConfigError(
-            "enable_return_routed_experts=True needs a model with routed experts, and "
-            f"{policy.architecture} has none; leave it out."
-        )
-    if rank.engines[1] > 1:
-        raise ConfigError(
-            "enable_return_routed_experts=True is not possible in engines in lockstep, which route "
-            "rows of each other; use replicas."
-        )
 
 
 def _require_same_vocabulary(specs: Mapping[str, ModelSpec], config: EngineConfig) -> None:

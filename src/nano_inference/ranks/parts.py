@@ -38,7 +38,8 @@ from nano_inference.device.runner import ModelRunner
 from nano_inference.device.units import UnitMap
 from nano_inference.drafts.heads import EagleSpec, HeadWeights
 from nano_inference.drafts.model import spread_layers
-from nano_inference.errors import ConfigError, InvalidRequest
+from nano_inference.errors import ConfigError
+from nano_inference.features import CALL_LIMITS, Setting, require
 from nano_inference.kv_cache.caches import CACHES, KVCache
 from nano_inference.models.decoder import Decoder
 from nano_inference.models.parameters.storage import coded_copies, formats_of, num_bytes
@@ -98,7 +99,7 @@ def _assemble(
     graph_memory: GraphMemory | None,
     rank: Rank | None,
 ) -> Parts:
-    plan = plan_engine(config, memory, try_kernels=True, rank=rank)
+    plan = plan_engine(config, memory, rank=rank)
     asked, config, device = config, plan.config, plan.device
     graph_memory = graph_memory or _graph_memory(plan)
     torch.set_num_threads(num_threads(config))
@@ -195,8 +196,6 @@ def _kept_files(plan: EnginePlan, runner: ModelRunner, cache: KVCache) -> KeptFi
     config = plan.config
     if config.kept_cache_folder is None:
         return None
-    if plan.rank.gate is not None:
-        raise ConfigError("kept_cache_folder is not possible for engines in lockstep.")
     return KeptFiles(
         Path(config.kept_cache_folder),
         config.kept_cache_bytes or DEFAULT_BYTES,
@@ -376,7 +375,4 @@ def require_one_rank(runner: ModelRunner, what: str) -> None:
     """Raise `InvalidRequest` where several ranks share the model; `what` needs all of it in one
     process.
     """
-    if runner.shares is not None:
-        raise InvalidRequest(
-            f"{what} needs an engine of one rank: it works on the whole model in one process."
-        )
+    require(CALL_LIMITS, Setting(whole_model=what, shared=runner.shares is not None))

@@ -4,3 +4,21 @@ Imports only from: fleet, remote, text.
 Begin with: app.py, then server.py.
 Tests: tests/server.
 """
+
+from typing import TYPE_CHECKING
+
+from nano_inference.system.lazy import lazy
+
+if TYPE_CHECKING:
+    from nano_inference.server.config import ServerConfig as ServerConfig
+    from nano_inference.server.config import is_loopback as is_loopback
+    from nano_inference.server.main import running_app as running_app
+    from nano_inference.server.main import serve as serve
+
+_MODULES = {
+    "ServerConfig": "config",
+    "is_loopback": "config",
+    "running_app": "main",
+    "serve": "main",
+}
+__getattr__ = lazy(__name__, _MODULES)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from nano_inference.checkpoints.generation_defaults import check_generation_config
 from nano_inference.errors import ConfigError
+from nano_inference.features import SERVER_LIMITS, Setting, require
 from nano_inference.fields.options import (
     check_least,
     check_seconds,
@@ -294,8 +295,7 @@ class ServerConfig:
         self._fill()
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port!r} must be in [0, 65535].")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key belong together; give both, or neither.")
+        require(SERVER_LIMITS, Setting(self))
         check_generation_config(self.generation_config)
         self._check_names()
         check_least(self, ConfigError)
@@ -342,27 +342,8 @@ class ServerConfig:
             raise ConfigError(
                 f"root_path={self.root_path!r} must be like '/llm', without a slash at its end."
             )
-        if self.uds is not None and (self.host, self.port) != (
-            ServerConfig.host,
-            ServerConfig.port,
-        ):
-            raise ConfigError(
-                f"uds={self.uds!r} is listened on instead of host and port; leave those out."
-            )
 
     def _check_replicas(self) -> None:
-        if self.replicas == 1 and self.share_prefixes:
-            raise ConfigError("share_prefixes=True means nothing with one replica.")
-        if self.replicas == 1 and self.stall_timeout != ServerConfig.stall_timeout:
-            raise ConfigError(
-                f"stall_timeout={self.stall_timeout!r} means nothing with one replica."
-            )
-        if self.replicas == 1 and self.in_process and self.restart_engine:
-            raise ConfigError(
-                "restart_engine=True is not possible with in_process=True and one replica: an "
-                "engine in the server's "
-                "own process is not started again; leave one of the two out."
-            )
         if not 0 <= self.prefill_replicas < self.replicas:
             raise ConfigError(
                 f"prefill_replicas={self.prefill_replicas!r} must be in [0, {self.replicas}): of "
@@ -391,17 +372,7 @@ class ServerConfig:
             raise ConfigError("admin_key is among api_keys; users would be administrators.")
 
     def _check_rl(self) -> None:
-        if not self.rl:
-            for field in fields(self):
-                if field.name in _WITH_RL and getattr(self, field.name) != field.default:
-                    raise ConfigError(
-                        f"{field.name}={getattr(self, field.name)!r} means nothing without rl=True."
-                    )
-        elif self.rl_open and self.admin_key is not None:
-            raise ConfigError(
-                "rl_open says that no admin key is asked for, and there is one; leave out either."
-            )
-        elif not (self.rl_open or self.admin_key is not None or is_loopback(self.host)):
+        if self.rl and not (self.rl_open or self.admin_key is not None or is_loopback(self.host)):
             raise ConfigError(
                 f"rl=True with host={self.host!r}: all who reach it could change the weights. "
                 "Give an admin_key, "
@@ -409,19 +380,11 @@ class ServerConfig:
             )
 
     def _check_weight_group(self) -> None:
-        group: dict[str, Any] = {name: getattr(self, name) for name in _GROUP}
-        missing = [name for name, value in group.items() if value is None]
-        if len(missing) == len(group):
-            if self.disable_weight_updates:
-                raise ConfigError(
-                    f"disable_weight_updates: there is no group to leave out; it needs {_GROUP[0]}."
-                )
+        url: Any = self.weight_update_group_init_method
+        size: Any = self.weight_update_group_world_size
+        index: Any = self.actor_llm_idx
+        if url is None:
             return
-        if missing:
-            raise ConfigError(
-                f"{' and '.join(missing)}: missing; {', '.join(_GROUP)} belong together."
-            )
-        url, size, index = group.values()
         try:
             address = urlsplit(url)
             is_address = (
@@ -442,10 +405,6 @@ class ServerConfig:
                 f"actor_llm_idx={index} must be in [0, {size - 1}): of {size} ranks one is the "
                 "trainer's."
             )
-
-
-_GROUP = ("weight_update_group_init_method", "weight_update_group_world_size", "actor_llm_idx")
-_WITH_RL = ("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP)
 
 
 def is_loopback(host: str) -> bool:

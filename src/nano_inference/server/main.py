@@ -2,6 +2,7 @@
 `with` block.
 """
 
+import asyncio
 import atexit
 import itertools
 import logging
@@ -10,14 +11,17 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+
+from starlette.types import ASGIApp
 
 from nano_inference.checkpoints.folders import gguf_of
 from nano_inference.checkpoints.shard_checks import require_shardable
 from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError, EngineDead, ModelLoadError, NanoInferenceError
+from nano_inference.features import SERVER_LIMITS, Setting, require
 from nano_inference.fleet.fleet_client import FleetClient
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
@@ -52,6 +56,8 @@ from nano_inference.server.trainers.vllm import routes as vllm_routes
 from nano_inference.system.machine import usable_cores
 
 log = logging.getLogger("nano_inference.server")
+
+_GLANCE = 0.02  # seconds between two looks at whether the engine is built
 
 PROTOCOLS: dict[str, ApiProtocol] = {
     "/v1/completions": openai_completions.PROTOCOL,
@@ -201,6 +207,20 @@ def _maker(
     return make
 
 
+@asynccontextmanager
+async def running_app(engine: EngineConfig, config: ServerConfig) -> AsyncIterator[ASGIApp]:
+    """Yield the server's application around an engine that is built, without a port. Raises
+    `NanoInferenceError` where it cannot be built.
+    """
+    server = Server(config, engine_client(engine, config))
+    app = build_app(server, PROTOCOLS, (embedding_routes,))
+    async with server.running():
+        while not server.lifecycle.is_ready:
+            raise_if_lost(server)
+            await asyncio.sleep(_GLANCE)
+        yield app
+
+
 def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
     """The folder in which engines in lockstep meet; empty: they are not."""
     if engine.expert_parallel == 1 or engine.tensor_parallel > 1:
@@ -211,11 +231,7 @@ def _meeting(engine: EngineConfig, config: ServerConfig) -> str:
             "in lockstep: "
             f"replicas={engine.expert_parallel}, not {config.replicas}."
         )
-    if config.in_process:
-        raise ConfigError(
-            "in_process=True is not possible for engines in lockstep: each needs a process of its "
-            "own."
-        )
+    require(SERVER_LIMITS, Setting(config, lockstep=True))
     folder = tempfile.mkdtemp(prefix="nano-inference-lockstep-")  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

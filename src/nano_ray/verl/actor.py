@@ -13,7 +13,7 @@ from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
-from nano_inference.engine.async_engine import AsyncInferenceEngine
+from nano_inference import AsyncInferenceEngine
 from nano_inference.errors import InvalidRequest
 from nano_ray.verl.server import Mode, RolloutServer
 from nano_ray.verl.settings import engine_config, request_defaults, require_no_adapter

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
-from nano_inference.weights.sources import BUCKET_BYTES
-from nano_inference.weights.transports import wire
-from nano_inference.weights.transports.interface import Shapes
+from nano_inference.weights import BUCKET_BYTES
+from nano_inference.weights.transports import Shapes, flat_bucket, opened_bucket
 
 NamedTensors = Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]]
 
@@ -51,16 +50,11 @@ def opened(parcel: Parcel, shapes: Shapes) -> dict[str, Tensor]:
 
     Raises `WeightUpdateError`.
     """
-    (pieces,) = wire.decode(parcel.description, shapes).buckets
-    size = wire.num_bytes(pieces)
-    if parcel.content.dtype != np.uint8 or parcel.content.shape != (size,):
-        is_of = f"{parcel.content.dtype} {list(parcel.content.shape)}"
-        raise WeightUpdateError(f"a bucket that was described as {size} bytes is {is_of}.")
+    if parcel.content.dtype != np.uint8:
+        raise WeightUpdateError(f"a bucket was described as bytes and is {parcel.content.dtype}.")
     # what came is Ray's, and read-only
-    tensors = wire.unpack(pieces, torch.from_numpy(parcel.content.copy()))
-    if not isinstance(tensors, dict):
-        raise WeightUpdateError("the trainer sent patches; whole tensors are expected.")
-    return tensors
+    content = torch.from_numpy(parcel.content.copy())
+    return opened_bucket(parcel.description, content, shapes)
 
 
 def parcels_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
@@ -101,11 +95,8 @@ class _Cut:
 
 
 def _parcel(bucket: dict[str, Tensor]) -> Parcel:
-    sendable = wire.sendable(bucket)
-    pieces = tuple(piece for piece, _ in sendable)
-    size = wire.num_bytes(pieces)
-    content = wire.laid_out(sendable, 0, size, torch.zeros(size, dtype=torch.uint8))
-    return Parcel(wire.encode(wire.Description(None, (pieces,))), content.numpy())
+    description, content = flat_bucket(bucket)
+    return Parcel(description, content.numpy())
 
 
 async def _each(weights: NamedTensors) -> AsyncIterator[tuple[str, Tensor]]:

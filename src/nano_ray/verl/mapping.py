@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.fields.options import is_whole
+from nano_inference.fields import is_whole
 from nano_inference.types import FinishReason, SamplingParams, TrainingSample
 
 # verl tells "go on with this one" (aborted) from everything else.

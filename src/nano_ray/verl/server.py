@@ -5,11 +5,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from nano_inference.engine.async_engine import AsyncInferenceEngine
+from nano_inference import AsyncInferenceEngine, WeightUpdate
 from nano_inference.errors import InvalidRequest, WeightUpdateError
 from nano_inference.types import Memory
-from nano_inference.weights.transports.interface import Deadline
-from nano_inference.weights.update import WeightUpdate
+from nano_inference.weights.transports import Deadline
 from nano_ray.verl.buckets import Parcel, opened
 from nano_ray.verl.gate import Gate
 from nano_ray.verl.mapping import (

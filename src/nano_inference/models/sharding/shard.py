@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from nano_inference.errors import ConfigError
+from nano_inference.features import ENGINE_LIMITS, Setting, require
 from nano_inference.models.spec.model import ModelSpec
+from nano_inference.models.spec.traits import traits_of
 from nano_inference.parallel.bounds import SEGMENTS, row_segments, segment_unit
 from nano_inference.parallel.mesh import Mesh, Place
 
@@ -137,12 +139,18 @@ def shard_of(
             tensor rank each.
     """
     ranks, index = place.mesh.tensor, place.tensor_rank
-    _require_divisible(spec, place.mesh)
-    if spec.kinds and engines[1] > 1:
-        raise ConfigError(
-            f"expert_parallel={engines[1]} is not possible for {spec.architecture}: its router "
-            "reads other rows than its experts; use replicas."
-        )
+    mesh = place.mesh
+    require(
+        ENGINE_LIMITS,
+        Setting(
+            tensor_parallel=mesh.tensor,
+            pipeline_parallel=mesh.pipeline,
+            context_parallel=mesh.context,
+            expert_parallel=engines[1],
+            **traits_of(spec),
+        ),
+    )
+    _require_divisible(spec, mesh)
     if ranks <= SEGMENTS:
         heads = row_segments(spec.num_heads, 1)
         inner = row_segments(spec.intermediate_size, segment_unit(spec.intermediate_size))
@@ -258,27 +266,6 @@ def _share(count: int, ranks: int, index: int) -> range:
 
 
 def _require_divisible(spec: ModelSpec, mesh: Mesh) -> None:
-    for has_them, what in (
-        (spec.state is not None, "layers with a state"),
-        (spec.kinds, "layers of several kinds"),
-    ):
-        if has_them and mesh != Mesh():
-            raise ConfigError(
-                f"{spec.architecture} has {what}, which ranks do not share yet; use replicas "
-                "instead of tensor_parallel, pipeline_parallel or context_parallel."
-            )
-    if spec.latent is not None and mesh.tensor * mesh.context > 1:
-        shared = "tensor" if mesh.tensor > 1 else "context"
-        raise ConfigError(
-            f"{shared}_parallel={getattr(mesh, shared)} is not possible for {spec.architecture}: "
-            "its attention is over latents; use pipeline_parallel or replicas."
-        )
-    if mesh.tensor > 1 and spec.qk_norm == "full":
-        raise ConfigError(
-            f"tensor_parallel={mesh.tensor} is not possible for {spec.architecture}: its norm of "
-            "queries and keys "
-            "spans all heads; use pipeline_parallel or replicas."
-        )
     for count, what in (
         (spec.num_heads, "attention heads"),
         (spec.intermediate_size, "inner columns"),

@@ -133,6 +133,22 @@ def best_instruction_set(law: Law | None = None) -> str:
     return next(each for each in builds if _can_be_had(each))
 
 
+def instruction_sets_here() -> list[str]:
+    """The builds that this processor runs and that need no compiler, and the best one if it can be
+    had; best first, named as `best_instruction_set` names them.
+    """
+    has, best = _processor_flags(), available_instruction_set()
+    names = [
+        name + law
+        for name, (needs, _) in INSTRUCTION_SETS.items()
+        if needs <= has
+        for law in ("", *((TILES,) if name != AMX else ()))
+    ]
+    return [
+        name for name in names if name == best or is_whole(PREBUILT / prebuilt_name(name) / LIBRARY)
+    ]
+
+
 def available_instruction_set() -> str | None:
     """The build that runs here, as `best_instruction_set` names it; None: there is neither a
     library for it nor a compiler.

@@ -11,18 +11,28 @@ The classes are imported from their modules, since some of them need `torch.dist
 `interface.receive_update` runs one of them into a `WeightSyncManager` on threads of its own.
 """
 
+from typing import TYPE_CHECKING
+
+from nano_inference.system.lazy import lazy
 from nano_inference.weights.transports.interface import (
     Deadline,
     Incoming,
+    Shapes,
     WeightTransport,
     receive_update,
 )
+
+if TYPE_CHECKING:
+    from nano_inference.weights.transports.wire import flat_bucket as flat_bucket
+    from nano_inference.weights.transports.wire import opened_bucket as opened_bucket
+
+_lazy = lazy(__name__, {"flat_bucket": "wire", "opened_bucket": "wire"})
 
 
 def __getattr__(name: str) -> object:
     if name in ("in_process", "InProcess"):
         raise ImportError(f"{name} is removed; give the state dict to update_weights.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _lazy(name)
 
 
-__all__ = ["Deadline", "Incoming", "WeightTransport", "receive_update"]
+__all__ = ["Deadline", "Incoming", "Shapes", "WeightTransport", "receive_update"]

@@ -206,6 +206,34 @@ def unpack(bucket: Iterable[TensorInfo], flat: Tensor) -> dict[str, Tensor] | li
     return tensors or patches
 
 
+def flat_bucket(bucket: Mapping[str, Tensor]) -> tuple[bytes, Tensor]:
+    """Return an update of one bucket as it travels: its description, and uint8 [n] on the CPU.
+    Raises `WeightUpdateError` for a tensor of a type that does not travel.
+    """
+    sent = sendable(bucket)
+    pieces = tuple(piece for piece, _ in sent)
+    size = num_bytes(pieces)
+    content = laid_out(sent, 0, size, torch.zeros(size, dtype=torch.uint8))
+    return encode(Description(None, (pieces,))), content
+
+
+def opened_bucket(description: bytes, content: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """Return the tensors of `flat_bucket`, which share the memory of `content`, checked against the
+    model's table before they are made. Raises `WeightUpdateError`.
+    """
+    (pieces,) = decode(description, shapes).buckets
+    size = num_bytes(pieces)
+    if content.dtype != torch.uint8 or content.shape != (size,):
+        kind = str(content.dtype).removeprefix("torch.")
+        raise WeightUpdateError(
+            f"a bucket that was described as {size} bytes is {kind} {list(content.shape)}."
+        )
+    tensors = unpack(pieces, content)
+    if not isinstance(tensors, dict):
+        raise WeightUpdateError("the trainer sent patches; whole tensors are expected.")
+    return tensors
+
+
 def tensor_of(info: TensorInfo, content: Tensor) -> Tensor:
     """The tensor whose bytes these are, uint8: a view, or a copy where they do not begin at a
     multiple of its type's size.

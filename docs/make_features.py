@@ -1,0 +1,66 @@
+"""`python docs/make_features.py`: writes the table of docs/what-works.md between its markers, of the
+features that do not go together, from `nano_inference.features`. `--check` writes nothing and fails
+where the page is not current; a test does that too.
+"""
+
+import sys
+from pathlib import Path
+
+from nano_inference.features import ALL_LIMITS, BACKENDS, LOCKSTEP, SHARED, TRAITS, Asked, Row
+
+TARGET = Path(__file__).parent / "what-works.md"
+BEGIN, END = "<!-- features -->", "<!-- end of features -->"
+FACTS = {
+    LOCKSTEP: "engines in lockstep",
+    SHARED: "several ranks",
+    "heads": "`draft_model` with heads",
+    "whole_model": "`embed`, `replay`, `PolicyModel`, `DraftTrainer`, scoring of targets",
+    "beside_policy": "weights of a model other than the policy",
+}
+
+
+def page(text: str) -> str:
+    """The page with the table of today."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def table() -> str:
+    """One line a row of `nano_inference.features`."""
+    lines = ["| | asked by | not with | because |", "|---|---|---|---|"]
+    lines += [_line(row) for limits in ALL_LIMITS for row in limits.rows]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    asked = ", ".join(map(_named, row.asked_by))
+    if row.when:
+        asked += f" with {', '.join(map(_named, row.when))}"
+    clashes = [_named(each) for each in row.clashes]
+    clashes += [f"backend {each}" for each in BACKENDS if each not in row.backends]
+    if row.needs:
+        clashes.append(f"without {' or '.join(map(_named, row.needs))}")
+    return f"| {row.feature} | {asked} | {', '.join(clashes)} | {row.reason}; {row.instead} |"
+
+
+def _named(asked: Asked) -> str:
+    if asked.name in FACTS:
+        return FACTS[asked.name]
+    if asked.name in TRAITS:
+        return f"models with {asked.name}"
+    return ", ".join(f"`{each}`" for each in str(asked).split(" or "))
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    text = TARGET.read_text(encoding="utf-8")
+    new = page(text)
+    if "--check" in sys.argv[1:]:
+        return int(text != new)
+    TARGET.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

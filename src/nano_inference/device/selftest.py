@@ -1,0 +1,372 @@
+"""`nano-inference info --selftest`: every set of kernels that this machine has, on a model of a
+layer or two, beside the reference.
+
+Each set runs in a process of its own, so that one that crashes, or that leaves a GPU unusable, is a
+verdict like the others.
+"""
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.device.kv_tensors import KVStorage
+from nano_inference.errors import one_line
+from nano_inference.models.decoder import Decoder
+from nano_inference.models.parameters.storage import allocate
+from nano_inference.models.parameters.table import param_table
+from nano_inference.models.spec.model import ModelSpec, spec_from_config
+from nano_inference.ops.batches import Rows, batch_of_rows
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.build import instruction_sets_here
+from nano_inference.ops.cuda import availability
+from nano_inference.ops.interface import FEW_ROWS, Ops
+from nano_inference.ops.reference.backend import reference_ops
+from nano_inference.sampling.sample import Draw
+from nano_inference.sampling.tensors import DrawRequest, sampling_batch, to_device
+from nano_inference.types import SamplingParams
+
+VOCABULARY = 4096  # rows of the head at most
+LENGTHS = (19, 1, 37)  # rows of the chunks, of which the second is a decode
+CONTEXTS = (19, 90, 100)
+TOLERANCE = 0.05  # of the norm of a result: kernels round where the reference does not
+COMPARED = (
+    "embed",
+    "linear",
+    "rms_norm",
+    "rope_and_store",
+    "attention",
+    "gate",
+    "moe",
+    "logits",
+    "gather_logprobs",
+)
+DRAWS = (
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0),
+    SamplingParams(top_p=0.9, top_k=30),
+)
+
+
+_DENSE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = _DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+class Differs(Exception):
+    """An operation raised, or is far from the reference."""
+
+
+class KernelSet(NamedTuple):
+    """Kernels that are chosen together.
+
+    Attributes:
+        backend: `"cpu"` or `"cuda"`.
+        build: the instruction set of the CPU kernels; of CUDA's `"fast"` or `"batch invariant"`.
+        device: that they run on.
+        dtype: of weights and activations.
+    """
+
+    backend: str
+    build: str
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        where = self.device
+        if self.device.startswith("cuda"):
+            where += f" ({torch.cuda.get_device_name(self.device)})"
+        return f"{self.backend} {self.build}, {str(self.dtype).removeprefix('torch.')}, {where}"
+
+    def ops(self) -> Ops:
+        """The kernels. Raises `KernelsUnavailable` where they cannot be built or loaded."""
+        if self.backend == "cpu":
+            return cpu_ops(2, self.build)
+        from nano_inference.ops.cuda.backend import cuda_ops  # brings in Triton
+
+        return cuda_ops(batch_invariant=self.build == "batch invariant")
+
+
+class Verdict(NamedTuple):
+    """How a set of kernels did on a model; `problem` is None where it agrees with the reference."""
+
+    kernels: KernelSet
+    problem: str | None
+
+
+def kernel_sets() -> list[KernelSet]:
+    """All that this machine has: builds of the CPU kernels that lie here or would be built first,
+    and CUDA's in both modes on every GPU that Triton can compile for.
+    """
+    sets = [
+        KernelSet("cpu", build, "cpu", dtype)
+        for build in instruction_sets_here()
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return sets + [
+        KernelSet("cuda", build, str(device), torch.bfloat16)
+        for device in devices
+        if availability.problem_with(device, torch.bfloat16, ()) is None
+        for build in ("fast", "batch invariant")
+    ]
+
+
+def usual_specs() -> list[ModelSpec]:
+    """A dense model and a mixture of experts, for a test without a model."""
+    return [spec_from_config(_DENSE), spec_from_config(_EXPERTS)]
+
+
+def selftest(specs: Iterable[ModelSpec], sets: Iterable[KernelSet]) -> Iterator[Verdict]:
+    """Run each set of kernels with the widths of each model, and compare it with the reference."""
+    specs = list(specs)
+    for kernels in sets:
+        yield Verdict(kernels, _verdict(kernels, specs))
+
+
+def _verdict(kernels: KernelSet, specs: list[ModelSpec]) -> str | None:
+    """Why a set does not agree, found by a process of its own; None: it does."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(there, kernels, specs), daemon=True)
+    child.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:
+        child.join()
+        code = child.exitcode or 0
+        return f"it crashes ({signal.Signals(-code).name if code < 0 else f'exit status {code}'})"
+    finally:
+        here.close()
+        child.join()
+
+
+def _answer(pipe: Connection, kernels: KernelSet, specs: list[ModelSpec]) -> None:
+    try:
+        for spec in specs:
+            check(kernels.ops(), spec, kernels.dtype, torch.device(kernels.device))
+    except torch.OutOfMemoryError:
+        pipe.send("it has no memory left; end what else runs there")
+    except Differs as problem:
+        pipe.send(str(problem))
+    except Exception as problem:
+        pipe.send(f"it fails: {one_line(problem)}")
+    else:
+        pipe.send(None)
+
+
+@torch.inference_mode()
+def check(
+    ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int = 16
+) -> None:
+    """Compare operations roughly with the reference, with the widths of a model: each one where
+    weights are plain tensors, and the steps of a whole model where they are packed.
+
+    Raises `Differs` that names the operation which fails.
+    """
+    tiny, reference = _tiny(spec), reference_ops()
+    if ops.name != "cpu":
+        ops = _beside(ops, reference)
+        _run(ops, tiny, dtype, device, block_size)
+        return
+    found = _run(ops, tiny, dtype, device, block_size)
+    for own, expected in zip(found, _run(reference, tiny, dtype, device, block_size), strict=True):
+        if isinstance(own, Draw):
+            _require_alike("a draw", own, expected)
+        else:
+            _require_near("a step", own, expected)
+
+
+def _tiny(spec: ModelSpec) -> ModelSpec:
+    """The same widths in a layer of each kind, with few tokens and few experts."""
+    moe = spec.moe
+    mixed = moe.layers if moe is not None else (False,) * spec.num_layers
+    kinds = list(dict.fromkeys(zip(spec.windows, mixed, spec.ropes, strict=True)))
+    few = moe and replace(
+        moe,
+        num_experts=min(moe.num_experts, 2 * moe.experts_per_token)
+        if moe.routing.groups == 1
+        else moe.num_experts,
+        layers=tuple(has_experts for _, has_experts, _ in kinds),
+    )
+    return replace(
+        spec,
+        num_layers=len(kinds),
+        windows=tuple(window for window, _, _ in kinds),
+        ropes=tuple(rope for _, _, rope in kinds),
+        vocab_size=min(spec.vocab_size, VOCABULARY),
+        max_position=256,
+        moe=few,
+    )
+
+
+def _run(
+    ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
+) -> list[Any]:
+    """Every kind of step and of draw once; returns what is comparable between backends."""
+    generator = torch.Generator(device).manual_seed(0)
+    params = allocate(param_table(spec), dtype, device, ops.allocate)
+    for param in params.values():
+        _fill(param, generator)
+    model = Decoder(spec, params, ops, spec.max_position)
+    per_table = -(-max(CONTEXTS) // block_size)
+    storage = KVStorage(spec, len(LENGTHS) * per_table, block_size, dtype, device)
+    storage.keys.zero_()  # contexts begin before what is computed here
+    storage.values.zero_()
+    chunks = [
+        Rows(
+            [(7 * place) % spec.vocab_size for place in range(length)],
+            context - length,
+            _table(chunk, per_table),
+        )
+        for chunk, (length, context) in enumerate(zip(LENGTHS, CONTEXTS, strict=True))
+    ]
+    last = [sum(LENGTHS[: chunk + 1]) - 1 for chunk in range(len(LENGTHS))]
+    batch = batch_of_rows(
+        chunks, block_size, draws=last, scores=[(row, 1) for row in range(sum(LENGTHS))]
+    )
+    result = model.forward(to_device(batch, device), storage)
+    hidden = result.hidden.clone()  # the next forward writes over it
+    logits = model.logits(hidden)
+    found = [
+        *(hidden, result.scores.clone(), logits.clone()),
+        ops.sample_logits(logits, to_device(_draws(DRAWS), device)),
+        model.draw(hidden, to_device(_draws(DRAWS), device)),
+        # without filters there may be a shorter way
+        model.draw(hidden, to_device(_draws(DRAWS[:1] * len(last)), device)),
+    ]
+    if ops.few_rows is not None:
+        for rows in (1, 2, FEW_ROWS):  # kernels are chosen by it
+            decodes = [
+                Rows([7], max(CONTEXTS) - row - 1, _table(0, per_table)) for row in range(rows)
+            ]
+            batch = to_device(batch_of_rows(decodes, block_size), device)
+            expected = model.trunk(ops, batch, storage)
+            _require_near(
+                "few_rows",
+                _called("few_rows", ops.few_rows, (model.trunk, batch, storage)),
+                expected,
+            )
+    return found
+
+
+def _draws(params: Iterable[SamplingParams]) -> Any:
+    return sampling_batch([DrawRequest(each, row, (1, row, 5)) for row, each in enumerate(params)])
+
+
+def _table(chunk: int, blocks: int) -> list[int]:
+    return list(range(chunk * blocks, (chunk + 1) * blocks))
+
+
+def _fill(param: Any, generator: torch.Generator) -> None:
+    """Random weights that keep a row's size; norms are about 1."""
+    shape = param.shape
+    values = torch.randn(shape, generator=generator, device=param.device, dtype=torch.float32)
+    values = values * shape[1] ** -0.5 if len(shape) == 2 else 1 + 0.1 * values
+    param.copy_(values) if isinstance(param, Tensor) else param.write(0, values)
+
+
+def _beside(ops: Ops, reference: Ops) -> Ops:
+    """`ops`, where each one is compared with the reference's, which is called first."""
+    compared = {
+        name: _compared(name, getattr(ops, name), getattr(reference, name)) for name in COMPARED
+    }
+    compared["plan_attention"] = lambda *args: (
+        _called("plan_attention", ops.plan_attention, args),
+        reference.plan_attention(*args),
+    )
+    attend = _compared(
+        "attention",
+        lambda q, view, layer, plan, scores: ops.attention(q, view, layer, plan[0], scores),
+        (lambda q, view, layer, plan, scores: reference.attention(q, view, layer, plan[1], scores)),
+    )
+    draws = {
+        name: _drawn(name, getattr(ops, name), getattr(reference, name))
+        for name in ("sample", "sample_logits")
+    }
+    return replace(ops, **compared | {"attention": attend} | draws)
+
+
+def _compared(
+    name: str, own: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        expected = reference(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
+        found = _called(name, own, args)
+        pairs = (
+            zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+        )
+        for each, other in pairs:
+            _require_near(name, each, other)
+        return found
+
+    return call
+
+
+def _require_near(name: str, found: Tensor, expected: Tensor) -> None:
+    error = float(
+        (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6)
+    )
+    if not error <= TOLERANCE:  # also where it is NaN
+        raise Differs(f"{name} is wrong: it is {error:.2g} of its size away from the reference")
+
+
+def _drawn(
+    name: str, own: Callable[..., Draw], reference: Callable[..., Draw]
+) -> Callable[..., Draw]:
+    def call(*args: Any) -> Draw:
+        expected, found = reference(*args), _called(name, own, args)
+        _require_alike(name, found, expected)
+        return found
+
+    return call
+
+
+def _require_alike(name: str, found: Draw, expected: Draw) -> None:
+    """Draws may differ where two tokens are about as good; what is reported of a token may not."""
+    same = found.token_ids == expected.token_ids
+    apart = (found.logprobs - expected.logprobs)[same].abs()
+    if 2 * int(same.sum()) < len(same) or not bool((apart < 0.1).all()):
+        raise Differs(
+            f"{name} is wrong: it drew {found.token_ids.tolist()}, the reference "
+            f"{expected.token_ids.tolist()}"
+        )
+
+
+def _called(name: str, own: Callable[..., Any], args: Any) -> Any:
+    try:
+        found = own(*args)
+        if torch.cuda.is_available():
+            # what fails in a kernel is told of here, and not by some later call
+            torch.cuda.synchronize()
+        return found
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:
+        raise Differs(f"{name} fails: {one_line(problem)}") from problem

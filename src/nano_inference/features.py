@@ -1,0 +1,496 @@
+"""What goes with what: one table of the features that do not go together, and `require`, which
+rejects what a row forbids. Configurations, engine, server and the table of docs/what-works.md read
+it; a relation between numbers, and a limit of the machine, are checked where they belong.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from nano_inference.errors import ConfigError, InvalidRequest, NanoInferenceError, WeightUpdateError
+
+ON_GPU = "reference on a GPU"
+BACKENDS = ("cpu", "reference", ON_GPU, "cuda")
+RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+TORCHS = ("cpu", "reference", ON_GPU)  # those that plain torch and the CPU kernels compute
+# the backend that an attention belongs to
+ATTENTION_OF: dict[str, Literal["reference", "cpu", "cuda"]] = {
+    "reference": "reference",
+    "flex": "reference",
+    "cpu": "cpu",
+    "triton": "cuda",
+}
+# facts that no option says
+LOCKSTEP, SHARED, RUNS, HEADS = "lockstep", "shared", "runs", "heads"
+# calls; the value is how a message names them
+WHOLE_MODEL, BESIDE_POLICY = "whole_model", "beside_policy"
+_CLASHES = {LOCKSTEP: "for engines in lockstep", SHARED: "with several ranks"}
+# facts about a model; the value of one is the name of its architecture
+SINKS, CAPS = "attention sinks", "caps of attention scores"
+LATENTS, STATES = "attention over latents", "layers with a state"
+KINDS, WIDE_NORMS = "layers of several kinds", "a norm of queries and keys over all heads"
+NO_EXPERTS, NO_ROUTES = "no experts", "no routed experts"  # in any model; in the policy
+TRAITS = (SINKS, CAPS, LATENTS, STATES, KINDS, WIDE_NORMS, NO_EXPERTS, NO_ROUTES)
+_SECRETS = ("admin_key",)
+
+
+class Runs(NamedTuple):
+    """The backend that was settled, and the device that it runs on."""
+
+    backend: str
+    device: str
+
+    @property
+    def key(self) -> str:
+        """The backend, as `Row.backends` names it."""
+        on_gpu = self.backend == "reference" and not self.device.startswith("cpu")
+        return ON_GPU if on_gpu else self.backend
+
+
+class Asked(NamedTuple):
+    """An option, a parameter or a fact; with `values` only these of its values, else all that turn
+    it on.
+    """
+
+    name: str
+    values: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return " or ".join(_shown(self.name, value) for value in self.values) or self.name
+
+
+class Setting:
+    """What is asked for, by the names of options.
+
+    Args:
+        options: dataclasses, such as an `EngineConfig`.
+        facts: what is known beyond them, such as `lockstep=True`; they hide options of their name.
+    """
+
+    def __init__(self, *options: Any, **facts: Any) -> None:
+        self._options = options
+        self._facts = facts
+
+    def has(self, name: str) -> bool:
+        """Whether anything is known of a name."""
+        return name in self._facts or any(hasattr(each, name) for each in self._options)
+
+    def value(self, name: str) -> Any:
+        """Of an option or a fact; None where nothing is known of it."""
+        if name in self._facts:
+            return self._facts[name]
+        return next((getattr(each, name) for each in self._options if hasattr(each, name)), None)
+
+    def is_on(self, asked: Asked) -> bool:
+        """Whether it is asked for."""
+        value = self.value(asked.name)
+        if asked.values:
+            return self.has(asked.name) and value in asked.values
+        off = value is None or value is False or value in ("auto", "none")
+        return not off and value != self._default(asked.name)
+
+    def said(self, asked: Asked) -> str:
+        """An option that is on, as a message names it."""
+        return _shown(asked.name, self.value(asked.name))
+
+    def _default(self, name: str) -> Any:
+        if name in RANKS:
+            return 1
+        if name in self._facts:
+            return None
+        kinds = (type(each) for each in self._options if hasattr(each, name))
+        return next((_defaults(kind).get(name) for kind in kinds), None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something that does not go with something else. Features that have several reasons have
+    several rows.
+
+    Attributes:
+        feature: its name in the docs.
+        asked_by: what asks for it, each by itself.
+        reason: why; the middle of a sentence.
+        instead: what to do; the end of a sentence.
+        backends: those that it goes with.
+        ranks: options of several ranks that it goes with.
+        models: what models may not have.
+        excludes: what else it does not go with.
+        needs: one of these must be asked for.
+        when: the row holds only with all of these.
+    """
+
+    feature: str
+    asked_by: tuple[Asked, ...]
+    reason: str
+    instead: str
+    backends: tuple[str, ...] = BACKENDS
+    ranks: tuple[str, ...] = RANKS
+    models: tuple[str, ...] = ()
+    excludes: tuple[Asked, ...] = ()
+    needs: tuple[Asked, ...] = ()
+    when: tuple[Asked, ...] = ()
+
+    @property
+    def clashes(self) -> tuple[Asked, ...]:
+        """All that it does not go with, other than backends."""
+        ranks = [Asked(name) for name in RANKS if name not in self.ranks]
+        return (*ranks, *map(Asked, self.models), *self.excludes)
+
+    def problem_with(self, setting: Setting) -> str | None:
+        """What of a setting this row forbids, in a sentence; None: nothing."""
+        asked = next(filter(setting.is_on, self.asked_by), None)
+        if asked is None or not all(map(setting.is_on, self.when)):
+            return None
+        said, why = setting.said(asked), f"{self.reason}; {self.instead}."
+        if (clash := next(self._found(setting), None)) is not None:
+            return f"{said} is not possible {clash}: {why}"
+        known = [each for each in self.needs if setting.has(each.name)]
+        if known and not any(map(setting.is_on, self.needs)):
+            return f"{said} needs {' or '.join(map(str, self.needs))}: {why}"
+        return None
+
+    def _found(self, setting: Setting) -> Iterator[str]:
+        for asked in filter(setting.is_on, self.clashes):
+            said, value = setting.said(asked), setting.value(asked.name)
+            if asked.name in TRAITS:
+                yield f"for {value}, which has {asked.name}"
+            else:
+                yield _CLASHES.get(asked.name, f"with {said}")
+        if self.backends == BACKENDS:
+            return
+        for said, backend in _backends(setting):
+            if backend not in self.backends:
+                yield said
+
+
+class Limits(NamedTuple):
+    """The rows that hold for one kind of setting.
+
+    Attributes:
+        name: of the kind, in the docs.
+        error: what `require` raises.
+        rows: of the table.
+    """
+
+    name: str
+    error: type[NanoInferenceError]
+    rows: tuple[Row, ...]
+
+
+def require(limits: Limits, setting: Setting) -> None:
+    """Raise the error of `limits` for what one of its rows forbids."""
+    for row in limits.rows:
+        if (problem := row.problem_with(setting)) is not None:
+            raise limits.error(problem)
+
+
+def _backends(setting: Setting) -> Iterator[tuple[str, str]]:
+    """How each backend that is asked for, or that runs, is said; and the backend."""
+    if setting.is_on(Asked("backend")):
+        yield f"with backend={setting.value('backend')!r}", setting.value("backend")
+    attention = setting.value("attention")
+    if attention in ATTENTION_OF:
+        yield f"with attention={attention!r}", ATTENTION_OF[attention]
+    runs: Runs | None = setting.value(RUNS)
+    if runs is not None:
+        yield f"with the {runs.backend} backend on {runs.device}", runs.key
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == LOCKSTEP:
+        return "lockstep of engines"
+    if name == HEADS:
+        return f"draft_model={value!r}, which holds heads that draft,"
+    if name in (WHOLE_MODEL, BESIDE_POLICY):
+        return str(value)
+    if name in _SECRETS:
+        return name
+    return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value!r}"
+
+
+@cache
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    """Of a dataclass's fields; for one that is settled later, its default without `rl`."""
+    return {
+        each.name: each.metadata["unset"][0] if "unset" in each.metadata else each.default
+        for each in fields(kind)
+        if each.default is not MISSING
+    }
+
+
+def _feature(name: str, *asked_by: str | Asked) -> Callable[..., Row]:
+    """Makes the rows of a feature."""
+    asked = tuple(Asked(each) if isinstance(each, str) else each for each in asked_by)
+    return lambda reason, instead, **limits: Row(name, asked, reason, instead, **limits)
+
+
+_PLAIN = "use backend='cpu' or 'reference'"
+_FLEX = Asked("attention", ("flex",))
+_NO_PREFIXES = Asked("enable_prefix_caching", (False,))
+
+_adapters = _feature("LoRA adapters", "max_loras", "loras")
+_experts = _feature("records of routed experts", "enable_return_routed_experts")
+_draft = _feature("a model that drafts", "draft_model")
+_cheaper = _feature(
+    "a cheaper copy of the policy that drafts", "draft_layers", "draft_quantization"
+)
+_kept = _feature("files of kept KV blocks", "kept_cache_folder")
+_coded_keys = _feature("a KV cache in 8 bits", "kv_cache_dtype")
+_context = _feature("context parallel", "context_parallel")
+_invariance = _feature("batch invariance", Asked("batch_invariant", (True,)))
+_lockstep = _feature("engines in lockstep", "expert_parallel")
+_spread = _feature("expert parallel", "expert_parallel")
+_flex = _feature("flex attention", _FLEX)
+
+ENGINE_ROWS = (
+    *(
+        _feature(f"{backend} attention", Asked("attention", names))(
+            f"it belongs to backend={backend!r}", "leave one of the two out", backends=allowed
+        )
+        for backend, names, allowed in (
+            ("reference", ("reference", "flex"), ("reference", ON_GPU)),
+            ("cpu", ("cpu",), ("cpu",)),
+            ("cuda", ("triton",), ("cuda",)),
+        )
+    ),
+    _flex(
+        "it computes only plain attention over keys",
+        "use attention='auto'",
+        models=(SINKS, CAPS, LATENTS, STATES, KINDS),
+    ),
+    _feature("attention kernels", Asked("attention", ("cpu", "triton")))(
+        "it has no kernels for states", "use attention='auto'", models=(STATES,)
+    ),
+    _feature("Triton attention", Asked("attention", ("triton",)))(
+        "its kernels take heads of one size", "use attention='auto'", models=(KINDS,)
+    ),
+    _feature("limits of chunks", "max_chunk_tokens")(
+        "prompts are not split then",
+        "leave one of the two out",
+        excludes=(Asked("enable_chunked_prefill", (False,)),),
+    ),
+    _invariance(
+        "sums depend there on the other rows of a step",
+        "use backend='cuda' on a GPU, or leave batch_invariant out",
+        backends=("cpu", "reference", "cuda"),
+        excludes=(_FLEX,),
+    ),
+    _feature("orders of sums of the CPU kernels", "cpu_sums")(
+        "only the CPU kernels know several", "leave cpu_sums out", backends=("cpu",)
+    ),
+    _feature("quantised weights", Asked("quantization", ("int8", "int8-32", "int4", "file")))(
+        "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
+    ),
+    _feature("quantised drafts", "draft_quantization")(
+        "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
+    ),
+    _coded_keys(
+        "its kernels read plain keys and values", _PLAIN, backends=TORCHS, excludes=(_FLEX,)
+    ),
+    _coded_keys(
+        "its keys are small already, or its heads of several sizes",
+        "use kv_cache_dtype='auto'",
+        models=(LATENTS, KINDS),
+    ),
+    _context(
+        "its kernels do not compute attention in part",
+        _PLAIN,
+        backends=TORCHS,
+        excludes=(_FLEX,),
+    ),
+    _adapters("one rank computes adapters", "leave max_loras or the ranks out", ranks=()),
+    _adapters(
+        "it has no operations for adapters",
+        "leave max_loras out, or use backend='cpu' or 'reference' on a CPU",
+        backends=("cpu", "reference"),
+    ),
+    _experts(
+        "one rank records the experts of all rows",
+        "use replicas",
+        ranks=(),
+        excludes=(Asked(LOCKSTEP),),
+    ),
+    _experts("its steps keep no record of experts", _PLAIN, backends=TORCHS),
+    _experts("there is nothing to record", "leave it out", models=(NO_ROUTES,)),
+    _draft(
+        "a model that drafts runs on one rank",
+        "use speculation='suffix'",
+        ranks=(),
+        excludes=(Asked(LOCKSTEP),),
+    ),
+    _draft(
+        "a rejected draft cannot be taken out of a state",
+        "use speculation='suffix'",
+        models=(STATES,),
+    ),
+    _feature("heads that draft", HEADS)(
+        "CUDA has no kernels for such heads", "use draft_model='self'", backends=TORCHS
+    ),
+    _cheaper(
+        "it says what the policy's copy has less of",
+        "give draft_model='self', or leave it out",
+        needs=(Asked("draft_model", ("self",)),),
+    ),
+    _feature("drafts by the policy itself", Asked("draft_model", ("self",)))(
+        "a whole copy of the policy would gain nothing",
+        "give one of them",
+        needs=(Asked("draft_layers"), Asked("draft_quantization")),
+    ),
+    _feature("quantised drafts", "draft_quantization")(
+        "it makes codes of plain weights",
+        "use quantization=None",
+        excludes=(Asked("quantization", ("int8", "int8-32", "int4", "file")),),
+    ),
+    _kept(
+        "blocks are written and read by one rank",
+        "leave kept_cache_folder or the ranks out",
+        ranks=(),
+        excludes=(Asked(LOCKSTEP),),
+    ),
+    _kept("there is nothing to keep", "leave one of the two out", excludes=(_NO_PREFIXES,)),
+    _feature("the size of files of kept KV blocks", "kept_cache_bytes")(
+        "it limits the files in there", "give both", needs=(Asked("kept_cache_folder"),)
+    ),
+    _lockstep(
+        "with one tensor rank it means engines in lockstep, which have one rank each",
+        "set tensor_parallel to as many, or leave one of the two out",
+        excludes=(Asked("pipeline_parallel"), Asked("context_parallel")),
+        when=(Asked("tensor_parallel", (1,)),),
+    ),
+    _feature("engines in lockstep", LOCKSTEP)(
+        "engines in lockstep have one rank each",
+        "use expert_parallel with tensor_parallel instead",
+        ranks=("expert_parallel",),
+    ),
+    _spread("there is nothing to spread", "leave it out", models=(NO_EXPERTS,)),
+    _spread("its router reads other rows than its experts", "use replicas", models=(KINDS,)),
+    *(
+        _feature(name, option)("ranks do not share these layers", "use replicas", models=models)
+        for name, option, models in (
+            ("tensor parallel", "tensor_parallel", (STATES, KINDS)),
+            ("pipeline parallel", "pipeline_parallel", (STATES, KINDS)),
+            ("context parallel", "context_parallel", (STATES, KINDS)),
+        )
+    ),
+    *(
+        _feature(name, option)(
+            "ranks share whole heads of keys",
+            "use pipeline_parallel or replicas",
+            models=models,
+        )
+        for name, option, models in (
+            ("tensor parallel", "tensor_parallel", (LATENTS, WIDE_NORMS)),
+            ("context parallel", "context_parallel", (LATENTS,)),
+        )
+    ),
+)
+
+_GROUP = ("weight_update_group_init_method", "weight_update_group_world_size", "actor_llm_idx")
+_ONE = Asked("replicas", (1,))
+
+SERVER_ROWS = (
+    *(
+        _feature("TLS", one)("it takes both files", "give both, or neither", needs=(Asked(other),))
+        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"))
+    ),
+    _feature("a Unix socket", "uds")(
+        "it is listened on instead of an address",
+        "leave host and port out",
+        excludes=(Asked("host"), Asked("port")),
+    ),
+    _feature("shared prefixes", "share_prefixes")(
+        "replicas share them with each other", "leave it out", excludes=(_ONE,)
+    ),
+    _feature("watching over replicas", "stall_timeout")(
+        "others go on with the requests of a replica that stalls", "leave it out", excludes=(_ONE,)
+    ),
+    _feature("restarts of the engine", "restart_engine")(
+        "with one replica the engine in the server's own process is not started again",
+        "leave one of the two out",
+        excludes=(Asked("in_process"),),
+        when=(_ONE,),
+    ),
+    _feature("engines in the server's process", "in_process")(
+        "each needs a process of its own", "leave in_process out", excludes=(Asked(LOCKSTEP),)
+    ),
+    _feature("access without a key", "rl_open")(
+        "it says that no admin key is needed",
+        "leave out one of the two",
+        excludes=(Asked("admin_key"),),
+    ),
+    _feature(
+        "routes of trainers",
+        *("rl_open", "rl_timeout", "rl_max_body_bytes", "disable_weight_updates", *_GROUP),
+    )("it is for trainers", "give both, or leave it out", needs=(Asked("rl", (True,)),)),
+    *(
+        _feature("a weight group", one)(
+            f"{', '.join(_GROUP)} belong together", "give all three", needs=(Asked(other),)
+        )
+        for one, other in zip(_GROUP, (*_GROUP[1:], _GROUP[0]), strict=True)
+    ),
+    _feature("staying out of a weight group", "disable_weight_updates")(
+        "there is no group to leave out",
+        "name the group, or leave it out",
+        needs=(Asked(_GROUP[0]),),
+    ),
+)
+
+REQUEST_ROWS = (
+    _feature("the best tokens of a prompt", "prompt_top_logprobs")(
+        "they come with the prompt's logprobs",
+        "give both",
+        needs=(Asked("prompt_logprobs", (True,)),),
+    ),
+    _feature("priorities of kept blocks", "cache_priority")(
+        "only kept blocks have one", "give both", needs=(Asked("keep_cache_seconds"),)
+    ),
+)
+
+# requests beside the configuration of the engine
+SERVED_ROWS = (
+    _feature("kept blocks", "keep_cache_seconds")(
+        "the engine keeps no blocks", "leave it out", excludes=(_NO_PREFIXES,)
+    ),
+    _feature("routed experts of a sample", "routed_experts")(
+        "the engine keeps no record of them otherwise",
+        "build the engine with it",
+        needs=(Asked("enable_return_routed_experts", (True,)),),
+    ),
+)
+
+CALL_ROWS = (
+    _feature(
+        "calls that use the whole model: embed, replay, PolicyModel, DraftTrainer …",
+        WHOLE_MODEL,
+    )(
+        "it works on the whole model in one process",
+        "use an engine of one rank",
+        excludes=(Asked(SHARED),),
+    ),
+    _feature("changes of weights beside the policy's", BESIDE_POLICY)(
+        "the engines agree only on updates of the policy",
+        "use replicas",
+        excludes=(Asked(LOCKSTEP),),
+    ),
+)
+
+UPDATE_ROWS = (
+    _feature("requests that end with old weights", Asked("kv_policy", ("finish_old",)))(
+        "each would have to keep the old experts for the others",
+        "use another kv_policy",
+        excludes=(Asked(LOCKSTEP),),
+    ),
+)
+
+ENGINE_LIMITS = Limits("Engine", ConfigError, ENGINE_ROWS)
+SERVER_LIMITS = Limits("Server", ConfigError, SERVER_ROWS)
+REQUEST_LIMITS = Limits("Request", InvalidRequest, REQUEST_ROWS)
+SERVED_LIMITS = Limits("Request to an engine", InvalidRequest, SERVED_ROWS)
+CALL_LIMITS = Limits("Call", InvalidRequest, CALL_ROWS)
+UPDATE_LIMITS = Limits("Weight update", WeightUpdateError, UPDATE_ROWS)
+ALL_LIMITS = (
+    *(ENGINE_LIMITS, SERVER_LIMITS, REQUEST_LIMITS),
+    *(SERVED_LIMITS, CALL_LIMITS, UPDATE_LIMITS),
+)

@@ -1,0 +1,157 @@
+"""`nano-inference info --selftest`: kernels that are right pass, and what is wrong is named."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nano_inference.checkpoints.loading import load_spec
+from nano_inference.cli.main import app
+from nano_inference.device import selftest
+from nano_inference.device.selftest import Differs, KernelSet, check, kernel_sets, usual_specs
+from nano_inference.models.spec.model import ModelSpec
+from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.build import best_instruction_set
+from nano_inference.ops.cuda.backend import cuda_ops
+from nano_inference.ops.reference.backend import reference_ops
+from tests.models.tiny import tiny_llama, tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return load_spec(tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "invariant"), [("llama", False), ("gemma3", True)])
+def test_check_passes_right_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, invariant: bool
+) -> None:
+    monkeypatch.setattr(selftest, "LENGTHS", (3, 1))
+    monkeypatch.setattr(selftest, "CONTEXTS", (3, 9))
+    monkeypatch.setattr(selftest, "DRAWS", selftest.DRAWS[::2])
+    monkeypatch.setattr(selftest, "VOCABULARY", 64)
+    own = cuda_ops(batch_invariant=invariant)
+    check(own, load_spec(tiny_model(tmp_path, family)), torch.float32, CPU)
+
+
+def _wrong(x: torch.Tensor) -> torch.Tensor:
+    return x * 1.5
+
+
+BREAK: dict[str, Callable[[Any], Any]] = {
+    "embed": _wrong,
+    "linear": _wrong,
+    "rms_norm": lambda pair: (pair[0] * torch.nan, pair[1]),
+    "rope_and_store": _wrong,
+    "attention": _wrong,
+    "gate": _wrong,
+    "logits": _wrong,
+    "gather_logprobs": _wrong,
+    "few_rows": _wrong,
+    "sample": lambda draw: replace(draw, token_ids=draw.token_ids + 1),
+    "sample_logits": lambda draw: replace(draw, logprobs=draw.logprobs - 1),
+}
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_check_names_the_wrong_operation(spec: ModelSpec, name: str) -> None:
+    plain = reference_ops()
+    good = replace(plain, few_rows=lambda trunk, batch, view: trunk(plain, batch, view))
+
+    def wrong(*args: Any) -> Any:
+        return BREAK[name](getattr(good, name)(*args))
+
+    def raising(*_: Any) -> Any:
+        raise RuntimeError("Triton Error [CUDA]: invalid argument\nmore")
+
+    with pytest.raises(Differs, match=rf"^{name} is wrong"):
+        check(replace(good, **{name: wrong}), spec, torch.float32, CPU)
+    with pytest.raises(Differs, match=rf"^{name} fails: RuntimeError: Triton Error .CUDA.: inv"):
+        check(replace(good, **{name: raising}), spec, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", [0, 1], ids=["dense", "experts"])
+def test_check_compares_steps_of_packed_weights(dtype: torch.dtype, which: int) -> None:
+    own, spec = cpu_ops(1), usual_specs()[which]
+    check(own, spec, dtype, CPU)
+    for name, told in (("logits", "a step"), ("sample_logits", "a draw"), ("sample", "a draw")):
+        usual = getattr(own, name)
+        broken = replace(own, **{name: lambda *args, n=name, u=usual: BREAK[n](u(*args))})
+        with pytest.raises(Differs, match=f"{told} is wrong"):
+            check(broken, spec, dtype, CPU)
+
+
+def test_kernel_sets_have_the_build_that_an_engine_takes() -> None:
+    builds = [(each.build, each.dtype) for each in kernel_sets() if each.backend == "cpu"]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert (best_instruction_set(), dtype) in builds
+
+
+def test_info_selftest_prints_a_line_a_set() -> None:
+    result = CliRunner().invoke(app, ["info", "--selftest"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines == [f"{each}: agrees with the reference" for each in kernel_sets()]
+
+
+class _Crashing(KernelSet):
+    """Kernels of instructions that the processor does not have."""
+
+    def ops(self) -> Any:
+        os.kill(os.getpid(), signal.SIGILL)
+
+
+def _crashing() -> list[KernelSet]:
+    return [_Crashing("cpu", "made up", "cpu", torch.float32)]
+
+
+def _unknown() -> list[KernelSet]:
+    return [KernelSet("cpu", "mmx", "cpu", torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (_crashing, "cpu made up, float32, cpu: DIFFERS: it crashes (SIGILL)"),
+        (_unknown, "DIFFERS: it fails: KernelsUnavailable: instruction set 'mmx' is unknown"),
+    ],
+)
+def test_info_selftest_exits_with_1_for_a_bad_set(
+    monkeypatch: pytest.MonkeyPatch, sets: Callable[[], list[KernelSet]], told: str
+) -> None:
+    monkeypatch.setattr(selftest, "kernel_sets", sets)
+    result = CliRunner().invoke(app, ["info", "--selftest"])
+    assert result.exit_code == 1
+    assert told in result.output
+
+
+def test_info_selftest_takes_the_widths_of_a_model(
+    spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def verdicts(specs: Any, _: Any) -> list[Any]:
+        given.extend(specs)
+        return []
+
+    monkeypatch.setattr(selftest, "selftest", verdicts)
+    folder = tiny_llama(tmp_path)
+    result = CliRunner().invoke(app, ["info", str(folder), "--selftest"])
+    assert result.exit_code == 0, result.output
+    assert given == [load_spec(folder)]
+
+
+def test_info_without_a_model_or_selftest_is_wrong_usage() -> None:
+    result = CliRunner().invoke(app, ["info"])
+    assert result.exit_code == 2
+    assert "MODEL is missing" in result.output
