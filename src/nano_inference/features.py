@@ -99,7 +99,7 @@ class Setting:
             return 1
         if name in self._facts:
             return None
-        kinds = (type(each) for each in self._options if hasattr(each, name))
+        kinds: Iterator[type[Any]] = (type(each) for each in self._options if hasattr(each, name))
         return next((_defaults(kind).get(name) for kind in kinds), None)
 
 
@@ -223,7 +223,11 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
 def _feature(name: str, *asked_by: str | Asked) -> Callable[..., Row]:
     """Makes the rows of a feature."""
     asked = tuple(Asked(each) if isinstance(each, str) else each for each in asked_by)
-    return lambda reason, instead, **limits: Row(name, asked, reason, instead, **limits)
+
+    def row(reason: str, instead: str, **limits: Any) -> Row:
+        return Row(name, asked, reason, instead, **limits)
+
+    return row
 
 
 _PLAIN = "use backend='cpu' or 'reference'"

@@ -23,7 +23,6 @@ from nano_inference import (
     TrainingSample,
 )
 from nano_inference.engine.intake import vocabulary_of
-from nano_inference.engine.resume_from import resume_many
 from nano_inference.structured import backend as backends
 from nano_inference.structured.backend import GrammarError
 from nano_inference.structured.compiler import GrammarCompiler
@@ -425,7 +424,7 @@ def test_a_sample_whose_grammar_has_ended_is_not_gone_on_with(
     told = replace(whole, finish_reason="abort", stop_reason=None)  # the word of its end was lost
     again = engine.intake.new_request_id()
     with pytest.raises(InvalidRequest, match="not known whether the sample has ended"):
-        resume_many(engine, [told], lambda _: None, stream=False, request_id=again)
+        engine.resume_many([told], lambda _: None, stream=False, request_id=again)
 
 
 def test_a_grammar_begins_anew_behind_what_is_appended(build: Build) -> None:
