@@ -99,8 +99,8 @@ class Setting:
             return 1
         if name in self._facts:
             return None
-        kinds: Iterator[type[Any]] = (type(each) for each in self._options if hasattr(each, name))
-        return next((_defaults(kind).get(name) for kind in kinds), None)
+        options = next((each for each in self._options if hasattr(each, name)), None)
+        return None if options is None else _defaults(options.__class__).get(name)
 
 
 @dataclass(frozen=True)
