@@ -35,7 +35,7 @@ class Arrays(Generic[A]):
     """Makes arrays of one kind.
 
     Args:
-        make: takes over a numpy array that nobody else writes to. Examples: `torch.from_numpy`, or
+        make: takes over a numpy array, which is not written afterwards. Examples: `torch.from_numpy`, or
             a function that returns its argument.
     """
 
