@@ -35,8 +35,8 @@ class Arrays(Generic[A]):
     """Makes arrays of one kind.
 
     Args:
-        make: takes over a numpy array, which is not written afterwards. Examples: `torch.from_numpy`, or
-            a function that returns its argument.
+        make: takes over a numpy array, which is not written afterwards. Examples:
+            `torch.from_numpy`, or a function that returns its argument.
     """
 
     def __init__(self, make: Callable[[np.ndarray], A]) -> None:
