@@ -71,3 +71,15 @@ def test_the_document_names_them(rl_server: str) -> None:
     )  # without warnings
     for method, path, _ in routes(VLLM + SGLANG + OTHERS):
         assert method.lower() in documented[path], path
+
+
+def test_the_document_has_their_fields(rl_server: str) -> None:
+    documented = httpx.get(f"{rl_server}/openapi.json", timeout=60).raise_for_status().json()
+    pause, load = (documented["paths"][path]["post"] for path in ("/pause", "/load_lora_adapter"))
+    body = pause["requestBody"]
+    assert not body["required"]
+    fields = body["content"]["application/json"]["schema"]["properties"]
+    assert fields["mode"]["enum"] == ["keep", "wait", "abort"]
+    assert fields["clear_cache"]["type"] == "boolean"
+    assert load["requestBody"]["required"]
+    assert "requestBody" not in documented["paths"]["/resume"]["post"]
