@@ -372,25 +372,19 @@ class Supervisor:
     async def _bring_what_serves(self, each: Replica, client: EngineClient) -> int:
         """The weights that serve, from any that has them; returns the version that it has then."""
         version: int = await client.call("get_weight_version")
-        while (
-            donor := next(iter(self.living().values()), None)
-        ) is not None and version != self.version:
+        if version == self.version:
+            return version
+
+        async def bring(donor: EngineClient) -> None:
             self._require_awake()
-            began = time.monotonic()
-            try:
-                await self._bring_weights(donor, client, self.version)
-            except EngineDead:
-                if donor.why_dead is None or client.why_dead is not None:
-                    raise
-                continue  # there may be another one
-            version = self.version
-            log.info(
-                "replica %s got weight version %d in %.2f s.",
-                each.name,
-                version,
-                time.monotonic() - began,
-            )
-        return version
+            await self._bring_weights(donor, client, self.version)
+
+        began = time.monotonic()
+        if not await self._from_a_donor(client, bring):
+            return version
+        seconds = time.monotonic() - began
+        log.info("replica %s got weight version %d in %.2f s.", each.name, self.version, seconds)
+        return self.version
 
     async def _bring_adapters(self, client: EngineClient) -> list[AdapterInfo]:
         """The adapters that serve, also those that it has read itself: their folders may hold
@@ -400,15 +394,26 @@ class Supervisor:
         for name in own.keys() - self.adapters.keys() if self.living() else ():
             await client.call("unload_adapter", name=name)
         for name in self.adapters:
-            while (donor := next(iter(self.living().values()), None)) is not None:
-                try:
-                    await bring_adapter(donor, client, name)
-                except EngineDead:
-                    if donor.why_dead is None or client.why_dead is not None:
-                        raise
-                    continue  # there may be another one
-                break
+            await self._from_a_donor(
+                client, lambda donor, name=name: bring_adapter(donor, client, name)
+            )
         return list(await client.call("adapters"))
+
+    async def _from_a_donor(
+        self, client: EngineClient, bring: Callable[[EngineClient], Awaitable[None]]
+    ) -> bool:
+        """Bring an engine something from a replica that serves, and from the next one where that
+        dies; whether there was one.
+        """
+        while (donor := next(iter(self.living().values()), None)) is not None:
+            try:
+                await bring(donor)
+            except EngineDead:
+                if donor.why_dead is None or client.why_dead is not None:
+                    raise
+            else:
+                return True
+        return False
 
     def _named(self, replica: str) -> Replica:
         if replica not in self.replicas:

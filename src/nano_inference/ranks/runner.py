@@ -55,7 +55,7 @@ class RankedRunner(ModelRunner):
         self._steps = StepSender(block_size, units)
         self._groups, self._units = groups, units
         # what waits for a rank that hangs goes on, and fails
-        worker_group.when_lost = lambda _: worker_group.kill()
+        worker_group.watch(lambda _: worker_group.kill())
         weakref.finalize(self, worker_group.kill)  # an engine that was not shut down
 
     @property
@@ -181,9 +181,7 @@ class RankedRunner(ModelRunner):
             if (found := method()) is not None:
                 found(problem)
 
-        worker_group.when_lost = lost
-        if worker_group.lost is not None:  # before any caller could be told
-            lost(worker_group.lost)
+        worker_group.watch(lost)
 
     def end(self) -> None:
         """See `ModelRunner`."""

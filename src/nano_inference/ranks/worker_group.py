@@ -66,7 +66,6 @@ class WorkerGroup:
 
     Attributes:
         lost: why the engine cannot go on; None: all are here.
-        when_lost: called once, by whatever thread notices.
         samples: of steps, where another rank draws them.
     """
 
@@ -79,7 +78,7 @@ class WorkerGroup:
         self.world_size = len(self.workers) + 1
         self.timeout = timeout
         self.lost: RankLost | None = None
-        self.when_lost: Callable[[RankLost], None] = lambda _: None
+        self._watcher: Callable[[RankLost], None] = lambda _: None
         self.samples = SampleQueue(timeout, lambda: self.lost, self.explain)
         self._changed = threading.Condition()
         self._num_calls = 0
@@ -89,6 +88,15 @@ class WorkerGroup:
             threading.Thread(
                 target=self._listen, args=(worker,), name=worker.who, daemon=True
             ).start()
+
+    def watch(self, lost: Callable[[RankLost], None]) -> None:
+        """Call `lost` once, when a rank is lost, on whatever thread notices; at once where one is
+        lost already. The watcher before hears nothing more.
+        """
+        with self._changed:
+            self._watcher, problem = lost, self.lost
+        if problem is not None:
+            lost(problem)
 
     # -- telling -----------------------------------------------------------------------------------
 
@@ -309,10 +317,11 @@ class WorkerGroup:
                 self._changed.notify_all()
                 return
             self.lost = RankLost(f"{worker.who} of {self.world_size} {how}")
+            watcher = self._watcher
             self._changed.notify_all()
         self.samples.wake()
         logger.error("%s", self.lost)
-        self.when_lost(self.lost)
+        watcher(self.lost)
 
 
 def _has_refused(worker: Worker) -> bool:

@@ -51,12 +51,23 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class RequestStream:
-    """Deltas of one request on their way to the route that answers it. `name` is the id that
-    its client gave it.
+    """Deltas of one request on their way to the route that answers it.
+
+    Args:
+        num_samples: of the request.
+        max_backlog: tokens that may wait to be read.
+        abort: ends the request in the engine.
+        name: the id that its client gave it.
+        on_overflow: called when a backlog has ended the request.
     """
 
     def __init__(
-        self, num_samples: int, max_backlog: int, abort: Callable[[], None], name: str | None = None
+        self,
+        num_samples: int,
+        max_backlog: int,
+        abort: Callable[[], None],
+        name: str | None = None,
+        on_overflow: Callable[[], None] | None = None,
     ) -> None:
         self.samples_left = num_samples
         self.name = name
@@ -66,8 +77,7 @@ class RequestStream:
         self._num_tokens = 0  # in them
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        # called when a backlog has ended the request
-        self.on_overflow: Callable[[], None] | None = None
+        self._on_overflow = on_overflow
 
     async def next(self) -> list[Delta]:
         """All that has come since the last call, at least one. Raises what ended the request."""
@@ -100,8 +110,8 @@ class RequestStream:
             self._deltas.clear()
             self.fail(ReaderTooSlow(self._num_tokens))
             self._abort()
-            if self.on_overflow is not None:
-                self.on_overflow()
+            if self._on_overflow is not None:
+                self._on_overflow()
         self._wake()
 
     def fail(self, problem: Exception) -> None:
@@ -196,12 +206,14 @@ class EngineClient(ABC):
         stream: bool,
         name: str | None = None,
         session: str | None = None,
+        on_overflow: Callable[[], None] | None = None,
         **limits: Unpack[Limits],
     ) -> RequestStream:
         """Queue a request; what the engine refuses is raised by the stream's first `next`.
 
         `name` is what `abort` knows it by; others may have the same. Where there are several
-        engines, requests of one `session` go to the same. Limits: `InferenceEngine.add_request`.
+        engines, requests of one `session` go to the same. `on_overflow`: see `RequestStream`.
+        Limits: `InferenceEngine.add_request`.
 
         Raises `InvalidRequest` if the request cannot be encoded, `EngineDead`, and
         `EngineRestarting` while a new engine is being built.
@@ -209,7 +221,9 @@ class EngineClient(ABC):
         self._require_alive()
         request_id = next(self._ids)
         backlog = self._max_backlog * num_samples
-        request = RequestStream(num_samples, backlog, lambda: self.give_up(request_id), name)
+        request = RequestStream(
+            num_samples, backlog, lambda: self.give_up(request_id), name, on_overflow
+        )
         message = Generate(request_id, prompt, params, num_samples, stream, **limits)
         self._hand_over(request, message, num_samples, lambda: self._begin(message, session))
         return request

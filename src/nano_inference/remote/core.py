@@ -215,8 +215,9 @@ class EngineCore:
     def _generate(self, message: Generate) -> None:
         tell = message.tell and not message.stream
         request = _Request(message.request_id, message.num_samples, told={} if tell else None)
-        try:
-            inner = self.engine.submit(
+
+        def begin() -> int:
+            return self.engine.submit(
                 message.prompt,
                 message.params,
                 message.num_samples,
@@ -228,16 +229,15 @@ class EngineCore:
                 exact_version=message.exact_version,
                 max_entries=message.max_entries,
             )
-        except Exception as problem:
-            self._emit(Refused(message.request_id, *_told(problem, "a request was not taken")))
-            return
-        self._note(inner, request)
+
+        self._begin(request, begin, "a request was not taken")
 
     def _resume(self, message: Resume) -> None:
         told = {sample.sample_index: len(sample.completion_tokens) for sample in message.samples}
         tell = message.tell and not message.stream
         request = _Request(message.request_id, len(message.samples), told=told if tell else None)
-        try:
+
+        def begin() -> int:
             inner = self.engine.intake.new_request_id()
             self.engine.resume_many(
                 message.samples,
@@ -248,12 +248,18 @@ class EngineCore:
                 max_staleness=message.max_staleness,
                 version=message.version,
             )
+            return inner
+
+        self._begin(request, begin, "a request was not gone on with")
+
+    def _begin(self, request: _Request, begin: Callable[[], int], refused: str) -> None:
+        """Hand a request to the engine; `begin` returns its id there."""
+        try:
+            inner = begin()
         except Exception as problem:
             with self._outputs_lock:
-                self._coming.pop(message.request_id, None)
-            self._emit(
-                Refused(message.request_id, *_told(problem, "a request was not gone on with"))
-            )
+                self._coming.pop(request.request_id, None)
+            self._emit(Refused(request.request_id, *_told(problem, refused)))
             return
         self._note(inner, request)
 

@@ -387,10 +387,9 @@ class Exchange:
         self._record = record
         self._generation = Generation(builder, served)
         record.model = served.name
-        self._generation.submit(server.client, record.request_id, record.session)
         connection: Any = scope["state"].get("connection")
-        for stream in self._generation.streams:
-            stream.on_overflow = None if connection is None else connection.abort
+        cut = None if connection is None else connection.abort
+        self._generation.submit(server.client, record.request_id, record.session, cut)
         # what its grammar cannot enforce is passed over
         lenient = any(_is_lenient(ask.params.grammar) for ask in builder.asks)
         self._headers = {"x-grammar": "lenient"} if lenient else {}

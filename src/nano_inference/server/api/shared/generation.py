@@ -63,18 +63,29 @@ class Generation:
     _started: set[int] = field(default_factory=set[int])  # streams of which something has come
 
     def submit(
-        self, client: EngineClient, request_id: str | None = None, session: str | None = None
+        self,
+        client: EngineClient,
+        request_id: str | None = None,
+        session: str | None = None,
+        on_overflow: Callable[[], None] | None = None,
     ) -> None:
-        """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued."""
+        """Queue all that it asks for. Raises `EngineDead`; then nothing of it is queued.
+        `on_overflow`: called when a client has left too many tokens unread.
+        """
         try:
             for ask in self.builder.asks:
-                self._submit(ask, client, request_id, session)
+                self._submit(ask, client, request_id, session, on_overflow)
         except BaseException:
             self.close()
             raise
 
     def _submit(
-        self, ask: Ask, client: EngineClient, request_id: str | None, session: str | None
+        self,
+        ask: Ask,
+        client: EngineClient,
+        request_id: str | None,
+        session: str | None,
+        on_overflow: Callable[[], None] | None,
     ) -> None:
         if ask.unique and client.is_live(ask.client_id):
             text = (
@@ -103,9 +114,17 @@ class Generation:
             self.choices.append(choice)
         stream = self.builder.stream and ask.stream
         name = ask.client_id if ask.client_id is not None else request_id
-        asked = ask.prompt, ask.params, ask.num_samples
         self.streams.append(
-            client.submit(*asked, stream=stream, name=name, session=session, **ask.limits)
+            client.submit(
+                ask.prompt,
+                ask.params,
+                ask.num_samples,
+                stream=stream,
+                name=name,
+                session=session,
+                on_overflow=on_overflow,
+                **ask.limits,
+            )
         )
         self.usage.prompt_tokens += len(ask.prompt)
 
