@@ -36,6 +36,7 @@ ROOMS = {
     "config": "EngineConfig",
     "types": "requests, samples, updates",
     "structured": "grammars and their masks",
+    "features": "what does not go together",
     "fields": "declared and checked fields of dataclasses",
     "system": "processes, files, the processor, progress",
     "errors": "typed errors",

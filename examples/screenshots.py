@@ -96,7 +96,7 @@ PICTURES = {
         "device/backends.py:start_up_line",
         "device/memory.py:MemoryBudget",
         "remote/log_lines.py:TextLines,ShortLines",
-        "server/api/openai/chat.py:response,_finished,_choice",
+        "server/api/openai/chat_answer.py:response,_finished,_choice",
         "server/runner.py:log_start",
         "server/server.py:log_ready,farewell,Server",
     ),

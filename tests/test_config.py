@@ -101,7 +101,7 @@ def test_seeds_are_unsigned_64_bit(value: Any) -> None:
 
 
 def test_chunk_size_without_chunks_is_a_contradiction() -> None:
-    with pytest.raises(ConfigError, match=r"max_chunk_tokens.*enable_chunked_prefill=True"):
+    with pytest.raises(ConfigError, match=r"max_chunk_tokens.*enable_chunked_prefill=False"):
         make(max_chunk_tokens=8, enable_chunked_prefill=False)
 
 

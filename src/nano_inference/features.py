@@ -3,9 +3,9 @@ rejects what a row forbids. Configurations, engine, server and the table of docs
 it; a relation between numbers, and a limit of the machine, are checked where they belong.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 from nano_inference.errors import ConfigError, InvalidRequest, NanoInferenceError, WeightUpdateError
@@ -99,8 +99,8 @@ class Setting:
             return 1
         if name in self._facts:
             return None
-        options = next((each for each in self._options if hasattr(each, name)), None)
-        return None if options is None else _defaults(options.__class__).get(name)
+        found = (_defaults(each.__class__) for each in self._options if hasattr(each, name))
+        return next((each.get(name) for each in found), None)
 
 
 @dataclass(frozen=True)
@@ -220,14 +220,11 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
     }
 
 
-def _feature(name: str, *asked_by: str | Asked) -> Callable[..., Row]:
-    """Makes the rows of a feature."""
-    asked = tuple(Asked(each) if isinstance(each, str) else each for each in asked_by)
-
-    def row(reason: str, instead: str, **limits: Any) -> Row:
-        return Row(name, asked, reason, instead, **limits)
-
-    return row
+def _feature(name: str, *asked_by: str | Asked) -> partial[Row]:
+    """Return what makes the rows of a feature."""
+    return partial(
+        Row, name, tuple(Asked(each) if isinstance(each, str) else each for each in asked_by)
+    )
 
 
 _PLAIN = "use backend='cpu' or 'reference'"
