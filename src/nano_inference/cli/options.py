@@ -77,12 +77,19 @@ def require_packages(names: Iterable[str], what: str, model: str, extra: str) ->
     """Raise `ConfigError` where some of these packages are missing, which `what` needs; it names
     the command that installs the extra.
     """
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if not _is_installed(name)]
     if missing:
         raise ConfigError(
             f"{what} needs {', '.join(missing)}, which this installation lacks; all that is "
             f"missing comes with: {install_command(model, extra)}"
         )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent such as `google` is missing
+        return False
 
 
 # -- options made from fields ----------------------------------------------------------------------
