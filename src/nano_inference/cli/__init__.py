@@ -12,7 +12,7 @@ from nano_inference.cli.main import app as app
 from nano_inference.system.lazy import lazy
 
 if TYPE_CHECKING:
-    from nano_inference.cli.options import FieldOptions as FieldOptions
+    from nano_inference.cli.field_options import FieldOptions as FieldOptions
     from nano_inference.cli.options import read_keys as read_keys
     from nano_inference.cli.options import require_packages as require_packages
     from nano_inference.cli.terminal import errors as errors
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nano_inference.cli.terminal import write_file as write_file
 
 _MODULES = {
-    "FieldOptions": "options",
+    "FieldOptions": "field_options",
     "errors": "terminal",
     "output": "terminal",
     "read_keys": "options",

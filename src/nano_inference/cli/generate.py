@@ -15,8 +15,8 @@ import typer
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.field_options import FieldOptions
 from nano_inference.cli.help_texts import HelpAll
-from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.remote_generate import generate_on
 from nano_inference.cli.terminal import (
     Interruptible,
