@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nano_bench.load import PATIENCE, Target, percentile
+from nano_bench.load import PATIENCE, Target
+from nano_bench.outcomes import percentile
 from nano_bench.shape import token_requests
 from nano_bench.wire import Broken, Connection, connect
 

@@ -13,7 +13,7 @@ from benchmarks.machine import ROOT
 from benchmarks.measure import Row, Stopwatch, show, spread
 from benchmarks.ours import Options, arguments, described, opened, run
 from benchmarks.workloads import Workload, warm_up, workload
-from nano_bench.load import percentile
+from nano_bench.outcomes import percentile
 from nano_inference import InferenceEngine
 
 COLUMNS: dict[str, Callable[[Row], Any]] = {

@@ -32,7 +32,8 @@ from benchmarks.rl import RUNNING, run_many, seconds_of
 from benchmarks.serve import Choice, log_of, under_load
 from benchmarks.servers import Running
 from benchmarks.wire_trainer import FLOWS
-from nano_bench.load import Load, Target, drive, run
+from nano_bench.load import Target, drive, run
+from nano_bench.outcomes import Load
 from nano_bench.shape import Ask, token_requests
 from nano_bench.wire import connect
 

@@ -33,7 +33,8 @@ from benchmarks.peers.compare import OURS
 from benchmarks.peers.process import PeerFailed, Worker
 from benchmarks.servers import Running
 from nano_bench.cpu_time import CpuMeter, server_parts
-from nano_bench.load import Load, Target, drive, run
+from nano_bench.load import Target, drive, run
+from nano_bench.outcomes import Load
 from nano_bench.shape import token_requests
 
 ALONE = f"{OURS}, no server"

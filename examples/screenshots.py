@@ -81,7 +81,8 @@ PICTURES = {
             *("-n", "2", "--max-tokens", "48", "--temperature", "0.6", "--seed", "1", "--logprobs"),
         ),
         (),
-        "cli/generate.py:_show,_prompt_heading,_heading,_figures,_text,title",
+        "cli/generate.py:_show,_prompt_heading,_heading,_figures,_text",
+        "cli/prompts.py:title",
         "cli/terminal.py:legend,colored,_pieces",
     ),
     "cli-chat": cli(

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 import nano_inference
-from nano_bench import load
+from nano_bench import load, outcomes
 from nano_bench.cpu_time import server_parts
 from nano_bench.shape import HIGHEST_ID, LOWEST_ID, Ask, Lengths, Shape, start_times
 from nano_bench.wire import Broken, connect
@@ -277,7 +277,7 @@ async def _measure(
     timeout: float,
     seed: int,
     pid: int | None,
-) -> tuple[load.Load, load.Target]:
+) -> tuple[outcomes.Load, load.Target]:
     """Warm up, then the load. Raises `ConfigError` where there is no server."""
     try:
         (await connect(*target.address)).close()
@@ -332,20 +332,20 @@ def _time(text: str) -> float:
 
 
 def _limits(text: str | None) -> dict[str, float]:
-    """Seconds by names of `load.LIMITED`. Raises `ConfigError`."""
+    """Seconds by names of `outcomes.LIMITED`. Raises `ConfigError`."""
     found: dict[str, float] = {}
     for part in (text or "").split(",") if text is not None else []:
         name, _, value = part.partition("=")
-        if name.strip() not in load.LIMITED:
+        if name.strip() not in outcomes.LIMITED:
             raise ConfigError(
-                f"--slo: {part!r} is no limit; write {', '.join(load.LIMITED)} with a time, such "
-                "as ttft=500ms."
+                f"--slo: {part!r} is no limit; write {', '.join(outcomes.LIMITED)} with a time, "
+                "such as ttft=500ms."
             )
         found[name.strip()] = _time(value)
     return found
 
 
-def _within(done: load.Load, limits: dict[str, float]) -> dict[str, Any]:
+def _within(done: outcomes.Load, limits: dict[str, float]) -> dict[str, Any]:
     if not limits:
         return {}
     count = done.within(limits)
@@ -403,13 +403,13 @@ def _latencies(row: dict[str, Any]) -> Table:
 _PERCENTS = ("p50", "p90", "p99", "p100")
 
 
-def _rows(done: load.Load) -> Iterator[dict[str, Any]]:
+def _rows(done: outcomes.Load) -> Iterator[dict[str, Any]]:
     """A request each, in the order in which they set out; seconds since the load's begin."""
     for each in done.outcomes:
         yield {
             "began_s": round(each.began - done.began, 6),
             "first_token_s": None if each.first_token is None else round(each.first_token, 6),
-            "longest_gap_s": round(max(load.gaps(each.pieces)), 6) if each.pieces[1:] else None,
+            "longest_gap_s": round(max(outcomes.gaps(each.pieces)), 6) if each.pieces[1:] else None,
             "whole_s": round(each.ended - each.began, 6),
             "prompt_tokens": each.prompt_tokens,
             "cached_tokens": each.cached_tokens,

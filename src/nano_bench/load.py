@@ -7,18 +7,17 @@ process, one thread; see `wire`.
 
 import asyncio
 import gc
-import itertools
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from nano_bench.cpu_time import CpuMeter
+from nano_bench.outcomes import Load, Outcome
 from nano_bench.shape import Ask
 from nano_bench.wire import CUT_OFF, UNREACHABLE, Broken, Connection, Reply, connect
 from nano_inference.errors import ConfigError
@@ -107,144 +106,6 @@ class Target:
     @property
     def _url(self) -> str:
         return self.url if "//" in self.url else f"http://{self.url}"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a request; times in seconds by `time.perf_counter`.
-
-    Attributes:
-        began: when it was sent, or was to be sent.
-        pieces: when each event with a piece of the answer came; none where it was not streamed.
-        tokens: of the answer: by the server's usage, without one the number of pieces.
-        counted_by: which of the two: "usage" or "pieces"; "nothing" for a whole answer without
-            usage.
-        error, kind: what went wrong, and of which kind it is; or None.
-    """
-
-    began: float
-    ended: float
-    pieces: tuple[float, ...] = ()
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    counted_by: str = "usage"
-    error: str | None = None
-    kind: str | None = None
-
-    @property
-    def first_token(self) -> float | None:
-        """Seconds until the first piece; None where nothing was streamed."""
-        return self.pieces[0] - self.began if self.pieces else None
-
-    @property
-    def per_token(self) -> float | None:
-        """Seconds for each token behind the first; None where there are none."""
-        if len(self.pieces) < 2 or self.tokens < 2:
-            return None
-        return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1)
-
-
-# What limits are about: the figure of a request that must not be above one.
-LIMITED: dict[str, Callable[[Outcome], float | None]] = {
-    "ttft": lambda each: each.first_token,
-    "itl": lambda each: max(gaps(each.pieces), default=None),
-    "tpot": lambda each: each.per_token,
-    "e2e": lambda each: each.ended - each.began,
-}
-
-
-@dataclass
-class Load:
-    """What a run saw.
-
-    Attributes:
-        began: `time.perf_counter` at its begin.
-        cpu: CPU seconds of the client, and of every part of the server that was watched.
-        gave_up: no connection could be made for a while, and the load ended early.
-        interrupted: Ctrl-C ended it.
-    """
-
-    seconds: float
-    outcomes: list[Outcome]
-    cpu: dict[str, float] = field(default_factory=dict[str, float])
-    began: float = 0.0
-    gave_up: bool = False
-    interrupted: bool = False
-
-    @property
-    def good(self) -> list[Outcome]:
-        return [each for each in self.outcomes if each.error is None]
-
-    @property
-    def tokens(self) -> int:
-        return sum(each.tokens for each in self.outcomes)
-
-    @property
-    def errors(self) -> list[str]:
-        return [each.error for each in self.outcomes if each.error is not None]
-
-    @property
-    def first_tokens(self) -> list[float]:
-        return [each.pieces[0] - each.began for each in self.outcomes if each.pieces]
-
-    @property
-    def gaps(self) -> list[float]:
-        return [gap for each in self.outcomes for gap in gaps(each.pieces)]
-
-    def within(self, limits: Mapping[str, float]) -> int:
-        """How many requests were answered within limits in seconds, by names of `LIMITED`. A
-        figure that a request has not got, such as a gap of a single piece, is within.
-        """
-        return sum(
-            all((LIMITED[name](each) or 0.0) <= most for name, most in limits.items())
-            for each in self.good
-        )
-
-    def row(self) -> dict[str, Any]:
-        """Figures for a report: seconds and tokens a second, milliseconds for latencies."""
-        good, seconds = self.good, max(self.seconds, 1e-9)
-        events = sum(len(each.pieces) for each in good)
-        streamed = sum(each.tokens for each in good if each.pieces)
-        per_token = [each.per_token for each in good]
-        return {
-            "requests": len(self.outcomes),
-            "errors": len(self.errors),
-            "errors_by_kind": dict(Counter(each.kind for each in self.outcomes if each.kind)),
-            "seconds": round(self.seconds, 4),
-            "prompt_tokens": sum(each.prompt_tokens for each in good),
-            "cached_tokens": sum(each.cached_tokens for each in good),
-            "output_tokens": self.tokens,
-            "counted_by": dict(Counter(each.counted_by for each in good)),
-            "requests_per_s": round(len(good) / seconds, 4),
-            "output_tokens_per_s": round(self.tokens / seconds, 2),
-            "tokens_per_event": round(streamed / events, 3) if events else None,
-            "first_token_ms": shares(self.first_tokens, 50, 90, 99),
-            "between_tokens_ms": shares(self.gaps, 50, 90, 99, 100),
-            "per_token_ms": shares([each for each in per_token if each is not None], 50, 90, 99),
-            "whole_ms": shares([each.ended - each.began for each in good], 50, 90, 99),
-            "cpu_s": {name: round(spent, 3) for name, spent in self.cpu.items()},
-        }
-
-
-def gaps(pieces: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in itertools.pairwise(pieces)]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` percent of the values do not exceed."""
-    ordered = sorted(values)
-    place = -(-len(ordered) * share // 100) - 1  # rounded up
-    return ordered[max(int(place), 0)]
-
-
-def shares(seconds: Sequence[float], *percents: int) -> dict[str, float] | None:
-    """Percentiles in milliseconds by name; None where there is nothing."""
-    return (
-        {f"p{share}": round(percentile(seconds, share) * 1e3, 3) for share in percents}
-        if seconds
-        else None
-    )
 
 
 async def model_of(target: Target) -> str:

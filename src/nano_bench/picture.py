@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from nano_bench.load import Load, Outcome
+from nano_bench.outcomes import Load, Outcome
 
 _COLOURS = {
     "whole answer": "#2a6fdb",

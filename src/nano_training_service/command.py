@@ -18,7 +18,7 @@ from nano_inference.cli import (
 from nano_inference.config import EngineConfig
 from nano_training_service.config import KEYS, TrainServiceConfig
 
-_NEEDED = ("fastapi", "httptools", "pydantic", "uvicorn")
+_NEEDED = ("fastapi", "google.protobuf", "httptools", "pydantic", "uvicorn")
 _ENGINE = (
     *("tokenizer_path", "cache_type", "dtype", "device", "kv_cache_memory"),
     *("max_model_len", "num_threads"),

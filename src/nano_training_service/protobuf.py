@@ -1,33 +1,79 @@
-"""Protocol Buffers' wire format, as far as the client's three messages need it: the request of
-`forward_backward`, and the results of it and of `sample`.
-
-The messages are those of `tinker_public.proto`, which the client carries; numbers are its fields.
+"""The messages in Protocol Buffers of the client's API: the request of `forward_backward`, and the
+results of it and of `sample`. `tinker_public.proto`, which the client carries, defines them.
 """
 
 import itertools
 import math
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
+from google.protobuf.descriptor_pb2 import EDITION_2023, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from numpy.typing import NDArray
 
 from nano_training_service.errors import Refused
 
 Array = NDArray[np.float32] | NDArray[np.int64]
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FLOAT32, _INT64 = 1, 2  # of the enum DType
 _DTYPES: Mapping[int, type] = {_FLOAT32: np.float32, _INT64: np.int64}
-_CUT = "the body is no whole Protocol Buffers message."
 MOST_VALUES = 1 << 24  # of all sparse tensors of a request, once they are dense
 STOPPED, REACHED_LENGTH = 0, 1  # of the enum StopReason
 
-Value = int | bytes
-Kind = TypeVar("Kind", int, bytes)
-Fields = dict[int, list[Value]]
+# Each message's fields, numbered from 1 in this order; * marks repeated fields. An entry of a map
+# is a message with a key and a value, which keeps the order of the entries.
+_SCHEMA = {
+    "Request": "model_id:string seq_id:int64 data:Datum* loss_fn:string numbers:Number* "
+    "forward_only:bool settings:Setting*",
+    "Number": "key:string value:double",
+    "Setting": "key:string value:NumberOrText",
+    "NumberOrText": "number:double text:string",
+    "Datum": "chunks:Chunk* inputs:Input*",
+    "Chunk": "text:Text image:bytes audio:bytes",
+    "Text": "tokens:bytes",
+    "Input": "key:string value:Tensor",
+    "Tensor": "dense:bytes sparse:Rows dtype:int32 shape:int64*",
+    "Rows": "values:bytes ends:bytes columns:bytes",
+    "Output": "kind:string records:Record* metrics:Number*",
+    "Record": "kind:string columns:Column* count:int64",
+    "Column": "key:string value:Arrays",
+    "Arrays": "data:bytes offsets:bytes dtype:int32 trailing:int64*",
+    "Samples": "sequences:Sample* prompt_logprobs:bytes top_prompt_logprobs:Top cached:int64",
+    "Sample": "stop_reason:int32 tokens:bytes logprobs:bytes top:Top",
+    "Top": "ids:bytes logprobs:bytes width:int64 rows:int64",
+}
+
+
+def _message_classes() -> dict[str, Any]:
+    """Return a class for each message of the schema. Singular fields record whether they are set,
+    and strings must be UTF-8.
+    """
+    file = FileDescriptorProto(name="messages.proto", syntax="editions", edition=EDITION_2023)
+    for name, fields in _SCHEMA.items():
+        message = file.message_type.add(name=name)
+        for number, text in enumerate(fields.split(), 1):
+            label, kind = text.rstrip("*").split(":")
+            added = message.field.add(name=label, number=number)
+            repeated = text.endswith("*")
+            added.label = (
+                FieldDescriptorProto.LABEL_REPEATED
+                if repeated
+                else FieldDescriptorProto.LABEL_OPTIONAL
+            )
+            if kind in _SCHEMA:
+                added.type, added.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{kind}"
+            else:
+                added.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
+    pool = DescriptorPool()  # the default pool may hold the client's own descriptors
+    pool.AddSerializedFile(file.SerializeToString())
+    return {name: GetMessageClass(pool.FindMessageTypeByName(name)) for name in _SCHEMA}
+
+
+MESSAGES = _message_classes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,29 +106,32 @@ class ForwardBackward:
 
 
 def forward_backward_request(body: bytes) -> ForwardBackward:
-    """A request from its bytes. `refusal` says what the service cannot do with it, since the model
-    and the place in its order are known all the same. Raises `Refused`: this is no such message.
+    """Read a request. Its `refusal` says why the service rejects its data; the model and the
+    request's place in the order are known nevertheless. Raises `Refused` for other bytes.
     """
-    fields = _read(body)
-    config: dict[str, float | str] = {}
-    for entry in _messages(fields, 5):
-        config[_text(entry, 1)] = _double(entry, 2)
-    for entry in _messages(fields, 7):
-        value = _one_message(entry, 2)
-        config[_text(entry, 1)] = _text(value, 2) if 2 in value else _double(value, 1)
+    try:
+        request = MESSAGES["Request"].FromString(body)
+    except DecodeError as problem:
+        raise Refused(
+            f"the body is not a whole Protocol Buffers message of forward_backward: {problem}."
+        ) from None
+    config: dict[str, float | str] = {each.key: each.value for each in request.numbers}
+    for each in request.settings:
+        value = each.value
+        config[each.key] = value.text if value.HasField("text") else value.number
     refusal, data = None, ()
     try:
         room = _Room(MOST_VALUES)
-        data = tuple(_datum(each, room) for each in _messages(fields, 3))
+        data = tuple(_datum(each, room) for each in request.data)
     except Refused as problem:
         refusal = problem
     return ForwardBackward(
-        model_id=_text(fields, 1),
-        seq_id=_whole(fields, 2),
-        loss_fn=_text(fields, 4),
+        model_id=request.model_id,
+        seq_id=request.seq_id,
+        loss_fn=request.loss_fn,
         loss_fn_config=config,
         data=data,
-        forward_only=bool(_whole(fields, 6)),
+        forward_only=request.forward_only,
         refusal=refusal,
     )
 
@@ -103,38 +152,37 @@ class _Room:
             )
 
 
-def _datum(fields: Fields, room: _Room) -> Datum:
+def _datum(datum: Any, room: _Room) -> Datum:
     tokens: list[int] = []
-    for chunk in _messages(fields, 1):
-        if 1 not in chunk:
-            kind = "image" if 2 in chunk else "audio" if 3 in chunk else "empty"
+    for chunk in datum.chunks:
+        if not chunk.HasField("text"):
+            kind = next((each for each in ("image", "audio") if chunk.HasField(each)), "empty")
             raise Refused(f"the input holds an {kind} chunk; this service takes encoded text.")
-        tokens += _array(_bytes(_one_message(chunk, 1), 1), np.dtype("<i4")).tolist()
-    inputs = {_text(each, 1): _tensor(_one_message(each, 2), room) for each in _messages(fields, 2)}
-    return Datum(tuple(tokens), inputs)
+        tokens += _array(chunk.text.tokens, np.dtype("<i4")).tolist()
+    return Datum(tuple(tokens), {each.key: _tensor(each.value, room) for each in datum.inputs})
 
 
-def _tensor(fields: Fields, room: _Room) -> Array:
-    dtype = _DTYPES.get(_whole(fields, 3))
+def _tensor(tensor: Any, room: _Room) -> Array:
+    dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise Refused(f"a tensor of dtype {_whole(fields, 3)}; float32 (1) and int64 (2) are read.")
-    shape = [size for part in fields.get(4, []) for size in _packed(part)]
+        raise Refused(f"a tensor of dtype {tensor.dtype}; float32 (1) and int64 (2) are read.")
+    shape = list(tensor.shape)
     if len(shape) > 2 or not all(0 <= size < 1 << 31 for size in shape):
         raise Refused(
             f"a tensor of shape {shape}; give one value for each token, or k: [n] or [n, k]."
         )
-    if 2 in fields:
-        return _dense(_one_message(fields, 2), np.dtype(dtype), shape, room)
-    values = _array(_bytes(fields, 1), np.dtype(dtype).newbyteorder("<"))
+    if tensor.HasField("sparse"):
+        return _dense(tensor.sparse, np.dtype(dtype), shape, room)
+    values = _array(tensor.dense, np.dtype(dtype).newbyteorder("<"))
     if shape and math.prod(shape) != len(values):
         raise Refused(f"a tensor of shape {shape} with {len(values)} values.")
     return values.reshape(shape) if shape else values
 
 
-def _dense(fields: Fields, dtype: np.dtype, shape: Sequence[int], room: _Room) -> Array:
+def _dense(sparse: Any, dtype: np.dtype, shape: Sequence[int], room: _Room) -> Array:
     """A matrix of compressed sparse rows, whose other values are 0."""
-    values = _array(_bytes(fields, 1), dtype.newbyteorder("<"))
-    ends, columns = (_array(_bytes(fields, number), np.dtype("<i8")) for number in (2, 3))
+    values = _array(sparse.values, dtype.newbyteorder("<"))
+    ends, columns = (_array(each, np.dtype("<i8")) for each in (sparse.ends, sparse.columns))
     if len(shape) != 2:
         raise Refused(f"a sparse tensor of shape {list(shape)}; a sparse tensor is a matrix.")
     rows, width = shape
@@ -162,95 +210,6 @@ def _array(data: bytes, dtype: np.dtype) -> NDArray:
     return np.frombuffer(data, dtype)
 
 
-def _read(data: bytes) -> Fields:
-    """The fields of a message: numbers, or bytes of what is nested. Raises `Refused`."""
-    found: Fields = {}
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-        elif kind == _BYTES:
-            size, at = _varint(data, at)
-            value, at = data[at : at + size], at + size
-        elif kind in (_FIXED64, _FIXED32):
-            size = 8 if kind == _FIXED64 else 4
-            value, at = data[at : at + size], at + size
-        else:
-            raise Refused(f"the body is no Protocol Buffers message: wire type {kind}.")
-        if at > len(data):
-            raise Refused(_CUT)
-        found.setdefault(key >> 3, []).append(value)
-    return found
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of at most ten bytes, and where the next one begins. Raises `Refused`."""
-    value = 0
-    for place, byte in enumerate(data[at : at + 10]):
-        value |= (byte & 0x7F) << 7 * place
-        if byte < 0x80:
-            return value, at + place + 1
-    raise Refused(_CUT)
-
-
-def _signed(value: int) -> int:
-    """Negative numbers of int32 and int64 are written as 64 bits."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _packed(part: Value) -> Iterator[int]:
-    """The numbers of a repeated field, written one by one or all in one."""
-    if isinstance(part, int):
-        yield _signed(part)
-        return
-    at = 0
-    while at < len(part):
-        value, at = _varint(part, at)
-        yield _signed(value)
-
-
-def _last(fields: Fields, number: int, default: Kind) -> Kind:
-    value = fields.get(number, [default])[-1]
-    if not isinstance(value, type(default)):
-        raise Refused(f"field {number} of the message has another wire type than the protocol's.")
-    return value
-
-
-def _bytes(fields: Fields, number: int) -> bytes:
-    return _last(fields, number, b"")
-
-
-def _whole(fields: Fields, number: int) -> int:
-    return _signed(_last(fields, number, 0))
-
-
-def _text(fields: Fields, number: int) -> str:
-    try:
-        return _bytes(fields, number).decode()
-    except UnicodeDecodeError:
-        raise Refused(f"field {number} of the message is no UTF-8.") from None
-
-
-def _double(fields: Fields, number: int) -> float:
-    data = _bytes(fields, number) or bytes(8)
-    if len(data) != 8:
-        raise Refused(f"field {number} of the message is no double.")
-    return struct.unpack("<d", data)[0]
-
-
-def _messages(fields: Fields, number: int) -> Iterator[Fields]:
-    for value in fields.get(number, []):
-        if not isinstance(value, bytes):
-            raise Refused(f"field {number} of the message is no message.")
-        yield _read(value)
-
-
-def _one_message(fields: Fields, number: int) -> Fields:
-    return _read(_bytes(fields, number))
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
@@ -260,90 +219,71 @@ def forward_backward_output(
     """A result: for each name one float32 array a datum, [n] or [n, k], and metrics. A record holds
     neighbouring datums whose arrays have as many values a token.
     """
+    result = MESSAGES["Output"](kind="ArrayRecord")
     rows = zip(*outputs.values(), strict=True)
-    parts = [_put(1, "ArrayRecord")]
     for _, group in itertools.groupby(rows, lambda row: [array.shape[1:] for array in row]):
         columns = [*zip(*group, strict=True)]
-        fields = [
-            _entry(2, name, _batched(arrays)) for name, arrays in zip(outputs, columns, strict=True)
-        ]
-        record = [_put(1, "ArrayRecord"), *fields, _put(3, len(columns[0]))]
-        parts.append(_put(2, b"".join(record)))
-    parts += [_entry(3, name, value) for name, value in metrics.items()]
-    return b"".join(parts)
+        record = result.records.add(kind="ArrayRecord", count=len(columns[0]))
+        for name, arrays in zip(outputs, columns, strict=True):
+            record.columns.add(key=name, value=_batched(arrays))
+    for name, value in metrics.items():
+        result.metrics.add(key=name, value=value)
+    return result.SerializeToString()
 
 
-def _batched(arrays: Sequence[NDArray[np.float32]]) -> bytes:
+def _batched(arrays: Sequence[NDArray[np.float32]]) -> Message:
     offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
-    data = b"".join(array.astype("<f4").tobytes() for array in arrays)
-    trailing = b"".join(_number(size) for size in arrays[0].shape[1:])
-    parts = [_put(1, data), _put(2, offsets.tobytes()), _put(3, _FLOAT32)]
-    return b"".join([*parts, _put(4, trailing)] if trailing else parts)
+    return MESSAGES["Arrays"](
+        data=b"".join(array.astype("<f4").tobytes() for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=_FLOAT32,
+        trailing=arrays[0].shape[1:],
+    )
+
+
+# proto3 leaves numbers that are 0 out: `or None` does so in the messages below
 
 
 def sample_response(
-    sequences: Sequence[bytes],
+    sequences: Sequence[Message],
     prompt_logprobs: NDArray[np.float32] | None,
-    top_prompt_logprobs: bytes | None,
+    top_prompt_logprobs: Message | None,
     cached_tokens: int,
 ) -> bytes:
     """The result of `sample`: sequences of `sampled_sequence`, logprobs of the prompt (nan where
     there is none), and `top_logprobs` of it.
     """
-    parts = [_put(1, each) for each in sequences]
-    if prompt_logprobs is not None:
-        parts.append(_put(2, prompt_logprobs.astype("<f4").tobytes()))
-    if top_prompt_logprobs is not None:
-        parts.append(_put(3, top_prompt_logprobs))
-    return b"".join((*parts, _put(4, cached_tokens)))
+    prompt = None if prompt_logprobs is None else prompt_logprobs.astype("<f4").tobytes()
+    return MESSAGES["Samples"](
+        sequences=sequences,
+        prompt_logprobs=prompt,
+        top_prompt_logprobs=top_prompt_logprobs,
+        cached=cached_tokens or None,
+    ).SerializeToString()
 
 
 def sampled_sequence(
-    stop_reason: int, tokens: Sequence[int], logprobs: Sequence[float], top: bytes | None = None
-) -> bytes:
+    stop_reason: int, tokens: Sequence[int], logprobs: Sequence[float], top: Message | None = None
+) -> Message:
     """One sample: why it ended, its tokens and their logprobs."""
-    parts = [
-        _put(1, stop_reason),
-        _put(2, np.asarray(tokens, "<i4").tobytes()) if tokens else b"",
-        _put(3, np.asarray(logprobs, "<f4").tobytes()),
-    ]
-    return b"".join(parts if top is None else (*parts, _put(4, top)))
+    return MESSAGES["Sample"](
+        stop_reason=stop_reason or None,
+        tokens=np.asarray(tokens, "<i4").tobytes() or None,
+        logprobs=np.asarray(logprobs, "<f4").tobytes(),
+        top=top,
+    )
 
 
 MASKED = -99999.0  # the logprob of an empty cell, whose token is 0
 
 
-def top_logprobs(rows: Sequence[tuple[Sequence[int], Sequence[float]]], width: int) -> bytes:
+def top_logprobs(rows: Sequence[tuple[Sequence[int], Sequence[float]]], width: int) -> Message:
     """Matrices [positions, width] of ids and logprobs; rows that are shorter are filled up."""
     ids = np.zeros((len(rows), width), "<i4")
     logprobs = np.full((len(rows), width), MASKED, "<f4")
     for at, (row, values) in enumerate(rows):
         ids[at, : len(row)] = row
         logprobs[at, : len(row)] = values
-    return (
-        _put(1, ids.tobytes()) + _put(2, logprobs.tobytes()) + _put(3, width) + _put(4, len(rows))
+    return MESSAGES["Top"](
+        ids=ids.tobytes(), logprobs=logprobs.tobytes(), width=width or None, rows=len(rows) or None
     )
-
-
-def _entry(number: int, key: str, value: bytes | float) -> bytes:
-    """An entry of a map."""
-    return _put(number, _put(1, key) + _put(2, value))
-
-
-def _put(number: int, value: bytes | str | int | float) -> bytes:
-    """A field. A number that is 0 is left out, as proto3 does."""
-    if isinstance(value, float):
-        return _number(number << 3 | _FIXED64) + struct.pack("<d", value)
-    if isinstance(value, int):
-        return _number(number << 3 | _VARINT) + _number(value) if value else b""
-    data = value.encode() if isinstance(value, str) else value
-    return _number(number << 3 | _BYTES) + _number(len(data)) + data
-
-
-def _number(value: int) -> bytes:
-    data = bytearray()
-    while value > 0x7F:
-        data.append(value & 0x7F | 0x80)
-        value >>= 7
-    data.append(value)
-    return bytes(data)

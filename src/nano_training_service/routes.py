@@ -227,7 +227,7 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
 
 
 def _add_training(app: FastAPI, service: Service) -> None:
-    # a body of 64 MiB takes seconds to parse: next to the loop, and one at a time
+    # a body of 64 MiB takes long to parse: in a thread, one at a time
     parsing = asyncio.Semaphore(1)
 
     async def forward_backward(request: Request) -> Answer:

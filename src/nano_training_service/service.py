@@ -6,14 +6,10 @@ import asyncio
 import logging
 import secrets
 import shutil
-import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,97 +37,14 @@ from nano_training_service.messages import (
 from nano_training_service.protobuf import ForwardBackward, forward_backward_output
 from nano_training_service.samplers import Samplers, Weights
 from nano_training_service.sampling import sampled, sampling_params
+from nano_training_service.sessions import Model, Session
 from nano_training_service.trainer import Bounds, Trainer
+from nano_training_service.training_thread import Job, TrainingThread
 
 log = logging.getLogger("nano_training_service")
 
 SWEEP = 5.0  # seconds between two looks at what has expired
 SILENT = 30.0  # seconds without a word after which a client may be dead; it beats every 10
-
-
-@dataclass
-class Job:
-    """A request for the training thread.
-
-    Attributes:
-        work: what it does there.
-        undone: told of what went wrong instead, there too.
-    """
-
-    future: Future
-    work: Callable[[], Result]
-    undone: Callable[[str], None] | None = None
-    expired: str = ""
-    begun: bool = False
-    timer: asyncio.TimerHandle | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def expire(self, why: str) -> None:
-        """Do not begin it any more."""
-        with self.lock:
-            if not self.begun:
-                self.expired = self.expired or why
-
-    def finish(self, result: Result) -> None:
-        """On the event loop's thread."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.future.finish(result)
-
-    def run(self) -> Result:
-        """On the training thread. Never raises."""
-        with self.lock:
-            self.begun = True
-        try:
-            if self.expired:
-                raise Refused(self.expired, 504, "server")
-            return self.work()
-        except BaseException as problem:
-            refusal = refusal_of(problem, f"request {self.future.request_id}")
-            if self.undone is not None:
-                self.undone(str(refusal))
-            return refusal
-
-
-@dataclass
-class Model:
-    """A model in training: what it is, and the requests that wait for their turn.
-
-    Attributes:
-        trainer: None until its first request has made it, on the training thread.
-        next_seq: the sequence number whose turn it is.
-    """
-
-    run: Run
-    session: "Session"
-    trainer: Trainer | None = None
-    next_seq: int = 1
-    waiting: dict[int, Job] = field(default_factory=dict[int, Job])
-    inflight: Weights = field(default_factory=lambda: Weights(None))
-    snapshots: OrderedDict[int, Path] = field(default_factory=OrderedDict[int, Path])
-    num_snapshots: int = 0
-
-    def require_trainer(self) -> Trainer:
-        """On the training thread. Raises `Refused` where the model could not be made, or its
-        session has ended.
-        """
-        if self.trainer is None or self.session.ended:
-            raise Refused(f"the model {self.run.run_id!r} could not be made, or has ended.", 410)
-        return self.trainer
-
-
-@dataclass
-class Session:
-    """A client's session."""
-
-    session_id: str
-    about: CreateSession
-    seen: float
-    ended: bool = False
-    models: dict[str, Model] = field(default_factory=dict[str, Model])
-    samplers: dict[str, Weights] = field(default_factory=dict[str, Weights])
-    sampling: set[Future] = field(default_factory=set[Future])
-    num_clones: int = 0
 
 
 class Service:
@@ -151,7 +64,7 @@ class Service:
         self._models: dict[str, Model] = {}
         self._samplers = Samplers(base, config.max_samplers)
         self._sampler_sessions: dict[str, Session] = {}
-        self._training = ThreadPoolExecutor(1, "nano-inference training")
+        self._training = TrainingThread(config)
         self._tasks: set[asyncio.Task[None]] = set()
         self._bounds = Bounds(base.max_model_len, base.vocab_size, config.max_request_tokens)
 
@@ -188,7 +101,7 @@ class Service:
             for job in model.waiting.values():
                 job.finish(Refused(why, 410))
             model.waiting.clear()
-            self._training.submit(self._close_model, model)
+            self._training.call(self._close_model, model)
         for name in session.samplers:
             self._sampler_sessions.pop(name, None)
 
@@ -263,7 +176,9 @@ class Service:
         except Exception as problem:  # the disk may be full
             future.finish(refusal_of(problem, f"request {future.request_id}"))
         else:
-            self._submit(Job(future, lambda: work(model), lambda _: self._close_model(model)))
+            self._training.submit(
+                Job(future, lambda: work(model), lambda _: self._close_model(model))
+            )
         return future
 
     def model(self, model_id: str) -> Model:
@@ -421,7 +336,7 @@ class Service:
         for old in list(model.snapshots)[: -self.config.max_snapshots]:
             if model.snapshots[old] != model.inflight.folder:  # that one is still sampled from
                 gone = model.snapshots.pop(old)
-                self._training.submit(shutil.rmtree, gone, ignore_errors=True)
+                self._training.call(shutil.rmtree, gone, True)  # ignores errors
 
     def _new_run(self, run_id: str, lora: LoraConfig, user_metadata: dict[str, Any] | None) -> Run:
         if not 1 <= lora.rank <= self.config.max_rank:
@@ -526,36 +441,10 @@ class Service:
         job = model.waiting[seq_id] = Job(future, work, undone)
         while (turn := model.waiting.pop(model.next_seq, None)) is not None:
             model.next_seq += 1
-            self._submit(turn)
+            self._training.submit(turn)
         if not job.begun and seq_id >= model.next_seq:
-            self._expire_later(job, f"the request before it, {seq_id - 1}, did not come")
+            self._training.expire_later(job, f"the request before it, {seq_id - 1}, did not come")
         return future
-
-    def _submit(self, job: Job) -> None:
-        """To the training thread, which does one after the other in the order of these calls."""
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            result = job.run()
-            with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(job.finish, result)
-
-        self._training.submit(work)
-        self._expire_later(job, "the training thread did not come to it")
-
-    def _expire_later(self, job: Job, why: str) -> None:
-        """Let a job expire for this reason; the one that it was to expire for before is over."""
-        if job.timer is not None:
-            job.timer.cancel()
-        seconds = self.config.request_timeout
-        why = f"{why} within {seconds:g} seconds (request_timeout)."
-
-        def expire() -> None:
-            job.expire(why)
-            if job.expired:
-                job.finish(Refused(job.expired, 504, "server"))
-
-        job.timer = asyncio.get_running_loop().call_later(seconds, expire)
 
     # -- samplers ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.__main__ import names, numbers, settings
 from benchmarks.machine import placement
 from benchmarks.measure import Stopwatch, cell, spread, write
-from nano_bench.load import percentile
+from nano_bench.outcomes import percentile
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=200), st.integers(1, 100))

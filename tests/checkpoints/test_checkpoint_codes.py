@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nano_inference import ConfigError, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.checkpoints import quantised_weights
+from nano_inference.checkpoints import stored_weight
 from nano_inference.checkpoints.loading import load_params, load_spec
 from nano_inference.errors import ModelLoadError
 from nano_inference.models.parameters.slots import slots
@@ -104,7 +104,7 @@ def engine_of(folder: Path, **options: Any) -> InferenceEngine:
 def test_every_weight_stands_for_the_number_that_it_is_dequantised_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backend: str, panel: int
 ) -> None:
-    monkeypatch.setattr(quantised_weights, "PANEL", panel)
+    monkeypatch.setattr(stored_weight, "PANEL", panel)
     folder = write(tmp_path, name, layers=1)
     params, exact = load(folder, backend), load(folder, backend, None)
     forms = formats_of(params)

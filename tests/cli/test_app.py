@@ -19,8 +19,8 @@ from typer import BadParameter
 import nano_inference
 from nano_inference import InferenceEngine
 from nano_inference.cli import app
+from nano_inference.cli.field_options import parse_size
 from nano_inference.cli.main import COMMANDS, load_command
-from nano_inference.cli.options import parse_size
 from tests.cli.running import ENTRY, FAST, finish, run, spawn
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.cli import generate as command
 from nano_inference.cli import terminal
-from nano_inference.cli.generate import read_prompts
+from nano_inference.cli.prompts import read_prompts
 from nano_inference.cli.terminal import Interruptible
 from nano_inference.config import EngineConfig
 from nano_inference.data import read_jsonl

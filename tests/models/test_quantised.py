@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nano_inference import ModelLoadError, WeightUpdateError
-from nano_inference.checkpoints import loading, quantised_weights
+from nano_inference.checkpoints import loading, stored_weight
 from nano_inference.checkpoints.loading import load_params, load_spec, resolve_dtype
 from nano_inference.checkpoints.quantised_weights import FORMATS, quantised_weight
 from nano_inference.models.parameters.slots import slots
@@ -63,7 +63,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 def test_a_checkpoint_is_what_it_stands_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, panel: int
 ) -> None:
-    monkeypatch.setattr(quantised_weights, "PANEL", panel)
+    monkeypatch.setattr(stored_weight, "PANEL", panel)
     config = llama_config()
     reference = write_quantised(tmp_path, name, config, llama_weights(config))
     found = load(tmp_path)
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_what_it_stands_for(
 LOAD_AND_WATCH = """
 import json, sys, threading, torch
 from pathlib import Path
-from nano_inference.checkpoints import quantised_weights
+from nano_inference.checkpoints import stored_weight
 from nano_inference.checkpoints.loading import load_params, load_spec
 
 def anonymous():
@@ -88,7 +88,7 @@ def watch():
     while not over.wait(0.001):
         seen.append(anonymous())
 
-folder, quantised_weights.PANEL = Path(sys.argv[1]), 2**16
+folder, stored_weight.PANEL = Path(sys.argv[1]), 2**16
 spec = load_spec(folder)
 torch.randn(300, 300) @ torch.randn(300, 300)  # starts its threads
 over, seen, before = threading.Event(), [], anonymous()
@@ -190,7 +190,7 @@ def test_experts_in_one_tensor_are_read_one_by_one(
     monkeypatch: pytest.MonkeyPatch, panel: int
 ) -> None:
     """MXFP4, as gpt-oss has it."""
-    monkeypatch.setattr(quantised_weights, "PANEL", panel)
+    monkeypatch.setattr(stored_weight, "PANEL", panel)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(3, 10, 64, generator=generator)
     packed, reference = QUANTISERS["compressed-mxfp4"].pack(weights)

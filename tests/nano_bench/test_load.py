@@ -15,7 +15,8 @@ import pytest
 
 from nano_bench import load
 from nano_bench.cpu_time import CpuMeter, server_parts
-from nano_bench.load import Load, Target, drive, outcome
+from nano_bench.load import Target, drive, outcome
+from nano_bench.outcomes import Load
 from nano_bench.shape import (
     CHAT,
     Ask,

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from nano_training_service.errors import Refused
 from nano_training_service.protobuf import (
+    MESSAGES,
     MOST_VALUES,
     REACHED_LENGTH,
     STOPPED,
-    _number,
-    _put,
     forward_backward_output,
     forward_backward_request,
     sample_response,
@@ -99,10 +98,14 @@ def test_sparse_tensors_of_the_client_are_read() -> None:
 
 def _sparse(shape: list[int], values: list[float], ends: list[int], columns: list[int]) -> bytes:
     """A datum whose weights are sparse."""
-    csr = _put(1, np.array(values, "<f4").tobytes())
-    csr += _put(2, np.array(ends, "<i8").tobytes()) + _put(3, np.array(columns, "<i8").tobytes())
-    tensor = _put(2, csr) + _put(3, 1) + b"".join(b"\x20" + _number(size) for size in shape)
-    return _put(3, _put(2, _put(1, "weights") + _put(2, tensor)))
+    rows = {
+        "values": np.array(values, "<f4").tobytes(),
+        "ends": np.array(ends, "<i8").tobytes(),
+        "columns": np.array(columns, "<i8").tobytes(),
+    }
+    tensor = {"sparse": rows, "dtype": 1, "shape": shape}
+    datum = {"inputs": [{"key": "weights", "value": tensor}]}
+    return MESSAGES["Request"](data=[datum]).SerializeToString()
 
 
 @pytest.mark.parametrize(
@@ -160,10 +163,27 @@ def test_a_request_that_ends_within_a_field_is_refused() -> None:
     assert refused == len(REQUEST) - 1 - 6  # it may end behind each of its seven fields
 
 
-def test_a_shape_that_ends_within_a_number_is_refused() -> None:
-    tensor = _put(1, bytes(4)) + _put(3, 1) + _put(4, b"\x80")
-    body = _put(3, _put(2, _put(1, "weights") + _put(2, tensor)))
-    assert "no whole" in str(forward_backward_request(body).refusal)
+def test_forward_backward_request_rejects_a_shape_that_ends_within_a_number() -> None:
+    # Request.data, Datum.inputs, Input.value, Tensor.shape: one byte whose number goes on
+    body = bytes.fromhex("1a0712051203220180")
+    with pytest.raises(Refused, match="not a whole Protocol Buffers message"):
+        forward_backward_request(body)
+
+
+def test_forward_backward_request_rejects_a_name_that_is_not_utf8() -> None:
+    with pytest.raises(Refused, match="not a whole Protocol Buffers message"):
+        forward_backward_request(b"\x0a\x01\xff")
+
+
+def test_forward_backward_request_reads_settings_of_both_kinds() -> None:
+    settings = [
+        {"key": "clip", "value": {"number": 0.5}},
+        {"key": "mode", "value": {"text": "mean"}},
+        {"key": "none", "value": {}},
+    ]
+    body = MESSAGES["Request"](numbers=[{"key": "clip", "value": 0.25}], settings=settings)
+    read = forward_backward_request(body.SerializeToString())
+    assert read.loss_fn_config == {"clip": 0.5, "mode": "mean", "none": 0.0}
 
 
 @given(st.binary(max_size=300))

@@ -24,7 +24,8 @@ from nano_training_service.base import Adapter
 from nano_training_service.checkpoints import Checkpoints, Run
 from nano_training_service.config import TrainServiceConfig
 from nano_training_service.messages import AdamParams, CreateSession
-from nano_training_service.service import Model, Service
+from nano_training_service.service import Service
+from nano_training_service.sessions import Model
 from nano_training_service.trainer import Bounds, Trainer
 from tests.nano_training_service.asking import Asker, batch, loss_of, scored
 from tests.nano_training_service.bigrams import VOCAB, Bigrams

@@ -27,7 +27,7 @@ from nano_inference import (
     TrainingSample,
 )
 from nano_inference.device import backends
-from nano_inference.ops.cpu import build, library
+from nano_inference.ops.cpu import build, build_folders, library
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.system.cache_folder import cache_folder
 from nano_inference.system.progress import heard_by
@@ -254,8 +254,8 @@ def test_two_processes_build_at_once(sources: Path, tmp_path: Path) -> None:
     assert len(paths) == 1
     assert sum("Compiled the CPU kernels" in err for _, err in said) == 1
     assert sum("Compiling" in err for _, err in said) == 1, "one builds, and the others wait for it"
-    (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != build.LOCK)
-    assert {each.name for each in folder.iterdir()} == {build.LIBRARY, build.MANIFEST}, (
+    (folder,) = (each for each in (tmp_path / "root").iterdir() if each.name != build_folders.LOCK)
+    assert {each.name for each in folder.iterdir()} == {build.LIBRARY, build_folders.MANIFEST}, (
         "nothing is left behind"
     )
 
@@ -275,9 +275,12 @@ def test_a_damaged_library_is_noticed_and_built_anew(
     assert build.build("portable", tmp_path / "root") == path
     assert ctypes.CDLL(str(path)).nano_answer() == 42
     assert sum("are damaged" in record.getMessage() for record in caplog.records) == 1
-    (path.parent / build.MANIFEST).write_bytes(b"\xff")
+    (path.parent / build_folders.MANIFEST).write_bytes(b"\xff")
     assert ctypes.CDLL(str(build.build("portable", tmp_path / "root"))).nano_answer() == 42
-    assert {each.name for each in (tmp_path / "root").iterdir()} == {path.parent.name, build.LOCK}
+    assert {each.name for each in (tmp_path / "root").iterdir()} == {
+        path.parent.name,
+        build_folders.LOCK,
+    }
 
 
 @NEEDS_COMPILER
@@ -295,7 +298,7 @@ def test_build_removes_what_killed_builds_left(
     for name in old:
         os.utime(root / name, (0, 0))
     if not has_locks:
-        monkeypatch.setattr(build, "locked", lambda *_: os.stat("/no/such/file"))
+        monkeypatch.setattr(build_folders, "locked", lambda *_: os.stat("/no/such/file"))
     folder = build.build("portable", root).parent
     left = {".avx2-b.objects"} if has_locks else new
     assert {each.name for each in root.iterdir()} == {
@@ -303,7 +306,7 @@ def test_build_removes_what_killed_builds_left(
         ".another",
         "mine",
         folder.name,
-        build.LOCK,
+        build_folders.LOCK,
     }
 
 
@@ -356,7 +359,7 @@ def test_build_resumes_after_it_was_killed(
     (line,) = asked.read_text().splitlines()
     assert "slow.cpp" in line
     assert ctypes.CDLL(str(library)).nano_two() == 1
-    assert {each.name for each in root.iterdir()} == {library.parent.name, build.LOCK}
+    assert {each.name for each in root.iterdir()} == {library.parent.name, build_folders.LOCK}
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:
@@ -410,8 +413,8 @@ def test_build_says_how_many_files_are_compiled(
 
 def test_build_that_waits_for_another_says_so(tmp_path: Path) -> None:
     lines: list[str] = []
-    with build.alone(tmp_path), heard_by(lines.append), pytest.raises(TimeoutError):
-        build.alone(tmp_path, patience=0.1).__enter__()
+    with build_folders.alone(tmp_path), heard_by(lines.append), pytest.raises(TimeoutError):
+        build_folders.alone(tmp_path, patience=0.1).__enter__()
     assert lines == ["waiting for another process that compiles the CPU kernels"]
 
 
@@ -444,12 +447,12 @@ def test_without_a_compiler_the_advice_is_this_systems_command(
 
 def test_nobody_waits_for_a_build_for_ever(sources: Path, tmp_path: Path) -> None:
     with (
-        build.alone(tmp_path),
+        build_folders.alone(tmp_path),
         pytest.raises(TimeoutError, match=r"build\.lock for more than 0\.2 s; end that process"),
-        build.alone(tmp_path, patience=0.2),
+        build_folders.alone(tmp_path, patience=0.2),
     ):
         pass
-    with build.alone(tmp_path, patience=0.2):
+    with build_folders.alone(tmp_path, patience=0.2):
         pass
 
 

@@ -18,8 +18,8 @@ from nano_inference.device.kv_tensors import KVStorage
 from nano_inference.models.decoder import Decoder
 from nano_inference.ops.batches import ForwardBatch, Rows, batch_of_rows
 from nano_inference.ops.cpu.backend import cpu_ops
+from nano_inference.ops.cpu.operations import Buffer, Operation, place_buffers
 from nano_inference.ops.cpu.program import Program
-from nano_inference.ops.cpu.recorder import Buffer, Operation, place_buffers
 from nano_inference.ops.interface import Ops
 from tests.depth import at_depth
 from tests.models.tiny import FAMILIES, tiny_model

@@ -8,8 +8,8 @@ import pytest
 
 from nano_inference.errors import InvalidRequest
 from nano_inference.text import sandbox
+from nano_inference.text.budget import MAX_SECONDS, MAX_TEXT
 from nano_inference.text.chat import render_chat
-from nano_inference.text.sandbox import MAX_TEXT
 
 DOUBLE = (
     "{% set ns = namespace(x='x', l=[1], t=(1,), u=(1,)) %}{% for i in range(99) %}BODY{% "
@@ -134,7 +134,7 @@ GROWING = [
 ]
 
 
-def refused(template: str, seconds: float = sandbox.MAX_SECONDS) -> str:
+def refused(template: str, seconds: float = MAX_SECONDS) -> str:
     """Why the template ends."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.process_time()

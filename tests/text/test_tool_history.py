@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nano_inference.text.call_shapes import CallShape, reshaped
 from nano_inference.text.chat import render_chat
-from nano_inference.text.messages import CallShape, reshaped
 from tests.depth import at_depth
 from tests.text.chat_templates import HERMES, LLAMA, QWEN
 

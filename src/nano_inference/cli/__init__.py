@@ -12,15 +12,15 @@ from nano_inference.cli.main import app as app
 from nano_inference.system.lazy import lazy
 
 if TYPE_CHECKING:
+    from nano_inference.cli.field_options import FieldOptions as FieldOptions
+    from nano_inference.cli.field_options import Values as Values
     from nano_inference.cli.options import ONE_ENGINE as ONE_ENGINE
     from nano_inference.cli.options import RANKS as RANKS
     from nano_inference.cli.options import ApiKey as ApiKey
     from nano_inference.cli.options import ApiKeyFile as ApiKeyFile
     from nano_inference.cli.options import Debug as Debug
-    from nano_inference.cli.options import FieldOptions as FieldOptions
     from nano_inference.cli.options import OneModel as OneModel
     from nano_inference.cli.options import ServedModel as ServedModel
-    from nano_inference.cli.options import Values as Values
     from nano_inference.cli.options import Verbose as Verbose
     from nano_inference.cli.options import first_given as first_given
     from nano_inference.cli.options import from_fields as from_fields
@@ -35,12 +35,12 @@ _MODULES = {
     "ApiKey": "options",
     "ApiKeyFile": "options",
     "Debug": "options",
-    "FieldOptions": "options",
+    "FieldOptions": "field_options",
     "ONE_ENGINE": "options",
     "OneModel": "options",
     "RANKS": "options",
     "ServedModel": "options",
-    "Values": "options",
+    "Values": "field_options",
     "Verbose": "options",
     "errors": "terminal",
     "first_given": "options",

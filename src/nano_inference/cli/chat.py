@@ -11,8 +11,8 @@ import typer
 
 from nano_inference.cli import options
 from nano_inference.cli.conversation import Messages, Pieces, Session
+from nano_inference.cli.field_options import FieldOptions
 from nano_inference.cli.help_texts import HelpAll
-from nano_inference.cli.options import FieldOptions
 from nano_inference.cli.terminal import errors, load_engine
 from nano_inference.config import EngineConfig
 from nano_inference.errors import InvalidRequest

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nano_inference.cli import options
-from nano_inference.cli.generate import as_chat, has_chat_template, read_prompts
-from nano_inference.cli.options import FieldOptions
+from nano_inference.cli.field_options import FieldOptions
+from nano_inference.cli.generate import has_chat_template
+from nano_inference.cli.prompts import as_chat, read_prompts
 from nano_inference.cli.terminal import errors, load_engine, output
 from nano_inference.config import EngineConfig, with_plain_weights
 from nano_inference.errors import ConfigError

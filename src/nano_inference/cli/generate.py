@@ -2,10 +2,8 @@
 lines.
 """
 
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,9 @@ import typer
 from rich.text import Text
 
 from nano_inference.cli import options
+from nano_inference.cli.field_options import FieldOptions
 from nano_inference.cli.help_texts import HelpAll
-from nano_inference.cli.options import FieldOptions
+from nano_inference.cli.prompts import Prompt, as_chat, read_prompts, title
 from nano_inference.cli.remote_generate import generate_on
 from nano_inference.cli.terminal import (
     Interruptible,
@@ -36,9 +35,6 @@ from nano_inference.types import ERROR, SamplingParams, TrainingSample
 
 if TYPE_CHECKING:
     from nano_inference.engine.engine import InferenceEngine
-
-# Text, token ids, or a conversation.
-Prompt = str | list[int] | list[dict[str, Any]]
 _HERE = ("min_tokens", "stop_token_ids", "ignore_eos", "adapter")  # not sent to a server
 _Sampling = Annotated[
     options.Values,
@@ -431,77 +427,3 @@ def _figures(engine: "InferenceEngine", run: _Run) -> str:
         f"{cached + stats.prompt_tokens_computed:,} prompt "
         "tokens cached"
     )
-
-
-# -- prompts: from `-p`, from a text file (a line each), or from JSON lines ------------------------
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a file; `-` is standard input. Empty lines are passed over.
-
-    A `.jsonl` file holds an object a line: `{"prompt": ...}` with text or token ids, or
-    `{"messages": [...]}`. Of any other file each line is a prompt. Raises `InvalidRequest`, naming
-    the line.
-    """
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InvalidRequest(f"{path} cannot be read as UTF-8 text: {problem}") from problem
-    read: Callable[[str, str], Prompt] = _json_prompt if path.suffix == ".jsonl" else _text_prompt
-    # Not splitlines: JSON may hold U+2028 and the like unescaped.
-    lines = [
-        (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
-    ]
-    if not lines:
-        raise InvalidRequest(f"{path} holds no prompt; write one a line.")
-    return [read(line, f"{path}, line {number}") for number, line in lines]
-
-
-def as_chat(prompt: Prompt) -> Prompt:
-    """Text as the user's message of a conversation; what is not text stays as it is."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def title(prompt: Prompt) -> str:
-    """One line that stands for a prompt."""
-    if isinstance(prompt, str):
-        text = prompt
-    elif prompt and isinstance(prompt[-1], Mapping):
-        text = str(prompt[-1].get("content"))
-    else:
-        text = f"{len(prompt)} token ids"
-    return " ".join(text.split())
-
-
-def _text_prompt(line: str, _: str) -> Prompt:
-    return line.rstrip("\r")
-
-
-def _json_prompt(line: str, where: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as problem:
-        raise InvalidRequest(f"{where} is not JSON: {problem}.") from problem
-    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-        raise InvalidRequest(
-            f'{where}: write an object with either "prompt" (text or token ids) or "messages".'
-        )
-    prompt = entry.get("prompt", entry.get("messages"))
-    wanted = _is_text_or_ids if "prompt" in entry else _is_conversation
-    if not prompt or not wanted(prompt):
-        raise InvalidRequest(
-            f'{where}: "prompt" must be text or a list of token ids, "messages" a list of '
-            '{"role": ..., "content": '
-            "...}, and neither may be empty."
-        )
-    return prompt
-
-
-def _is_text_or_ids(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (
-        isinstance(prompt, list) and all(type(item) is int for item in prompt)
-    )
-
-
-def _is_conversation(messages: Any) -> bool:
-    return isinstance(messages, Sequence) and all(isinstance(message, dict) for message in messages)

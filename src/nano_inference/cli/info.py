@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nano_inference.cli import options
-from nano_inference.cli.options import FieldOptions
+from nano_inference.cli.field_options import FieldOptions
 from nano_inference.cli.terminal import errors, output
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError

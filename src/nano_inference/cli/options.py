@@ -4,9 +4,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from functools import partial, wraps
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -23,31 +23,15 @@ from nano_inference.checkpoints.generation_defaults import (
     generation_defaults,
 )
 from nano_inference.checkpoints.names import plain_name, why_missing
+from nano_inference.cli.field_options import FieldOptions, Values, flags_of
 from nano_inference.cli.terminal import errors, set_up_logging
 from nano_inference.config import EngineConfig
 from nano_inference.errors import ConfigError, ModelLoadError, NanoInferenceError
-from nano_inference.fields.options import choices, is_optional
 from nano_inference.types import SAMPLING, SamplingParams
 
 DEBUG = "nano_inference.debug"  # where a context keeps whether tracebacks are wanted
 
 Made = TypeVar("Made")
-
-_UNITS = {
-    "": 1,
-    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
-    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
-}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes that `512MiB`, `2GB` or `1.5 GiB` mean. Raises `typer.BadParameter`."""
-    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
-    if parts is None or parts[2] not in _UNITS:
-        raise typer.BadParameter(
-            f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB."
-        )
-    return int(float(parts[1]) * _UNITS[parts[2]])
 
 
 def read_keys(file: Path) -> list[str]:
@@ -77,7 +61,7 @@ def require_packages(names: Iterable[str], what: str, model: str, extra: str) ->
     """Raise `ConfigError` where some of these packages are missing, which `what` needs; it names
     the command that installs the extra.
     """
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if not _is_installed(name)]
     if missing:
         raise ConfigError(
             f"{what} needs {', '.join(missing)}, which this installation lacks; all that is "
@@ -85,98 +69,11 @@ def require_packages(names: Iterable[str], what: str, model: str, extra: str) ->
         )
 
 
-# -- options made from fields ----------------------------------------------------------------------
-
-Values = dict[str, Any]  # names of fields -> their values
-
-
-@dataclass(frozen=True)
-class FieldOptions:
-    """Marks a parameter of a command, of type `Values`: it becomes one option a field.
-
-    Attributes:
-        config: a dataclass with fields made by `nano_inference.fields.options.option`.
-        names: of the fields, in the order of `--help`; empty: all that are options.
-        defaults: where the command's default is not the field's.
-        shown: what `--help` shows as the default of a field in place of its value.
-    """
-
-    config: type
-    names: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    shown: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def parameters(self) -> list[inspect.Parameter]:
-        """One for each option, as typer reads them."""
-        return [
-            inspect.Parameter(
-                each.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None if "each" in each.metadata else self._default(each),
-                annotation=Annotated[
-                    _type(each, self._default(each)), _option(each, self.shown.get(each.name))
-                ],
-            )
-            for each in self._fields()
-        ]
-
-    def take(self, given: Values) -> Values:
-        """The fields' values, taken out of a command's arguments."""
-        found = {each.name: (each, given.pop(each.name)) for each in self._fields()}
-        return {
-            name: (tuple(value) if value else each.default) if "each" in each.metadata else value
-            for name, (each, value) in found.items()
-        }
-
-    def _fields(self) -> "list[Field[Any]]":
-        known = {each.name: each for each in fields(self.config) if "help" in each.metadata}
-        return [known[name] for name in self.names or known]
-
-    def _default(self, each: "Field[Any]") -> Any:
-        return self.defaults.get(each.name, each.default)
-
-
-def _type(each: "Field[Any]", default: Any) -> Any:
-    if "each" in each.metadata:
-        return list[each.metadata["each"]] | None
-    kind: Any = each.type
-    return kind | None if default is None and not is_optional(each) else kind
-
-
-def _option(each: "Field[Any]", shown: str | None) -> Any:
-    settings = dict(each.metadata)
-    if shown is not None:
-        settings["show_default"] = shown
-    panel, _ = settings.pop("panel"), settings.pop("flags")
-    for name in ("least", "unset", "each"):
-        settings.pop(name, None)
-    if settings.pop("size", False):
-        settings |= {"parser": parse_size, "metavar": "SIZE"}
-    if aliases := settings.pop("aliases", None):
-        names = [str(choice) for choice in choices(each) if choice is not None]
-        settings |= {
-            "parser": partial(_choice, names, aliases),
-            "metavar": "|".join(names),
-            "autocompletion": lambda: [*names, *aliases],
-        }
-    name = each.name.replace("_", "-")
-    has_opposite = each.default is True or each.type == bool | None
-    usual = (f"--{name}/--no-{name}",) if has_opposite else _flags(each)
-    return typer.Option(*(each.metadata["flags"] or usual), rich_help_panel=panel, **settings)
-
-
-def _flags(each: "Field[Any]") -> tuple[str, ...]:
-    """How the command line names a field; of a switch the flag that turns it on."""
-    given: tuple[str, ...] = each.metadata["flags"]
-    return tuple(flag.partition("/")[0] for flag in given) or (f"--{each.name.replace('_', '-')}",)
-
-
-def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:
-    """The value that a text names, by its own name or by another one."""
-    name = aliases.get(text.lower(), text)
-    if name not in names:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, names))}.")
-    return name
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent such as `google` is missing
+        return False
 
 
 def from_fields(command: Callable[..., None]) -> Callable[..., None]:
@@ -383,7 +280,7 @@ def checked(make: Callable[..., Made], *arguments: Any, **values: Any) -> Made:
 
 def _with_flags(told: str, config: Any) -> str:
     """A sentence with options in place of fields: `--top-p 3.0` for `top_p=3.0`."""
-    flags = {each.name: _flags(each)[0] for each in fields(config) if "help" in each.metadata}
+    flags = {each.name: flags_of(each)[0] for each in fields(config) if "help" in each.metadata}
     names = "|".join(sorted(flags, key=len, reverse=True))
     told = re.sub(rf"\b({names})=True\b", lambda found: flags[found[1]], told)
     return re.sub(

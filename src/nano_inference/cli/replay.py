@@ -9,7 +9,7 @@ from rich.progress import track
 from rich.text import Text
 
 from nano_inference.cli import options
-from nano_inference.cli.options import FieldOptions
+from nano_inference.cli.field_options import FieldOptions
 from nano_inference.cli.terminal import errors, load_engine, output
 from nano_inference.config import Codes, EngineConfig
 from nano_inference.errors import InvalidRequest

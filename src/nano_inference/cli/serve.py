@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from nano_inference.cli import options
+from nano_inference.cli.field_options import FieldOptions
 from nano_inference.cli.help_texts import HelpAll
-from nano_inference.cli.options import FieldOptions, read_keys, read_template, require_packages
+from nano_inference.cli.options import read_keys, read_template, require_packages
 from nano_inference.config import DEFAULT_ENTRIES, EngineConfig, with_plain_weights
 from nano_inference.core.budget import RL_ENTRIES
 from nano_inference.errors import ConfigError

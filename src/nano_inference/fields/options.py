@@ -23,7 +23,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def option(default: Any, panel: str, help: str, *flags: str, **settings: Any) -> Any:
-    """A dataclass field that is also an option of the command line (`cli/options.py`).
+    """A dataclass field that is also an option of the command line (`cli/field_options.py`).
 
     Args:
         default: of the field and of the option.

@@ -44,7 +44,7 @@ def render_chat(
 
     Raises:
         InvalidRequest: there is no message, the template is broken, refuses the messages, leaves
-            the sandbox or takes more than its time or size (`sandbox.Budget`), a message holds
+            the sandbox or takes more than its time or size (`budget.Budget`), a message holds
             something else than plain data, or a template variable may not be set.
     """
     variables = _variables(template, messages, tools, documents, template_kwargs, special_tokens)

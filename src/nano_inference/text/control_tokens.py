@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
 from nano_inference.errors import InvalidRequest
-from nano_inference.text.sandbox import MAX_TEXT
+from nano_inference.text.budget import MAX_TEXT
 from nano_inference.text.tokenizer import LONG, Tokenizer, encode_ids
 
 # Digits pass unchanged through what templates do to text: JSON, upper and lower case, trimming,

@@ -8,23 +8,15 @@ its steps, and each step runs incrementally with a state of a few bytes. A step 
 does not know, or that needs the whole text, holds everything back until the end: late, but right.
 """
 
-import codecs
 import copy
-import json
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Self
-
-import tokenizers
-from tokenizers import decoders, models
+from collections.abc import Sequence
+from typing import Self
 
 from nano_inference.errors import InvalidRequest
+from nano_inference.text.decoding_steps import leaves, plan_of, to_spec
 from nano_inference.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
 # Stands before special tokens in text that is going to be parsed. It is random and secret, so no
 # text of ordinary tokens holds it, and no stop string matches a part of it.
 SPECIAL_MARK = "\ufdd0" + "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(8))
@@ -48,7 +40,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, mark: str = ""
     ) -> None:
-        plan = _plan(tokenizer)
+        plan = plan_of(tokenizer)
         self._backend = tokenizer.backend
         self._added = plan.added
         self._skipped = plan.special if skip_special_tokens else frozenset[str]()
@@ -93,15 +85,7 @@ class Detokenizer:
 def decoder_types(tokenizer: Tokenizer) -> list[str]:
     """The kinds of decoder that the tokenizer's is made of, as `tokenizer.json` names them."""
     decoder = tokenizer.backend.decoder
-    return [] if decoder is None else [spec["type"] for spec in _leaves(_to_spec(decoder))]
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a token of a byte-level vocabulary."""
-    try:
-        return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-    except KeyError:  # an added token, in plain text
-        return token.encode()
+    return [] if decoder is None else [spec["type"] for spec in leaves(to_spec(decoder))]
 
 
 class OutputText:
@@ -225,281 +209,3 @@ def _overlap(text: str, stop: str) -> int:
     while begin >= 0 and not stop.startswith(text[begin:]):
         begin = text.find(stop[0], begin + 1)
     return len(text) - begin if begin >= 0 else 0
-
-
-class _Step:
-    """One decoder of the chain: tokens in, tokens out, as soon as they are final."""
-
-    def push(self, tokens: list[str]) -> list[str]:
-        raise NotImplementedError
-
-    def finish(self) -> list[str]:
-        """What is held back, at the end."""
-        return []
-
-
-@dataclass(frozen=True)
-class _Plan:
-    added: Mapping[int, str]  # id -> the text that an added token enters the decoder with
-    special: frozenset[str]
-    steps: tuple[_Step, ...]  # in their first state; to be copied
-
-
-@lru_cache(maxsize=8)
-def _plan(tokenizer: Tokenizer) -> _Plan:
-    backend = tokenizer.backend
-    added = backend.get_added_tokens_decoder()
-    # Newer releases of the library decode an added token to its normalised text, which
-    # `id_to_token` does not give. A tokenizer of these tokens alone, without a decoder, does.
-    words = tokenizers.Tokenizer(models.BPE())
-    if backend.normalizer is not None:
-        words.normalizer = backend.normalizer
-    words.add_tokens(list(added.values()))
-    new_ids = {token_id: words.token_to_id(token.content) for token_id, token in added.items()}
-    return _Plan(
-        added={
-            token_id: added[token_id].content
-            if new_id is None
-            else words.decode([new_id], skip_special_tokens=False)
-            for token_id, new_id in new_ids.items()
-        },
-        special=frozenset(token.content for token in added.values() if token.special),
-        steps=_steps(backend.decoder),
-    )
-
-
-def _steps(decoder: decoders.Decoder | None) -> tuple[_Step, ...]:
-    if decoder is None:
-        return (_EachToken(first=str, later=lambda token: f" {token}"),)
-    specs = _leaves(_to_spec(decoder))
-    steps: list[_Step] = []
-    fused = False  # whether all text is one token here, and what flows are its parts
-    for index, spec in enumerate(specs):
-        step = _text_step(spec) if fused else _token_step(spec)
-        if step is None:
-            steps.append(
-                _AtTheEnd(_from_spec({"type": "Sequence", "decoders": specs[index:]}), fused)
-            )
-            break
-        steps.append(step)
-        fused = fused or spec["type"] in ("ByteLevel", "Fuse")
-    return tuple(steps)
-
-
-def _to_spec(decoder: decoders.Decoder) -> dict[str, Any]:
-    """The decoder as `tokenizer.json` describes it."""
-    bare = tokenizers.Tokenizer(models.BPE())
-    bare.decoder = decoder
-    return json.loads(bare.to_str())["decoder"]
-
-
-def _from_spec(spec: Mapping[str, Any]) -> decoders.Decoder:
-    bare = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
-    return tokenizers.Tokenizer.from_str(json.dumps(bare | {"decoder": spec})).decoder
-
-
-def _leaves(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    if spec["type"] != "Sequence":
-        return [spec]
-    return [leaf for inner in spec["decoders"] for leaf in _leaves(inner)]
-
-
-def _token_step(spec: Mapping[str, Any]) -> _Step | None:
-    """The step of a decoder that sees tokens one by one. None: not known here."""
-    match spec["type"]:
-        case "ByteLevel":
-            return _ByteLevel()
-        case "ByteFallback":
-            return _ByteFallback()
-        case "Fuse":
-            return _EachToken(first=str, later=str)
-        case "Replace" | "Metaspace" | "WordPiece":
-            return _library_step(_from_spec(spec))
-        case "BPEDecoder":
-            return _WordEnds(spec["suffix"])
-        case "Strip":
-            strip = _Strip(spec["content"], spec["start"], spec["stop"])
-            return _EachToken(first=strip.whole, later=strip.whole)
-        case _:
-            return None
-
-
-def _text_step(spec: Mapping[str, Any]) -> _Step | None:
-    """The step of a decoder that sees the whole text as one token. None: needs all of it, or is not
-    known here.
-    """
-    match spec["type"]:
-        case "Fuse":
-            return _EachToken(first=str, later=str)
-        case "Strip":
-            return _Strip(spec["content"], spec["start"], spec["stop"])
-        case _:
-            return None
-
-
-def _library_step(decoder: decoders.Decoder) -> _Step:
-    """For decoders that treat each token by itself and ask only whether it is the first."""
-    before = len(decoder.decode(["x"]))
-    return _EachToken(
-        first=lambda token: decoder.decode([token]),
-        later=lambda token: decoder.decode(["x", token])[before:],
-    )
-
-
-@dataclass
-class _EachToken(_Step):
-    first: Callable[[str], str]
-    later: Callable[[str], str]
-    started: bool = False
-
-    def push(self, tokens: list[str]) -> list[str]:
-        done = [self.later(token) for token in tokens]
-        if tokens and not self.started:
-            done[0] = self.first(tokens[0])
-            self.started = True
-        return done
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Byte-level tokens write a byte as a character: Latin-1's visible ones as they are, others
-    from U+0100 on.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
-
-
-@dataclass
-class _ByteLevel(_Step):
-    """All tokens are one string of bytes, decoded as UTF-8."""
-
-    pending: bytes = b""  # the start of a character
-
-    def push(self, tokens: list[str]) -> list[str]:
-        data = self.pending + b"".join(map(byte_level_bytes, tokens))
-        text, used = codecs.utf_8_decode(data, "replace", False)
-        self.pending = data[used:]
-        return [text]
-
-    def finish(self) -> list[str]:
-        return [self.pending.decode("utf-8", "replace")]
-
-
-# the library's parser of numbers takes a plus sign
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
-
-
-@dataclass
-class _ByteFallback(_Step):
-    """A run of byte tokens is UTF-8 as a whole, or one U+FFFD a byte."""
-
-    run: bytearray = field(default_factory=bytearray)  # what may still become text
-    pending: bytes = b""  # the incomplete character at its end
-    invalid: bool = False  # the run that goes on is beyond repair; its bytes have been given out
-
-    def push(self, tokens: list[str]) -> list[str]:
-        done: list[str] = []
-        for token in tokens:
-            if byte := _BYTE_TOKEN.fullmatch(token):
-                done += self._extend(int(byte[1], 16))
-            else:
-                done += self.finish()
-                done.append(token)
-        return done
-
-    def finish(self) -> list[str]:
-        done = (
-            [REPLACEMENT] * len(self.run)
-            if self.pending
-            else [self.run.decode()]
-            if self.run
-            else []
-        )
-        self.run, self.pending, self.invalid = bytearray(), b"", False
-        return done
-
-    def _extend(self, byte: int) -> list[str]:
-        if self.invalid:
-            return [REPLACEMENT]
-        self.run.append(byte)
-        data = self.pending + bytes([byte])
-        try:
-            _, used = codecs.utf_8_decode(data, "strict", False)
-        except UnicodeDecodeError:
-            done = [REPLACEMENT] * len(self.run)
-            self.run, self.pending, self.invalid = bytearray(), b"", True
-            return done
-        self.pending = data[used:]
-        return []
-
-    def __copy__(self) -> Self:
-        return type(self)(bytearray(self.run), self.pending, self.invalid)
-
-
-@dataclass
-class _WordEnds(_Step):
-    """A suffix marks the end of a word: a space, but nothing in the last token, which therefore
-    waits.
-    """
-
-    suffix: str
-    held: list[str] = field(default_factory=list)  # one token at most
-
-    def push(self, tokens: list[str]) -> list[str]:
-        tokens = self.held + tokens
-        self.held = tokens[-1:] if tokens and self.suffix in tokens[-1] else []
-        return [token.replace(self.suffix, " ") for token in tokens[: len(tokens) - len(self.held)]]
-
-    def finish(self) -> list[str]:
-        return [token.replace(self.suffix, "") for token in self.held]
-
-
-@dataclass
-class _Strip(_Step):
-    """Up to `start` times the character `content` goes at the start of the text, up to `stop` times
-    at its end.
-    """
-
-    content: str
-    start: int
-    stop: int
-    held: str = ""
-
-    def push(self, tokens: list[str]) -> list[str]:
-        text = "".join(tokens)
-        while self.start and text:
-            self.start, text = (self.start - 1, text[1:]) if text[0] == self.content else (0, text)
-        text = self.held + text
-        cut = len(text) - min(self.stop, len(text) - len(text.rstrip(self.content)))
-        self.held = text[cut:]
-        return [text[:cut]]
-
-    def whole(self, text: str) -> str:
-        """A text of its own. The library panics where nothing is left to strip at the end; here
-        that is nothing.
-        """
-        return copy.copy(self).push([text])[0]
-
-
-@dataclass
-class _AtTheEnd(_Step):
-    """The rest of the chain in the library, once all tokens are there."""
-
-    decoder: decoders.Decoder
-    fused: bool
-    tokens: list[str] = field(default_factory=list)
-
-    def push(self, tokens: list[str]) -> list[str]:
-        self.tokens += tokens
-        return []
-
-    def finish(self) -> list[str]:
-        return [self.decoder.decode(["".join(self.tokens)] if self.fused else self.tokens)]
-
-    def __copy__(self) -> Self:
-        return type(self)(self.decoder, self.fused, [*self.tokens])

@@ -7,7 +7,8 @@ from functools import cache
 
 from tokenizers import decoders
 
-from nano_inference.text.detokenizer import byte_level_bytes, decoder_types
+from nano_inference.text.decoding_steps import byte_level_bytes
+from nano_inference.text.detokenizer import decoder_types
 from nano_inference.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")

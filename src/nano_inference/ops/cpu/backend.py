@@ -40,7 +40,6 @@ from nano_inference.ops.settings import Latent
 
 VERSION = 3  # counted up whenever any bit may change
 _MatrixPlace: Any = library.struct("MatrixPlace")
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 class CpuOps:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.memory import Arena
-from nano_inference.ops.cpu.weights import LANES, PackedWeight
+from nano_inference.ops.cpu.weights import LANES, CpuWeight, PackedWeight
 from nano_inference.ops.settings import Latent
 from nano_inference.ops.stored_rows import count_rows, require_rows
 
 
-class LatentWeight:
+class LatentWeight(CpuWeight):
     """A weight [heads * (plain + value), rank] as `LatentOps` has it, written and read by rows.
 
     Queries are multiplied by the columns of the rows that make keys, and attended latents by the
@@ -20,8 +20,6 @@ class LatentWeight:
         values: [heads * value, rank].
     """
 
-    device = torch.device("cpu")
-
     def __init__(
         self,
         rows: int,
@@ -31,8 +29,9 @@ class LatentWeight:
         arena: Arena | None = None,
     ) -> None:
         require_sizes(sizes)
-        self.rows, self.columns, self.sizes, self.dtype = rows, sizes.rank, sizes, dtype
-        self.heads, self.num_threads = rows // self._step, num_threads
+        super().__init__(rows, sizes.rank, dtype, num_threads)
+        self.sizes = sizes
+        self.heads = rows // self._step
         shapes = ((self.heads * sizes.rank, sizes.plain), (self.heads * sizes.value, sizes.rank))
         # two of bfloat16 lie side by side, also where the last has no neighbour
         wide = [count * (-(-columns // 2) * 2) for count, columns in shapes]
@@ -47,15 +46,6 @@ class LatentWeight:
     def _step(self) -> int:
         """Rows of a head."""
         return self.sizes.plain + self.sizes.value
-
-    @property
-    def shape(self) -> torch.Size:
-        """[rows, columns], as a checkpoint has them."""
-        return torch.Size((self.rows, self.columns))
-
-    def numel(self) -> int:
-        """Numbers in it, without padding."""
-        return self.rows * self.columns
 
     def write(self, start: int, tensor: Tensor) -> None:
         """See `PackedWeight.write`."""

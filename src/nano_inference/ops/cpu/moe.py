@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.recorder import GATES
+from nano_inference.ops.cpu.operations import GATES
 from nano_inference.ops.cpu.weights import LANES
 from nano_inference.ops.moe import Exchange, Experts, MoeSteps, Note, mixture
 

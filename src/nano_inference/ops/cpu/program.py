@@ -12,15 +12,15 @@ from torch import Tensor
 
 from nano_inference.ops.batches import ForwardBatch
 from nano_inference.ops.cpu.library import struct
-from nano_inference.ops.cpu.recorder import (
+from nano_inference.ops.cpu.operations import (
     CALL,
     ROPE_AND_STORE,
     Buffer,
     Operation,
-    Recorder,
     place_buffers,
     to_struct,
 )
+from nano_inference.ops.cpu.recorder import Recorder
 from nano_inference.ops.lora import Adapter
 from nano_inference.sampling.columns import columns_of
 

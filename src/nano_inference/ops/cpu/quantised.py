@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nano_inference.ops.cpu.library import load, struct
 from nano_inference.ops.cpu.memory import ALIGNMENT, Arena
-from nano_inference.ops.cpu.weights import DTYPES, LANES
+from nano_inference.ops.cpu.weights import LANES, CpuWeight, readable
 from nano_inference.ops.formats import Format, bounds_of, groups_of
 from nano_inference.ops.quantised import Codes, widened
 from nano_inference.ops.stored_rows import count_rows, require_rows
@@ -16,18 +16,15 @@ Quantised, Segments = struct("Quantised"), struct("Segments")
 MOST_COLUMNS = 2**31 // 128**2  # of a sum of products of codes in 32 bits
 
 
-class QuantisedWeight:
+class QuantisedWeight(CpuWeight):
     """A weight [rows, columns] in a format of `ops.quantised`, in panels of 16 rows; see
     kernels/quantised.h.
 
     Attributes:
-        dtype: of what products read, and of what `read` gives.
         form: its format.
         bounds: of its segments.
         data: uint8: codes, scales, minima.
     """
-
-    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -41,7 +38,7 @@ class QuantisedWeight:
     ) -> None:
         if columns > MOST_COLUMNS:
             raise ValueError(f"{columns} columns are too many for sums of 32 bits.")
-        self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
+        super().__init__(rows, columns, dtype, num_threads)
         self.form, self.bounds = form, bounds_of(segments, columns, form)
         num_groups = len(groups_of(self.bounds, form))
         wide = num_groups * form.group if form.group else -(-columns // 4) * 4
@@ -67,15 +64,6 @@ class QuantisedWeight:
         # where the kernels find how it is stored; updates do not move it
         self.codes = ctypes.addressof(self._struct)
 
-    @property
-    def shape(self) -> torch.Size:
-        """[rows, columns], without padding."""
-        return torch.Size((self.rows, self.columns))
-
-    def numel(self) -> int:
-        """Numbers in it, without padding."""
-        return self.rows * self.columns
-
     def data_ptr(self) -> int:
         """There are no numbers that kernels could read; see `codes`."""
         return 0
@@ -83,8 +71,7 @@ class QuantisedWeight:
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to codes."""
         require_rows(self.shape, start, tensor)
-        source = tensor.detach().to(self.device)
-        source = (source if source.dtype in DTYPES else source.float()).contiguous()
+        source = readable(tensor)
         load().nano_quantise(
             source.data_ptr(),
             source.dtype == torch.bfloat16,

@@ -9,15 +9,32 @@ residual stream.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Concatenate, NamedTuple, cast
+from typing import Any, Concatenate, cast
 
 import torch
 from torch import Tensor
 
 from nano_inference.ops.cpu.latent import LatentWeight
-from nano_inference.ops.cpu.library import struct
+from nano_inference.ops.cpu.operations import (
+    ADD,
+    ATTENTION,
+    CALL,
+    EMBED,
+    GATE,
+    GATES,
+    LINEAR,
+    LORA,
+    MEET,
+    NORM,
+    ROPE_AND_STORE,
+    STORE,
+    Buffer,
+    Operation,
+    Segments,
+    Window,
+)
 from nano_inference.ops.cpu.quantised import QuantisedWeight
 from nano_inference.ops.cpu.state import CpuStates
 from nano_inference.ops.cpu.weights import PackedWeight
@@ -36,60 +53,7 @@ from nano_inference.ops.settings import Latent
 from nano_inference.ops.state import DeltaWeights, ShortConvWeights
 from nano_inference.parallel.bounds import check_segments
 
-EMBED, LINEAR, NORM, ROPE_AND_STORE, ATTENTION, GATE, MEET, LORA = range(8)  # Kind of program.h
-CALL = -1  # of Python: what stands between two runs of C++
-STORE, ADD, SILU, GELU, CLAMPED = range(5)  # Finish of linear.h
-GATES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED}
-Op, Segments, NormWeight = struct("Op"), struct("Segments"), struct("NormWeight")
 PANELS = 32  # rows of a gate's weight come in pairs of panels
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Stands for a tensor [N, columns] of a step, or for some columns of one."""
-
-    index: int
-    columns: int
-    dtype: torch.dtype
-    first: int = 0  # of the columns
-    of: int | None = None  # columns of the tensor that these are some of
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return (self.columns if self.of is None else self.of) * self.dtype.itemsize
-
-
-class Window(NamedTuple):
-    """A kind of attention: what one plan of a step serves."""
-
-    window: int
-    scale: float
-    cap: float
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-@dataclass
-class Operation:
-    """One entry of a program; `values` are fields of `Op` of program.h."""
-
-    kind: int
-    inputs: tuple[Buffer, ...]
-    output: Buffer
-    residual: Buffer | None = None  # read and, where something is added, written
-    weight: Any = None  # a `PackedWeight`
-    bias: Tensor | None = None
-    norms: tuple[Norm | None, ...] = ()
-    values: dict[str, Any] = field(default_factory=dict)
-    function: Joint | None = None  # CALL
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """All that it reads or writes, each once."""
-        residual = () if self.residual is None else (self.residual,)
-        return tuple(dict.fromkeys((*self.inputs, self.output, *residual)))
 
 
 class Recorder:
@@ -467,43 +431,6 @@ class Recorder:
                 operation.values["read_once"] = once
 
 
-def place_buffers(
-    operations: Sequence[Operation], kept: Sequence[Buffer]
-) -> tuple[dict[int, int], list[int]]:
-    """Which pieces of memory the buffers lie in: buffer -> piece, and the bytes of a row of each
-    piece.
-
-    A piece is used again once its buffer was read for the last time; those in `kept` have one to
-    themselves.
-    """
-    last: dict[int, int] = {}
-    for step, operation in enumerate(operations):
-        last |= {buffer.index: step for buffer in operation.buffers}
-    places: dict[int, int] = {}
-    sizes: list[int] = []
-    free: dict[int, list[int]] = {}
-
-    def place(buffer: Buffer) -> None:
-        if buffer.index in places:
-            return
-        if free.get(buffer.row_bytes):
-            places[buffer.index] = free[buffer.row_bytes].pop()
-            return
-        places[buffer.index] = len(sizes)
-        sizes.append(buffer.row_bytes)
-
-    for buffer in kept:
-        place(buffer)
-    keep = {buffer.index for buffer in kept}
-    for step, operation in enumerate(operations):
-        for buffer in operation.buffers:
-            place(buffer)
-        for buffer in operation.buffers:
-            if last[buffer.index] == step and buffer.index not in keep:
-                free.setdefault(buffer.row_bytes, []).append(places[buffer.index])
-    return places, sizes
-
-
 def _checked(norm: Norm, *widths: int) -> Norm:
     assert norm.weight is not None
     _require(
@@ -516,36 +443,3 @@ def _checked(norm: Norm, *widths: int) -> Norm:
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise ValueError(problem)
-
-
-def to_struct(operation: Operation, places: dict[int, int]) -> Any:
-    """The entry that C++ reads. Pointers in it live as long as the tensors that `operation`
-    holds.
-    """
-    entry = Op(
-        kind=operation.kind,
-        input=-1,
-        output=places[operation.output.index],
-        residual=-1,
-        **operation.values,
-    )
-    if operation.inputs:
-        entry.input = places[operation.inputs[0].index]
-        entry.first_column = operation.inputs[0].first
-    if operation.residual is not None:
-        entry.residual = places[operation.residual.index]
-    if operation.weight is not None:
-        entry.weight = operation.weight.data_ptr()
-    if operation.bias is not None:
-        entry.bias = operation.bias.data_ptr()
-    for slot, norm in zip(("norm", "key_norm", "value_norm"), operation.norms, strict=False):
-        if norm is None:
-            continue
-        assert norm.weight is not None
-        is_float = norm.weight.dtype == torch.float32
-        setattr(
-            entry,
-            slot,
-            NormWeight(norm.weight.data_ptr(), len(norm.weight), is_float, norm.eps, norm.offset),
-        )
-    return entry

@@ -11,33 +11,18 @@ LANES = 16
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-class PackedWeight:
-    """A weight [rows, columns] in panels of 16 rows, so that one load feeds 16 outputs.
+class CpuWeight:
+    """A weight [rows, columns] in the backend's own memory.
 
-    bfloat16: [rows / 16, columns / 2, 16, 2]; float32: [rows / 16, columns, 16]; both padded with
-    zeros.
+    Attributes:
+        dtype: of what products read, and of what `read` gives.
+        num_threads: that write and read it.
     """
 
     device = torch.device("cpu")
-    codes: int | None = None  # it has none; see `QuantisedWeight`
 
-    def __init__(
-        self,
-        rows: int,
-        columns: int,
-        dtype: torch.dtype,
-        num_threads: int,
-        arena: Arena | None = None,
-    ) -> None:
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, num_threads: int) -> None:
         self.rows, self.columns, self.dtype, self.num_threads = rows, columns, dtype, num_threads
-        panels = -(-rows // LANES)
-        shape = (
-            (panels, -(-columns // 2), LANES, 2)
-            if dtype == torch.bfloat16
-            else (panels, columns, LANES)
-        )
-        self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
-        self.data_ptr = self.data.data_ptr  # updates do not move it
 
     @property
     def shape(self) -> torch.Size:
@@ -48,11 +33,46 @@ class PackedWeight:
         """Numbers in it, without padding."""
         return self.rows * self.columns
 
+
+def readable(tensor: Tensor) -> Tensor:
+    """Return the same numbers as the kernels read them: contiguous, in the CPU's memory, and in
+    float32 unless they are in bfloat16.
+    """
+    source = tensor.detach().to("cpu")
+    return (source if source.dtype in DTYPES else source.float()).contiguous()
+
+
+class PackedWeight(CpuWeight):
+    """A weight [rows, columns] in panels of 16 rows, so that one load feeds 16 outputs.
+
+    bfloat16: [rows / 16, columns / 2, 16, 2]; float32: [rows / 16, columns, 16]; both padded with
+    zeros.
+    """
+
+    codes: int | None = None  # it has none; see `QuantisedWeight`
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        num_threads: int,
+        arena: Arena | None = None,
+    ) -> None:
+        super().__init__(rows, columns, dtype, num_threads)
+        panels = -(-rows // LANES)
+        shape = (
+            (panels, -(-columns // 2), LANES, 2)
+            if dtype == torch.bfloat16
+            else (panels, columns, LANES)
+        )
+        self.data = torch.zeros(shape, dtype=dtype) if arena is None else arena.take(shape, dtype)
+        self.data_ptr = self.data.data_ptr  # updates do not move it
+
     def write(self, start: int, tensor: Tensor) -> None:
         """Rows [start, start + n) become `tensor` [n, columns], rounded to this dtype."""
         require_rows(self.shape, start, tensor)
-        source = tensor.detach().to(self.device)
-        source = (source if source.dtype in DTYPES else source.float()).contiguous()
+        source = readable(tensor)
         load().nano_pack(
             source.data_ptr(),
             source.dtype == torch.bfloat16,

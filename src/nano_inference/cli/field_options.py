@@ -1,0 +1,122 @@
+"""Options of commands that are made from the fields of a configuration."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from nano_inference.fields.options import choices, is_optional
+
+_UNITS = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)},
+}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes that `512MiB`, `2GB` or `1.5 GiB` mean. Raises `typer.BadParameter`."""
+    parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    if parts is None or parts[2] not in _UNITS:
+        raise typer.BadParameter(
+            f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB."
+        )
+    return int(float(parts[1]) * _UNITS[parts[2]])
+
+
+# -- options made from fields ----------------------------------------------------------------------
+
+Values = dict[str, Any]  # names of fields -> their values
+
+
+@dataclass(frozen=True)
+class FieldOptions:
+    """Marks a parameter of a command, of type `Values`: it becomes one option a field.
+
+    Attributes:
+        config: a dataclass with fields made by `nano_inference.fields.options.option`.
+        names: of the fields, in the order of `--help`; empty: all that are options.
+        defaults: where the command's default is not the field's.
+        shown: what `--help` shows as the default of a field in place of its value.
+    """
+
+    config: type
+    names: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    shown: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One for each option, as typer reads them."""
+        return [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if "each" in each.metadata else self._default(each),
+                annotation=Annotated[
+                    _type(each, self._default(each)), _option(each, self.shown.get(each.name))
+                ],
+            )
+            for each in self._fields()
+        ]
+
+    def take(self, given: Values) -> Values:
+        """The fields' values, taken out of a command's arguments."""
+        found = {each.name: (each, given.pop(each.name)) for each in self._fields()}
+        return {
+            name: (tuple(value) if value else each.default) if "each" in each.metadata else value
+            for name, (each, value) in found.items()
+        }
+
+    def _fields(self) -> "list[Field[Any]]":
+        known = {each.name: each for each in fields(self.config) if "help" in each.metadata}
+        return [known[name] for name in self.names or known]
+
+    def _default(self, each: "Field[Any]") -> Any:
+        return self.defaults.get(each.name, each.default)
+
+
+def _type(each: "Field[Any]", default: Any) -> Any:
+    if "each" in each.metadata:
+        return list[each.metadata["each"]] | None
+    kind: Any = each.type
+    return kind | None if default is None and not is_optional(each) else kind
+
+
+def _option(each: "Field[Any]", shown: str | None) -> Any:
+    settings = dict(each.metadata)
+    if shown is not None:
+        settings["show_default"] = shown
+    panel, _ = settings.pop("panel"), settings.pop("flags")
+    for name in ("least", "unset", "each"):
+        settings.pop(name, None)
+    if settings.pop("size", False):
+        settings |= {"parser": parse_size, "metavar": "SIZE"}
+    if aliases := settings.pop("aliases", None):
+        names = [str(choice) for choice in choices(each) if choice is not None]
+        settings |= {
+            "parser": partial(_choice, names, aliases),
+            "metavar": "|".join(names),
+            "autocompletion": lambda: [*names, *aliases],
+        }
+    name = each.name.replace("_", "-")
+    has_opposite = each.default is True or each.type == bool | None
+    usual = (f"--{name}/--no-{name}",) if has_opposite else flags_of(each)
+    return typer.Option(*(each.metadata["flags"] or usual), rich_help_panel=panel, **settings)
+
+
+def flags_of(each: "Field[Any]") -> tuple[str, ...]:
+    """Return the names of a field on the command line; for a switch, the flag that turns it on."""
+    given: tuple[str, ...] = each.metadata["flags"]
+    return tuple(flag.partition("/")[0] for flag in given) or (f"--{each.name.replace('_', '-')}",)
+
+
+def _choice(names: list[str], aliases: Mapping[str, str], text: str) -> str:
+    """The value that a text names, by its own name or by another one."""
+    name = aliases.get(text.lower(), text)
+    if name not in names:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, names))}.")
+    return name
