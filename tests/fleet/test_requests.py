@@ -5,7 +5,8 @@ import pytest
 from nano_inference.fleet.errors import WeightsChanged
 from nano_inference.fleet.requests import FleetRequest
 from nano_inference.fleet.router import Ticket
-from nano_inference.remote.messages import Generate
+from nano_inference.remote.messages import Generate, Resume
+from nano_inference.remote.open_requests import Receiver
 from nano_inference.types import Delta, SamplingParams
 from tests.server.scripted import Script, ScriptedClient
 
@@ -23,7 +24,7 @@ class Replies:
 class Replica(ScriptedClient):
     """Takes requests and answers none."""
 
-    def begin(self, *_: object) -> int:
+    def begin(self, receiver: Receiver, message: Generate | Resume, num_samples: int) -> int:
         return 0
 
 
