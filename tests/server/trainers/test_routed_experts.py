@@ -18,7 +18,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.cli.running import write_tokenizer
 from tests.models.tiny import tiny_model
-from tests.server.trainers.asking import GENERATE, NO_TLS, ask
+from tests.server.trainers.asking import GENERATE, ask
 from tests.server.trainers.conftest import RL, TEMPLATE, engine_config
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -127,7 +127,7 @@ def test_sglangs_route_tells_them_as_int32(server: str, expected: Array) -> None
 
 def test_streams_end_with_them(server: str, expected: Array) -> None:
     def last(path: str, body: dict[str, Any]) -> Any:
-        reply = httpx.post(server + path, json=body | {"stream": True}, timeout=60, verify=NO_TLS)
+        reply = httpx.post(server + path, json=body | {"stream": True}, timeout=60)
         assert reply.status_code == 200, reply.text
         return json.loads(reply.text.split("\n\n")[-3].removeprefix("data: "))
 
