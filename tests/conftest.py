@@ -2,10 +2,12 @@
 options, Ctrl-C.
 """
 
+import inspect
 import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
@@ -23,6 +25,16 @@ settings.register_profile("whole", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("whole")  # the next ones add to it
 settings.register_profile("quick", max_examples=depth.at_depth(100))
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
+
+# Two defaults of httpx do not suit tests. Its client waits 5 seconds, and a first step may take longer
+# on a slow machine. It also reads every certificate authority, 25 ms of a core for each request that
+# makes its own client; here all clients share one list.
+SHARED = {"timeout": httpx.Timeout(30.0), "verify": httpx.create_ssl_context()}
+for each in (
+    *(httpx.get, httpx.post, httpx.put, httpx.patch, httpx.delete, httpx.head, httpx.options),
+    *(httpx.request, httpx.stream, httpx.Client.__init__, httpx.AsyncClient.__init__),
+):
+    inspect.unwrap(each).__kwdefaults__.update(SHARED)
 
 # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; tests press
 # it.

@@ -97,7 +97,12 @@ def engine_of(folder: Path, **options: Any) -> InferenceEngine:
     return InferenceEngine(EngineConfig(str(folder), **(settled | options)))
 
 
-@pytest.mark.thorough(cases=["bitsandbytes-int8-cpu-1"])
+@pytest.mark.thorough(
+    cases=[
+        "bitsandbytes-int8-cpu-1",
+        *(f"{form}-{each}" for form in FORMS for each in (f"cpu-{2**22}", "reference-1")),
+    ]
+)
 @pytest.mark.parametrize("panel", [2**22, 1])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", FORMS)

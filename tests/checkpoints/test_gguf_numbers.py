@@ -26,6 +26,7 @@ from nano_inference.models.spec.read import CONVERTED
 from nano_inference.ops.cpu.backend import cpu_ops
 from nano_inference.ops.reference.backend import reference_ops
 from nano_inference.rl.checkpoint import checkpoint_of
+from nano_inference.system.cache_folder import cache_folder
 from tests.models.tiny_gguf import (
     HEADS,
     KV_HEADS,
@@ -58,8 +59,13 @@ WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of models. Kernels stay where they are: to compile them takes half a minute."""
+    kernels, cache = cache_folder("kernels"), tmp_path / "cache" / "nano-inference"
+    kernels.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True)
+    (cache / "kernels").symlink_to(kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "nano-inference"
+    return cache
 
 
 def weights_of(tied: bool = False) -> dict[str, np.ndarray]:

@@ -58,7 +58,7 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
     return rows[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-@pytest.mark.thorough(cases=["vaultgemma", "mixtral"])
+@pytest.mark.thorough(cases=["vaultgemma", "mixtral", *list(CASES)[::2]])
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )  # of PEFT's

@@ -125,21 +125,29 @@ def test_common_options_exist() -> None:
         assert {*row.common} <= names, name
 
 
-def test_a_full_disk_is_one_line(folders: dict[str, str]) -> None:
-    for words in (
-        ["generate", folders["chat"], "-p", "x", "-m", "4", *FAST],
-        ["generate", folders["chat"], "-p", "x", "-m", "4", "--json", *FAST],
-        ["generate", "--help"],
-        ["--version"],
-    ):
-        with open("/dev/full", "w") as full:
-            done = subprocess.run([*ENTRY, *words], stdout=full, stderr=subprocess.PIPE, text=True)
-        assert done.returncode == 1, words
-        assert "Traceback" not in done.stderr
-        told = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-        assert told == ["error: cannot write the output: No space left on device"], done.stderr
+@pytest.mark.thorough(cases=["generate FOLDER -p x -m 4 --json"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate FOLDER -p x -m 4",
+        "generate FOLDER -p x -m 4 --json",
+        "generate --help",
+        "--version",
+    ],
+)
+def test_a_full_disk_is_one_line(folders: dict[str, str], words: str) -> None:
+    command = [folders["chat"] if word == "FOLDER" else word for word in words.split()]
+    if "FOLDER" in words:
+        command += FAST
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*ENTRY, *command], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    told = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert told == ["error: cannot write the output: No space left on device"], done.stderr
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_ends_the_command_quietly(folders: dict[str, str]) -> None:
     process = spawn("generate", folders["base"], "-p", "x", "-n", "300", "-m", "300", *FAST)
     assert process.stdout is not None
@@ -153,6 +161,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(folders: dict[str, str]) 
     assert "rror" not in told
 
 
+@pytest.mark.thorough
 def test_text_is_utf_8_if_the_locale_has_only_ascii(folders: dict[str, str]) -> None:
     words = ["generate", folders["base"], "-p", "é", "-m", "40", "--seed", "1", "--ignore-eos"]
     outputs = [

@@ -271,6 +271,7 @@ def test_a_kernel_that_fails_at_full_size_says_what_runs(
         assemble(small(folder), Card(total=10 * GIB), fails)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("not_run")
 def test_a_longest_sequence_that_is_lowered_names_the_share_that_would_hold_it(
     folder: Path, caplog: pytest.LogCaptureFixture

@@ -93,7 +93,7 @@ class Run:
 
     samples: dict[tuple[int, int], TrainingSample]
     deltas: list[Delta]
-    engine: InferenceEngine
+    num_tokens: int  # that the engine sampled
 
     def others(self) -> dict[tuple[int, int], str]:
         """All that is known of the requests that are to go on, bit by bit."""
@@ -141,7 +141,8 @@ def run(
     assert len({(s.request_id, s.sample_index) for s in samples}) == len(samples), (
         "a sample came twice"
     )
-    return Run({(s.request_id, s.sample_index): s for s in samples}, deltas, engine)
+    by_sample = {(s.request_id, s.sample_index): s for s in samples}
+    return Run(by_sample, deltas, engine.stats().completion_tokens)
 
 
 def assert_failed(run: Run, what: str, *, kind: str = "Broken", num_samples: int = 2) -> None:
@@ -176,6 +177,24 @@ def make(request: pytest.FixtureRequest, build: Build) -> Callable[[], Inference
     return lambda: build(**request.param)
 
 
+@pytest.fixture(scope="module")
+def quiet_runs() -> dict[str, dict[bool, Run]]:
+    return {}
+
+
+@pytest.fixture
+def quiet(
+    request: pytest.FixtureRequest,
+    make: Callable[[], InferenceEngine],
+    quiet_runs: dict[str, dict[bool, Run]],
+) -> dict[bool, Run]:
+    """Runs in which nothing fails, by whether requests stream. Tests with equal options share them."""
+    options = str(request.node.callspec.params["make"])
+    if options not in quiet_runs:
+        quiet_runs[options] = {stream: run(make(), stream=stream) for stream in (False, True)}
+    return quiet_runs[options]
+
+
 def assert_same_others(found: Run, quiet: Run) -> None:
     assert len(quiet.others()) == 6
     assert found.others() == quiet.others()
@@ -185,9 +204,13 @@ def assert_same_others(found: Run, quiet: Run) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("steps", [0, 4, 9])
 def test_a_draw_that_raises(
-    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch, steps: int, stream: bool
+    make: Callable[[], InferenceEngine],
+    quiet: dict[bool, Run],
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    stream: bool,
 ) -> None:
-    quiet, engine = run(make(), stream=stream), make()
+    engine = make()
     draw = engine.runner.sample
 
     def sample(result: Any, batch: SamplingBatch) -> Any:
@@ -198,10 +221,10 @@ def test_a_draw_that_raises(
     monkeypatch.setattr(engine.runner, "sample", sample)
     found = run(engine, stream=stream)
     assert_failed(found, "the draw")
-    assert_same_others(found, quiet)
+    assert_same_others(found, quiet[stream])
     assert (
         found.failed()[0].completion_tokens
-        == (quiet.failed()[0].completion_tokens[: len(found.failed()[0].completion_tokens)])
+        == (quiet[stream].failed()[0].completion_tokens[: len(found.failed()[0].completion_tokens)])
     )
 
 
@@ -235,10 +258,13 @@ def test_a_draw_that_raises_for_a_sample_that_has_ended(
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_one_sample_of_a_group_whose_draw_raises(
-    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch, index: int
+    make: Callable[[], InferenceEngine],
+    quiet: dict[bool, Run],
+    monkeypatch: pytest.MonkeyPatch,
+    index: int,
 ) -> None:
     """Also in the step that forks the group: its other samples go on."""
-    quiet, engine = run(make(), stream=False), make()
+    engine = make()
     put = SamplingTable.put
 
     def fail(
@@ -250,17 +276,20 @@ def test_one_sample_of_a_group_whose_draw_raises(
 
     monkeypatch.setattr(SamplingTable, "put", fail)
     found = run(engine, stream=False)
-    assert_same_others(found, quiet)
+    assert_same_others(found, quiet[False])
     sick, well = found.failed()[index], found.failed()[1 - index]
     assert (sick.stop_reason, sick.completion_tokens) == ("error: the draw raised Broken", ())
-    assert well.completion_tokens == quiet.failed()[1 - index].completion_tokens
+    assert well.completion_tokens == quiet[False].failed()[1 - index].completion_tokens
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])
 def test_penalties_that_cannot_be_counted(
-    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch, length: int
+    make: Callable[[], InferenceEngine],
+    quiet: dict[bool, Run],
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
 ) -> None:
-    quiet, engine = run(make(), stream=True), make()
+    engine = make()
     put, add, chosen = SamplingTable.put, TokenCounts.add, list[TokenCounts]()
 
     def remember(table: Any, slot: int, params: SamplingParams, *more: Any) -> None:
@@ -277,20 +306,24 @@ def test_penalties_that_cannot_be_counted(
     monkeypatch.setattr(TokenCounts, "add", count)
     found = run(engine, stream=True)
     assert_failed(found, "the draw")
-    assert_same_others(found, quiet)
+    assert_same_others(found, quiet[True])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("at", [1, 4, LENGTH])
 @pytest.mark.parametrize("breaks", ["append", "take", "finish", "text"])
 def test_a_text_that_raises(
-    make: Callable[[], InferenceEngine], breaks: str, at: int, stream: bool
+    make: Callable[[], InferenceEngine],
+    quiet: dict[bool, Run],
+    breaks: str,
+    at: int,
+    stream: bool,
 ) -> None:
     if breaks == "take" and not stream:
         at = LENGTH  # nobody takes it before
-    quiet, found = run(make(), stream=stream), run(make(), stream=stream, text=Text(breaks, at))
+    found = run(make(), stream=stream, text=Text(breaks, at))
     assert_failed(found, "the text")
-    assert_same_others(found, quiet)
+    assert_same_others(found, quiet[stream])
     early = breaks == "append" or (breaks == "take" and stream)
     for sample in found.failed():
         assert len(sample.completion_tokens) == (at if early else LENGTH)
@@ -305,19 +338,21 @@ def test_a_text_that_raises(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_cannot_be_copied(make: Callable[[], InferenceEngine], stream: bool) -> None:
+def test_a_text_that_cannot_be_copied(
+    make: Callable[[], InferenceEngine], quiet: dict[bool, Run], stream: bool
+) -> None:
     """The sample that keeps the text goes on, the other one of its group ends with its first
     token.
     """
-    quiet, found = run(make(), stream=stream), run(make(), stream=stream, text=Text("copy"))
-    assert_same_others(found, quiet)
+    found = run(make(), stream=stream, text=Text("copy"))
+    assert_same_others(found, quiet[stream])
     well, sick = found.failed()
     assert (well.completion_tokens, well.text) == (
-        quiet.failed()[0].completion_tokens,
-        quiet.failed()[0].text,
+        quiet[stream].failed()[0].completion_tokens,
+        quiet[stream].failed()[0].text,
     )
     assert (sick.finish_reason, sick.stop_reason) == ("abort", "error: the text raised Broken")
-    assert sick.completion_tokens == quiet.failed()[1].completion_tokens[:1]
+    assert sick.completion_tokens == quiet[stream].failed()[1].completion_tokens[:1]
     assert sick.text is None
 
 
@@ -345,8 +380,10 @@ def test_samples_that_cannot_be_fetched(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_sink_that_raises(make: Callable[[], InferenceEngine], after: int, stream: bool) -> None:
-    quiet, engine = run(make(), stream=stream), make()
+def test_a_sink_that_raises(
+    make: Callable[[], InferenceEngine], quiet: dict[bool, Run], after: int, stream: bool
+) -> None:
+    engine = make()
     arrived: list[Delta] = []
 
     def sink(delta: Delta) -> None:
@@ -355,21 +392,21 @@ def test_a_sink_that_raises(make: Callable[[], InferenceEngine], after: int, str
             raise Broken("/secret/path")
 
     found = run(engine, stream=stream, sink=sink)
-    assert_same_others(found, quiet)
+    assert_same_others(found, quiet[stream])
     assert len(arrived) == (min(after + 1, 2) if not stream else after + 1), (
         "it is not called again"
     )
     if stream:
-        assert engine.stats().completion_tokens < quiet.engine.stats().completion_tokens, (
-            "it is aborted"
-        )
+        assert engine.stats().completion_tokens < quiet[stream].num_tokens, "it is aborted"
 
 
 def test_a_fault_of_nobody_is_the_end_of_none(
-    make: Callable[[], InferenceEngine], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], InferenceEngine],
+    quiet: dict[bool, Run],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A draw of the whole batch that raises, once, and none of its samples alone."""
-    quiet, engine = run(make(), stream=False), make()
+    engine = make()
     draw, raised = engine.runner.sample, list[int]()
 
     def sample(result: Any, batch: SamplingBatch) -> Any:
@@ -381,9 +418,9 @@ def test_a_fault_of_nobody_is_the_end_of_none(
     monkeypatch.setattr(engine.runner, "sample", sample)
     found = run(engine, stream=False)
     assert raised
-    assert_same_others(found, quiet)
+    assert_same_others(found, quiet[False])
     assert [s.completion_tokens for s in found.failed()] == [
-        s.completion_tokens for s in quiet.failed()
+        s.completion_tokens for s in quiet[False].failed()
     ]
 
 

@@ -57,6 +57,7 @@ def split(sample: TrainingSample) -> int:
 
 # -- every policy at every token -------------------------------------------------------------------
 
+POLICIES: list[KvPolicy] = ["recompute", "abort", "wait", "finish_old"]
 CASES = [(cache, lookahead) for cache in ("paged", "radix") for lookahead in (0, 1)]
 
 
@@ -78,8 +79,11 @@ def stops(folders: list[Path]) -> dict[str, Any]:
     return {"old": old, "new": new, "after": after}
 
 
+@pytest.mark.thorough(
+    cases=[f"{policy}-{each}" for policy in POLICIES for each in ("paged-0", "radix-1")]
+)
 @pytest.mark.parametrize(("cache", "lookahead"), CASES)
-@pytest.mark.parametrize("policy", ["recompute", "abort", "wait", "finish_old"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_update_at_every_token(
     build: Build, stops: dict[str, Any], policy: KvPolicy, cache: CacheType, lookahead: int
 ) -> None:

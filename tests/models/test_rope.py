@@ -177,6 +177,7 @@ print(hashlib.sha256(b"".join(bytes(each.numpy()) for pair in tables for each in
 """
 
 
+@pytest.mark.thorough
 def test_tables_of_other_bits_have_another_fingerprint() -> None:
     found: dict[str, set[str]] = {}
     own = torch.backends.cpu.get_cpu_capability().lower()

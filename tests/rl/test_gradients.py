@@ -64,8 +64,12 @@ def test_gradients_of_every_family_are_those_of_transformers(tmp_path: Path, fam
     assert worst_difference(own, oracle_gradients(oracle.eval(), own, SEQUENCES, 0.8)) <= TOLERANCE
 
 
+# `tests/checkpoints/test_lora.py` has the other families in the quick tier.
 @pytest.mark.thorough(
-    cases=["gemma3 with pictures", "gemma4 with inputs of layers", "deepseek-v3", "mixtral"]
+    cases=[
+        *("gemma3 with pictures", "gemma4 with inputs of layers", "deepseek-v3", "mixtral"),
+        *list(CASES)[1::2],
+    ]
 )
 @pytest.mark.parametrize("family", CASES)
 def test_a_policy_of_strong_weights(tmp_path: Path, family: str) -> None:

@@ -5,12 +5,11 @@ Other servers: `running_server(ScriptedClient(...))`.
 """
 
 import asyncio
-import inspect
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
@@ -20,21 +19,35 @@ from nano_inference.remote import process_client
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.in_process import InProcessClient
 from nano_inference.remote.process_client import ProcessClient
+from nano_inference.server import server as server_module
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.models.tiny import tiny_llama
-from tests.server.engines import PATIENCE, Run, config_of
+from tests.server.engines import Run, config_of
 from tests.standing import slowed
 
 SMOLLM2 = EngineConfig(
     "smollm2-135m", device="cpu", max_model_len=1024, kv_cache_memory=2**28, num_threads=1
 )
 
-# What names no timeout waits as long as what does: httpx's own 5 seconds are less than a first step
-# may take on a slow machine.
-vars(inspect.signature(httpx.Client).parameters["timeout"].default).update(
-    vars(httpx.Timeout(PATIENCE))
-)
+
+@pytest.fixture(scope="session", autouse=True)
+def _load_equal_tokenizers_once() -> Iterator[None]:
+    """Servers of this process share tokenizers: one of 49,152 tokens costs half a second of a core."""
+    folders: dict[tuple[tuple[str, bytes], ...], Path] = {}
+    load_once = functools.cache(load_tokenizer)
+
+    def load(folder: Path) -> Tokenizer:
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        content = tuple(
+            (path.name, path.read_bytes()) for path in files if path.suffix != ".safetensors"
+        )
+        return load_once(folders.setdefault(content, folder))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_module, "load_tokenizer", load)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from nano_inference.server.main import running_server
 from nano_inference.types import SamplingParams
 from tests.models.tiny import tiny_llama
 from tests.server.engines import config_of
+from tests.server.streams import post
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[
             engine.generate([prompt], SamplingParams(max_tokens=2))
         with pytest.raises(RequestTooLarge):
             engine.embed([[*prompt, 3]])
-    with running_server(config_of(folder), ServerConfig(port=0, rl=True)) as url:
+    with running_server(config_of(folder), ServerConfig(port=0, in_process=True, rl=True)) as url:
         yield url, prompt, scored, row.numpy()
-
-
-def post(url: str, body: dict[str, Any], status: int = 200) -> Any:
-    reply = httpx.post(url, json=body, timeout=60)
-    assert reply.status_code == status, reply.text
-    return reply.json()
 
 
 def test_completions_scores_a_prompt_that_fills_the_context(given: Any) -> None:

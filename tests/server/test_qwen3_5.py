@@ -109,6 +109,7 @@ def test_a_second_turn_finds_the_states_of_the_first(model: tuple[Path, Any], ch
     require_logprobs_of(oracle, second)
 
 
+@pytest.mark.thorough
 def test_a_message_of_anthropic_is_the_same_answer(
     model: tuple[Path, Any], url: str, chat: OpenAI
 ) -> None:

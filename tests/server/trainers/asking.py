@@ -1,7 +1,6 @@
 """Requests of the tests of RL: while others run, and read as they come."""
 
 import json
-import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +12,6 @@ import httpx
 from tests.standing import dawdling
 
 PATIENCE = 60.0
-# reading certificates for each request takes longer than it does
-NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 GENERATE = "/inference/v1/generate"
 
 
@@ -22,13 +19,13 @@ def ask(
     url: str, path: str, body: dict[str, Any] | None = None, status: int = 200, **headers: str
 ) -> Any:
     """A POST, with no body where there is none."""
-    reply = httpx.post(f"{url}{path}", json=body, headers=headers, timeout=PATIENCE, verify=NO_TLS)
+    reply = httpx.post(f"{url}{path}", json=body, headers=headers, timeout=PATIENCE)
     assert reply.status_code == status, reply.text
     return reply.json()
 
 
 def look(url: str, path: str, status: int = 200) -> Any:
-    reply = httpx.get(f"{url}{path}", timeout=PATIENCE, verify=NO_TLS)
+    reply = httpx.get(f"{url}{path}", timeout=PATIENCE)
     assert reply.status_code == status, reply.text
     return reply.json()
 
@@ -76,7 +73,7 @@ class Running:
     def read(self, url: str, given: dict[str, Any], headers: dict[str, str]) -> None:
         streamed = given | {"stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream(
-            "POST", url + GENERATE, json=streamed, headers=headers, timeout=PATIENCE, verify=NO_TLS
+            "POST", url + GENERATE, json=streamed, headers=headers, timeout=PATIENCE
         ) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {"):

@@ -3,15 +3,10 @@
 """
 
 import hashlib
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, Queue
 from typing import Any
 
 import httpx
@@ -19,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.ports import free_port
+from tests.server.trainers.children import GroupTrainer
 from tests.server.trainers.group_trainer import new_weights
 
 PATIENCE = 30.0
@@ -65,39 +61,13 @@ def told_of(weights: dict[str, Tensor], **more: Any) -> dict[str, Any]:
     }
 
 
-class Trainer:
+class Trainer(GroupTrainer):
     """It, and the process that has its end of the group."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.url, self.folder = url, folder
-        command = [sys.executable, "-m", "tests.server.trainers.group_trainer", str(folder)]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.DEVNULL,
-        }
-        self.process = subprocess.Popen(command, text=True, **pipes)
-        self._said: Queue[str] = Queue()
+        super().__init__(folder)
+        self.url = url
         self._pool = ThreadPoolExecutor(4)
-        threading.Thread(target=self._listen, daemon=True).start()
-        assert self.hear() == "ready"
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._said.put(line.strip())
-        self._said.put("ended")
-
-    def hear(self) -> str:
-        try:
-            return self._said.get(timeout=PATIENCE)
-        except Empty:
-            raise AssertionError("the trainer's process says nothing") from None
-
-    def tell(self, do: str, **told: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **told}) + "\n")
-        self.process.stdin.flush()
 
     def beside(self, act: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         return self._pool.submit(act, *arguments)
@@ -106,7 +76,7 @@ class Trainer:
         """`/init_weights_update_group`, as both sides see it."""
         port = free_port()
         if status == 200:
-            self.tell("join", name=GROUP, port=port, named=True)
+            self.say("join", name=GROUP, port=port, named=True)
         told = {
             "master_address": "127.0.0.1",
             "master_port": port,
@@ -130,7 +100,7 @@ class Trainer:
             "/update_weights_from_distributed",
             told_of({n: weights[n] for n in names}, **more),
         )
-        self.tell("send", group=GROUP, names=names, seed=seed)
+        self.say("send", group=GROUP, names=names, seed=seed)
         reply = asked.result(PATIENCE)
         assert self.hear() == "done"
         return reply
@@ -141,11 +111,7 @@ class Trainer:
         return [names[begin : begin + size] for begin in range(0, len(names), size)]
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        super().close()
         self._pool.shutdown(cancel_futures=True)
 
 

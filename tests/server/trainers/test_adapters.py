@@ -138,6 +138,7 @@ def test_a_name_of_a_model_chooses_the_adapter_to_the_bit(
     unload(url, "b")
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_a_name_is_uploaded_twice(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_name_is_uploaded_twice(
     assert unload(url, "own") == "Success: LoRA adapter 'own' removed successfully."
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_one_that_is_used_is_unloaded_and_finishes(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
@@ -166,6 +168,7 @@ def test_one_that_is_used_is_unloaded_and_finishes(
     unload(url, "own")
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_what_cannot_be_loaded_changes_nothing(url: str, folders: dict[str, str]) -> None:
     before = models(url)
     assert "adapter_config.json is missing" in load(url, "own", folders["empty"], 404)
@@ -208,6 +211,7 @@ def test_an_engine_without_adapters_says_so(rl_server: str, folders: dict[str, s
     assert "this engine takes no adapters; set max_loras" in load(rl_server, "a", folders["a"], 400)
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_sglangs_and_prime_rls_routes(url: str, folders: dict[str, str]) -> None:
     told = {"lora_name": "own", "lora_path": folders["b"]}
     reply = ask(url, "/load_lora_adapter", told | {"pinned": True})
@@ -234,6 +238,7 @@ def send(url: str, name: str, content: bytes, status: int = 200, **more: Any) ->
     return reply.json()
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_tensors_come_over_the_wire(
     url: str, folders: dict[str, str], engine: InferenceEngine
 ) -> None:
@@ -324,6 +329,7 @@ def adapters_are_sent_alone(info: Any) -> bool:
     )
 
 
+@pytest.mark.thorough(cases=["two"])
 def test_server_info_says_how_many_adapters_are_taken(url: str, rl_server: str) -> None:
     info = httpx.get(f"{url}/server_info?config_format=json").json()
     assert info["vllm_config"]["lora_config"] == {"max_loras": 3, "max_lora_rank": 64}

@@ -17,9 +17,10 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.ports import free_port
 from tests.server.scripted import ScriptedClient
+from tests.server.trainers.children import PATIENCE
 from tests.server.trainers.conftest import engine_config
 from tests.server.trainers.golden import replay
-from tests.server.trainers.small_trainers import PATIENCE, Trainer, checksums, trainer
+from tests.server.trainers.small_trainers import Trainer, checksums, trainer
 
 UPDATE = "/receive_weight_update"
 
@@ -136,7 +137,7 @@ def test_what_fails_changes_nothing_and_the_next_trainer_is_let_in(served: tuple
             assert word in reply["message"]
         assert serving(url) == before
     with joined(url, port) as it:  # in the middle of a broadcast
-        it.tell("die 5")
+        it.write("die 5")
         assert it.hear() == "ended"
     assert serving(url) == before
     with joined(url, port) as it:
@@ -202,7 +203,7 @@ def test_golden_exchanges(
     @contextmanager
     def sending() -> Iterator[None]:
         with joined(url, port) as it:
-            it.tell("beside 9000")
+            it.write("beside 9000")
             yield
             assert it.hear() == "sent"
 

@@ -17,8 +17,9 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.ports import free_port
 from tests.server.scripted import ScriptedClient
+from tests.server.trainers.children import PATIENCE
 from tests.server.trainers.small_trainer import weights
-from tests.server.trainers.small_trainers import PATIENCE, Trainer, checksums, trainer
+from tests.server.trainers.small_trainers import Trainer, checksums, trainer
 from tests.server.trainers.test_pipeline_rl import serving
 
 

@@ -21,7 +21,7 @@ from nano_inference.checkpoints import loading
 from nano_inference.server.trainers import prime_rl
 from nano_inference.system.regular_files import open_regular
 from tests.models.tiny import llama_weights
-from tests.server.trainers.asking import GENERATE, NO_TLS, ask, body, look
+from tests.server.trainers.asking import GENERATE, ask, body, look
 
 NORM = "model.norm.weight"
 BYTES = {"content-type": "application/octet-stream"}
@@ -30,7 +30,7 @@ SEEDS = itertools.count(10)
 
 @pytest.fixture
 def client(rl_server: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rl_server, timeout=60, verify=NO_TLS) as it:
+    with httpx.Client(base_url=rl_server, timeout=60) as it:
         yield it
 
 

@@ -18,7 +18,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from tests.cli.running import write_tokenizer
 from tests.models.tiny import tiny_model
-from tests.server.trainers.asking import GENERATE, NO_TLS, ask
+from tests.server.trainers.asking import GENERATE, ask
 from tests.server.trainers.conftest import RL, TEMPLATE, engine_config
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -95,6 +95,7 @@ def test_vllms_route_tells_them_as_a_npy(server: str, expected: Array) -> None:
     assert "routed_experts_prompt_start is 6, and the prompt has 5 tokens" in json.dumps(told)
 
 
+@pytest.mark.thorough(cases=["replicas"])
 def test_every_sample_has_its_own(server: str) -> None:
     choices = vllm(server, n=3, temperature=2.0)["choices"]
     first, *others = (npy(choice["routed_experts"]) for choice in choices)
@@ -102,6 +103,7 @@ def test_every_sample_has_its_own(server: str) -> None:
     assert any((other != first).any() for other in others)
 
 
+@pytest.mark.thorough(cases=["replicas"])
 def test_sglangs_route_tells_them_as_int32(server: str, expected: Array) -> None:
     assert "routed_experts" not in sglang(server)["meta_info"]
     meta = sglang(server, return_routed_experts=True)["meta_info"]
@@ -125,9 +127,10 @@ def test_sglangs_route_tells_them_as_int32(server: str, expected: Array) -> None
     assert "routed_experts" not in many[1]["meta_info"]
 
 
+@pytest.mark.thorough(cases=["replicas"])
 def test_streams_end_with_them(server: str, expected: Array) -> None:
     def last(path: str, body: dict[str, Any]) -> Any:
-        reply = httpx.post(server + path, json=body | {"stream": True}, timeout=60, verify=NO_TLS)
+        reply = httpx.post(server + path, json=body | {"stream": True}, timeout=60)
         assert reply.status_code == 200, reply.text
         return json.loads(reply.text.split("\n\n")[-3].removeprefix("data: "))
 
@@ -142,6 +145,7 @@ def test_streams_end_with_them(server: str, expected: Array) -> None:
         assert told is None if asked is None else (npy(told) == expected).all()
 
 
+@pytest.mark.thorough(cases=["replicas-asked0", "replicas-asked1"])
 @pytest.mark.parametrize("asked", [{"routed_experts": True}, {"return_token_ids": True}])
 def test_openais_routes_tell_them_where_they_are_asked_for(
     server: str, expected: Array, asked: dict[str, Any]

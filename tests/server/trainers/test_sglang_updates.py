@@ -67,7 +67,7 @@ def trainer(url: str, tiny_folder: Path, trainers: list[Trainer]) -> Trainer:
 def leave(trainer: Trainer) -> None:
     """Both sides leave; the engine may have done so already, where a broadcast has failed."""
     httpx.post(f"{trainer.url}/destroy_weights_update_group", json={"group_name": GROUP})
-    trainer.tell("leave", name=GROUP)
+    trainer.say("leave", name=GROUP)
     trainer.hear()
 
 
@@ -144,7 +144,7 @@ def test_areal_says_nothing_of_flushes_and_versions(trainer: Trainer) -> None:
         told = told_of(weights, abort_all_requests=True)
         del told["flush_cache"]
         asked = trainer.beside(post, trainer.url, "/update_weights_from_distributed", told)
-        trainer.tell("send", group=GROUP, names=bucket, seed=12)
+        trainer.say("send", group=GROUP, names=bucket, seed=12)
         asked.result(30)
         assert trainer.hear() == "done"
         assert version(trainer.url) == before
@@ -162,7 +162,7 @@ def test_a_flattened_bucket_is_one_broadcast(trainer: Trainer) -> None:
         "/update_weights_from_distributed",
         told_of(weights, load_format="flattened_bucket"),
     )
-    trainer.tell("send", group=GROUP, seed=13, packed_bytes=1 << 40)
+    trainer.say("send", group=GROUP, seed=13, packed_bytes=1 << 40)
     asked.result(30)
     assert trainer.hear() == "done"
     assert checksums(trainer.url) == checksums_of(weights)
@@ -267,7 +267,7 @@ def test_what_never_comes_has_a_deadline(trainer: Trainer) -> None:
 @pytest.mark.thorough
 def test_a_group_that_was_left_can_be_made_again(trainer: Trainer) -> None:
     post(trainer.url, "/destroy_weights_update_group", {"group_name": GROUP})
-    trainer.tell("leave", name=GROUP)
+    trainer.say("leave", name=GROUP)
     assert trainer.hear() == "done"
     post(trainer.url, "/destroy_weights_update_group", {"group_name": GROUP}, 404)
     trainer.join()
@@ -286,13 +286,13 @@ def test_golden_exchanges(tiny_folder: Path, request: pytest.FixtureRequest) -> 
 
         @contextmanager
         def joining() -> Iterator[None]:
-            trainer.tell("join", name=GROUP, port=port, named=True)
+            trainer.say("join", name=GROUP, port=port, named=True)
             yield
             assert trainer.hear() == "done"
 
         @contextmanager
         def sending() -> Iterator[None]:
-            trainer.tell("send", group=GROUP, names=next(buckets), seed=1)
+            trainer.say("send", group=GROUP, names=next(buckets), seed=1)
             yield
             assert trainer.hear() == "done"
 

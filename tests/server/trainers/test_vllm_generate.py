@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nano_inference.text.tokenizer import load_tokenizer
 from tests.depth import at_depth
-from tests.server.trainers.asking import GENERATE, NO_TLS, ask, look
+from tests.server.trainers.asking import GENERATE, ask, look
 
 PROMPT = [5, 6, 7]
 SPECIAL, EOS = 1, 2
@@ -26,7 +26,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def streamed(url: str, path: str, given: dict[str, Any]) -> list[dict[str, Any]]:
-    reply = httpx.post(url + path, json=given | {"stream": True}, timeout=30, verify=NO_TLS)
+    reply = httpx.post(url + path, json=given | {"stream": True}, timeout=30)
     assert reply.status_code == 200, reply.text
     blocks = reply.text.split("\n\n")
     assert blocks[-2:] == ["data: [DONE]", ""]

@@ -2,10 +2,7 @@
 what may go wrong.
 """
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ import torch
 
 from nano_inference.server.main import running_server
 from tests.server.trainers.asking import GENERATE, ask, body, look, running
+from tests.server.trainers.children import GroupTrainer
 from tests.server.trainers.conftest import RL, engine_config
 from tests.server.trainers.golden import replay
 from tests.server.trainers.group_trainer import new_weights
@@ -32,34 +30,12 @@ INIT, START, UPDATE, FINISH = (
 )
 
 
-class Trainer:
+class Trainer(GroupTrainer):
     """A `group_trainer`, and the HTTP half of what it does."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.url, self.folder = url, folder
-        command = [sys.executable, "-m", "tests.server.trainers.group_trainer", str(folder)]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.DEVNULL,
-        }
-        self.child = subprocess.Popen(command, text=True, **pipes)
-        assert self.hear() == "ready"
-
-    def say(self, do: str, **told: Any) -> None:
-        assert self.child.stdin is not None
-        print(json.dumps({"do": do, **told}), file=self.child.stdin, flush=True)
-
-    def hear(self) -> str:
-        assert self.child.stdout is not None
-        return self.child.stdout.readline().strip()
-
-    def close(self) -> None:
-        self.child.kill()
-        self.child.wait()
-        for pipe in (self.child.stdin, self.child.stdout):
-            assert pipe is not None
-            pipe.close()
+        super().__init__(folder)
+        self.url = url
 
     def join(self, **info: Any) -> dict[str, Any]:
         port = free_port()

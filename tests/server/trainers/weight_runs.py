@@ -4,11 +4,7 @@ requests meanwhile.
 
 import asyncio
 import hashlib
-import json
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -26,35 +22,19 @@ from nano_inference.server.control.requests.fields import TensorSpec
 from nano_inference.server.errors import ApiError
 from tests.ports import free_port
 from tests.server.engines import PATIENCE, core_of, finished, params_of
+from tests.server.trainers.children import GroupTrainer
 from tests.server.trainers.group_trainer import new_weights
 
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 
 
-class TrainerProcess:
-    """A `group_trainer`, told what to do by messages."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        command = [sys.executable, "-m", "tests.server.trainers.group_trainer", str(folder)]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.DEVNULL,
-        }
-        self.child = subprocess.Popen(command, text=True, **pipes)
-        self._answers = self.child.stdout
-        assert self._said() == "ready"
-
-    def say(self, do: str, **told: Any) -> None:
-        """Tell it, without waiting."""
-        assert self.child.stdin is not None
-        print(json.dumps({"do": do, **told}), file=self.child.stdin, flush=True)
+class TrainerProcess(GroupTrainer):
+    """A `group_trainer` for tests that are coroutines."""
 
     async def answer(self) -> str:
-        """Its next answer; empty if it has died."""
-        return await asyncio.wait_for(asyncio.to_thread(self._said), PATIENCE)
+        """Its next answer."""
+        return await asyncio.to_thread(self.hear)
 
     async def join(self, control: Control, name: str = "group", *, named: bool = True) -> None:
         """Meet the engine in a new group."""
@@ -69,22 +49,6 @@ class TrainerProcess:
         """Destroy its side of the group."""
         self.say("leave", name=name)
         assert await self.answer() == "done"
-
-    def interrupt(self, number: signal.Signals) -> None:
-        """Kill it, or stop it."""
-        self.child.send_signal(number)
-
-    def close(self) -> None:
-        """End it."""
-        self.child.kill()
-        self.child.wait()
-        for pipe in (self.child.stdin, self.child.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def _said(self) -> str:
-        assert self._answers is not None
-        return self._answers.readline().strip()
 
 
 def specs(weights: dict[str, Tensor], names: Iterable[str] | None = None) -> list[TensorSpec]:

@@ -39,13 +39,19 @@ CITED = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["lenient", "strict"])
-def sdk(scripted: Scripted, request: pytest.FixtureRequest) -> Iterator[Anthropic]:
+@pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
+def shared_sdk(scripted_server: Scripted, request: pytest.FixtureRequest) -> Iterator[Anthropic]:
     strict: bool = request.param
     with Anthropic(
-        base_url=scripted.url, api_key="k", max_retries=0, _strict_response_validation=strict
+        base_url=scripted_server.url, api_key="k", max_retries=0, _strict_response_validation=strict
     ) as client:
         yield client
+
+
+@pytest.fixture
+def sdk(shared_sdk: Anthropic, scripted: Scripted) -> Anthropic:
+    """Of an engine that is as new."""
+    return shared_sdk
 
 
 def types(message: Any) -> list[str]:

@@ -28,9 +28,15 @@ def script(engine: ScriptedClient) -> ScriptedClient:
     return engine
 
 
-@pytest.fixture
-def client(url: str, script: ScriptedClient) -> Iterator[OpenAI]:
+@pytest.fixture(scope="module")
+def shared_client(url: str) -> Iterator[OpenAI]:
     with OpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
     ) as client:
         yield client
+
+
+@pytest.fixture
+def client(shared_client: OpenAI, script: ScriptedClient) -> OpenAI:
+    """Of an engine that is as new."""
+    return shared_client

@@ -32,7 +32,9 @@ def client(
     with InferenceEngine(config_of(folder)) as engine:
         rows = [row.numpy() for row in engine.embed(INPUTS)]
         limit = engine.max_model_len
-    config = ServerConfig(port=0, replicas=request.param, max_samples=limit)
+    config = ServerConfig(
+        port=0, in_process=request.param == 1, replicas=request.param, max_samples=limit
+    )
     with (
         running_server(config_of(folder), config) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made,
@@ -57,6 +59,7 @@ def test_embeddings_are_the_engines(client: tuple[OpenAI, list[np.ndarray]]) -> 
                 assert np.array_equal(np.asarray(told, np.float32), row)
 
 
+@pytest.mark.thorough(cases=["two replicas"])
 def test_many_clients_at_once_wait_for_each_other(client: tuple[OpenAI, list[np.ndarray]]) -> None:
     openai_client, _ = client
 
@@ -81,6 +84,10 @@ def test_many_clients_at_once_wait_for_each_other(client: tuple[OpenAI, list[np.
         ([[10**6]], "input"),
         ([3] * 5000, "maximum context length"),
     ],
+    ids=["none", "empty", "float", "beyond", "long"],
+)
+@pytest.mark.thorough(
+    cases=[f"two replicas-{each}" for each in ("none", "empty", "float", "beyond", "long")]
 )
 def test_what_cannot_be_embedded_names_the_input(
     client: tuple[OpenAI, list[np.ndarray]], given: object, said: str

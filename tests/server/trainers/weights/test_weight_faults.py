@@ -100,7 +100,7 @@ def test_a_second_trainer(
                 "group", specs(new_weights(first.folder, 1), [UP])
             )
             first.interrupt(signal.SIGKILL)
-            await asyncio.to_thread(first.child.wait, 5)
+            await asyncio.to_thread(first.process.wait, 5)
             await second.join(control)  # under the name of the dead one, whose update is forgotten
             async with refused(control, 409, "the trainer of the weight update is gone"):
                 await control.updates.finish()
