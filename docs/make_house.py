@@ -32,7 +32,6 @@ ROOMS = {
     "sampling": "noise, filters, masks, logprobs",
     "kv_cache": "blocks, hash cache, radix cache, windows",
     "data": "samples for training",
-    "features": "what goes with what",
     "config": "EngineConfig",
     "types": "requests, samples, updates",
     "structured": "grammars and their masks",
