@@ -1,9 +1,11 @@
 """docs/house.md tells the truth: the ways that it describes are traced, and its files are there."""
 
 import importlib.util
+import json
 import re
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,30 +16,56 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.server.config import ServerConfig
+from nano_inference.server.main import running_server
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "nano_inference"
 PAGE = (ROOT / "docs" / "house.md").read_text()
 Calls = dict[str, None]  # "file function", in the order of their first calls
+CONFIG = EngineConfig(
+    "smollm2-135m",
+    device="cpu",
+    backend="cpu",
+    quantization=None,
+    max_model_len=64,
+    max_batch_size=2,
+)
 ROW = re.compile(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", re.M)
 
 
-@contextmanager
-def traced() -> Iterator[Calls]:
-    """The package's functions that are called in this block, on any thread that starts in it too."""
-    calls: Calls = {}
+class Trace:
+    """Notes the package's functions that are called while `noting`, on this thread and on threads
+    that start from now on.
+    """
 
-    def look(frame: FrameType, event: str, _argument: object) -> None:
+    def __init__(self) -> None:
+        self._calls: Calls | None = None
+
+    def look(self, frame: FrameType, event: str, _argument: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+        if (
+            self._calls is not None
+            and event == "call"
+            and code.co_filename.startswith(str(PACKAGE))
+        ):
             name = code.co_qualname.replace("<locals>.", "")
-            calls.setdefault(f"{Path(code.co_filename).relative_to(PACKAGE)} {name}")
+            self._calls.setdefault(f"{Path(code.co_filename).relative_to(PACKAGE)} {name}")
 
-    before = sys.getprofile()
-    threading.setprofile(look)
-    sys.setprofile(look)
-    try:
+    @contextmanager
+    def noting(self) -> Iterator[Calls]:
+        self._calls = calls = {}
         yield calls
+        self._calls = None
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    trace, before = Trace(), sys.getprofile()
+    threading.setprofile(trace.look)
+    sys.setprofile(trace.look)
+    try:
+        yield trace
     finally:
         sys.setprofile(before)
         threading.setprofile(None)
@@ -45,33 +73,40 @@ def traced() -> Iterator[Calls]:
 
 @pytest.fixture(scope="module")
 def ways() -> dict[str, Calls]:
-    """What a second request, a step that decodes, and an update of one tensor call."""
+    """Calls of a second request, a step that decodes, an update of one tensor, a second chat."""
     found: dict[str, Calls] = {}
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=1)
-    with InferenceEngine(
-        EngineConfig(
-            "smollm2-135m",
-            device="cpu",
-            backend="cpu",
-            quantization=None,
-            max_model_len=64,
-            max_batch_size=2,
-        )
-    ) as engine:
+    with traced() as trace, InferenceEngine(CONFIG) as engine:
         engine.generate([1, 2, 3], params)
-        with traced() as found["request"]:
+        with trace.noting() as found["request"]:
             engine.add_request([1, 2, 3], params)
         for _ in range(3):
             engine.step()
-        with traced() as found["token"]:
+        with trace.noting() as found["token"]:
             engine.step()
-        with traced() as found["update"]:
+        with trace.noting() as found["update"]:
             engine.update_weights({"model.norm.weight": torch.ones(576)})
+    with traced() as trace, running_server(CONFIG, ServerConfig(port=0, in_process=True)) as url:
+        chat(url)
+        with trace.noting() as found["chat"]:
+            chat(url)
     return found
 
 
+def chat(url: str) -> None:
+    messages = [{"role": "user", "content": "Hello."}]
+    body = {"model": "smollm2-135m", "messages": messages, "max_tokens": 4, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert b"data: " in reply.read()
+
+
 @pytest.mark.thorough(cases=["request"])
-@pytest.mark.parametrize("way", ["request", "token", "update"])
+@pytest.mark.parametrize("way", ["request", "token", "update", "chat"])
 def test_a_way_goes_as_the_page_says(ways: dict[str, Calls], way: str) -> None:
     section = PAGE.split(f'<a id="{way}"></a>')[1].split("<a id=")[0]
     rows: list[Any] = ROW.findall(section)
