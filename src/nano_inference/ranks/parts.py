@@ -138,9 +138,10 @@ def _with_cache(plan: EnginePlan, models: Mapping[str, Decoder]) -> Parts:
         record = RouteRecord(moe, kept.num_blocks, kept.block_size, device)
     spec = None if plan.heads is None else plan.heads[1]
     taps = Taps(spec.layer_ids) if isinstance(spec, EagleSpec) else None
-    models = {**models, POLICY: models[POLICY].twin(routes=record, taps=taps)}
+    if record is not None or taps is not None:
+        models = {**models, POLICY: models[POLICY].twin(routes=record, taps=taps)}
     if config.draft_model == SELF:
-        models[DRAFT] = _self_draft(config, models[POLICY])
+        models = {**models, DRAFT: _self_draft(config, models[POLICY])}
         storages[DRAFT] = kept
     runner, heads = _runner(plan, models, storages), _load_heads(plan)
     kept_files = _kept_files(plan, runner, cache)
