@@ -280,7 +280,9 @@ def _require_keeping(seconds: float, priority: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Completion tokens [start, end) were sampled from weights of this version."""
+    """Tokens [start, end) belong to weights of this version: tokens of a completion that were
+    sampled from them, or positions of a context that were computed by them.
+    """
 
     version: int
     start: int

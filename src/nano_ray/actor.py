@@ -32,8 +32,8 @@ GROUPS = {"told": 1, "tells": 1, "weights": 1}
 
 
 class EngineActor:
-    """The engine is built on a thread of its own; what comes of that is the first that `tells`
-    tells.
+    """Hosts an engine. The engine is built on a thread of its own; `tells` first returns its
+    message that it is ready, or failed.
 
     Args:
         config: msgpack of the `EngineConfig`.

@@ -1,6 +1,6 @@
 """Files of models: folders, safetensors, quantised formats, GGUF, adapters.
 
-Imports only from: models, ops.
+Imports only from: models, ops, parallel.
 Begin with: loading.py.
 Tests: tests/checkpoints.
 """

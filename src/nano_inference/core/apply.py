@@ -1,4 +1,4 @@
-"""The only writers of sequences: `apply` makes a decision so, `commit` takes in what its step
+"""`apply` carries a decision out on sequences and cache; `commit` adds the tokens that its step
 sampled.
 """
 
@@ -271,7 +271,7 @@ def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 
 def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
-    """Remove a sequence for good. Its blocks are free at once: on one in-order stream an overrun
+    """Remove a sequence for good. Its blocks are free at once: on one in-order stream a step in flight
     cannot hurt.
     """
     if seq.request.at_end is not None:

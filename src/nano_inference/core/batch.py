@@ -65,14 +65,14 @@ class ForwardBatch(Generic[A]):
     seq_lens: A = column("int64", "S", padding=0)  # context length after this step
     block_tables: A = column("int64", "S", "B", padding=0)  # padded with 0
     logits_indices: A = column("int64", "L")  # rows to draw from
-    # rows of which only the logprob of one given token is wanted; a row of several stands here
-    # several times
+    # rows to score: the logprob of a given token is wanted. A row with several tokens is listed
+    # once for each
     score_rows: A = column("int64", "P")
-    # that token: the one that follows the row, or another that a trainer names
+    # the token that each of score_rows scores: the next one, or a token that a trainer names
     score_targets: A = column("int64", "P")
-    # under which the logprob is
+    # temperature of each score
     score_temperatures: A = column("float64", "P")
-    # and the tokens that it is among: row of the masks, -1 for all; see `SamplingBatch`
+    # mask of each score: a row of score_mask_words, or -1 for all tokens; see `SamplingBatch`
     score_mask_rows: A = column("int64", "P")
     score_mask_words: A = column("int32", "M", "W")
     # rows whose token the step before is sampling, and where in its samples it stands
@@ -237,8 +237,8 @@ class BatchBuilder(Generic[A]):
         """The draw of a step, once the tokens before it are known. Logits of its batches stand one
         after another. `masks`: as the method gives them.
 
-        Parameters of a sequence are read here, so that one whose own cannot be read harms no
-        forward.
+        Parameters are read here and not before the forward: an error in the parameters of one
+        sequence then stops no forward.
         """
         for place in np.flatnonzero(self._records["undrawn"][chunks.slots]).tolist():
             seq, slot = chunks.sampled[place], int(chunks.slots[place])

@@ -41,7 +41,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step's decision. Nothing has happened yet: `commit.apply` makes it so.
+    """One step's decision. Nothing has happened yet: `core.apply.apply` carries it out.
 
     Attributes:
         seq_ids, starts, lengths, samples, weight_sets, fresh_blocks, drafts: one entry a chunk; see

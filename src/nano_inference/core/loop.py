@@ -213,7 +213,7 @@ class EngineLoop:
         self.drafter, self.kept_files = hooks.drafter, hooks.kept_files
         self.watches = hooks.watches
         self.groups = SampleGroups(self.sequences)
-        # the drafter's first: a sample that waits for its reference logprobs is passed on by none
+        # the drafter's hook comes first: `ReferenceLogprobs` keeps back a sample that it still scores
         self.on_finish: list[OnFinish] = [
             *hooks.on_finish,
             self.groups,
@@ -328,8 +328,8 @@ class EngineLoop:
         return taken
 
     def _bring_back(self, files: Returning) -> None:
-        """Let the cache have again what those newcomers begin with that this step will admit. What
-        others begin with would be evicted again before they are.
+        """Restore blocks from files for the sequences that this step will admit. Blocks of later
+        sequences would be evicted again before their turn.
         """
         if self._first_in_files(files, ()) is None:
             return
@@ -541,8 +541,8 @@ class EngineLoop:
             release_held(self.sequences)
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
-        """Whether an update of this policy could not be applied now: something keeps it, or one
-        before it, waiting.
+        """Whether an update with this `kv_policy` would have to wait, for requests or for an earlier
+        update that waits.
         """
         queued = map(policy_of, self.weights.pending.arrived())
         return not all(map(self._is_ready, [*queued, kv_policy]))

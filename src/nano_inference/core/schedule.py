@@ -49,9 +49,10 @@ def schedule(
     cut to what fits before a sequence is preempted for it.
 
     With `config.groups` above 1 a sequence whose token is being sampled is not planned, and a step
-    draws for at most 1/`groups` of the sequences, rounded up. Chunks that draw nothing may be in
-    every step: those of a long prompt follow each other. With `config.max_drafts` too a sequence is
-    not planned while its token is being sampled: drafts stand behind known tokens.
+    draws for at most 1/`groups` of the sequences, rounded up. A sequence may have a
+    chunk in every step as long as the chunks draw nothing: chunks of a long prompt need no sampled
+    token. With `config.max_drafts` too, a sequence is not planned while its token is being sampled:
+    drafts follow known tokens.
 
     Drafts take what is left over when all others are planned: tokens, draws and free blocks.
     """
@@ -172,8 +173,8 @@ class _Plan:
 
     @cached_property
     def places(self) -> int:
-        """Newcomers that may still draw in this step; those that will follow are counted with
-        them.
+        """Return how many new sequences may still draw in this step, so that the steps of a
+        pipeline stay balanced when all of them run.
         """
         drawing = sum(chunk[3] > 0 for chunk in self.chunks.values())
         return self.turns.share(with_waiting=True) - drawing
@@ -315,8 +316,8 @@ class _Plan:
         )
 
     def _has_place(self, seq: Sequence) -> bool:
-        """Whether a newcomer may draw in this step; one for whom others would make way need not
-        wait for balance.
+        """Whether a new sequence may draw in this step. A sequence for which others are preempted
+        does not wait for balance.
         """
         if self.config.groups == 1 or self.places > 0:
             return True
@@ -415,8 +416,8 @@ class _Plan:
         return fits if fits == length or self.config.enable_chunked_prefill else 0
 
     def _least(self, length: int) -> int:
-        """The part of a chunk that is worth another sequence's blocks: a longer one costs more than
-        it will keep.
+        """Return how many of a chunk's tokens justify a preemption. Keys before the window of the
+        sliding layers are freed again, so a longer part would take blocks that it does not keep.
         """
         divisible = self.layout.num_sliding and self.config.enable_chunked_prefill
         return min(length, self.layout.window) if divisible else length

@@ -1,4 +1,6 @@
-"""Is a sequence finished, and why: pure predicates over its known tokens."""
+"""Whether a sequence is finished, and why: by its tokens, its text and its grammar. Stop strings
+are found by its text (`text.detokenizer`).
+"""
 
 import logging
 from typing import NamedTuple

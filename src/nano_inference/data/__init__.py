@@ -20,6 +20,8 @@ A number of type float has all its digits; in JSON nan is `null`, and infinity `
 `seed` is unsigned in Parquet. Every column must be there, and none besides: a file that was written
 before a field existed is refused by the name of the missing column, since it is not known what it
 would have held. Add the column with the field's default to read such a file.
+
+Imports only from the base modules.
 """
 
 from nano_inference.data.columns import DataError, from_columns, to_columns

@@ -75,8 +75,8 @@ class Arriving:
         self._draw, self._scores, self._best = draw, scores, best
 
     def wait(self) -> SampledTokens:
-        """The samples. The only place where the host waits for the device. Raises `DeviceHangs`, or
-        a CUDA error.
+        """Return the samples on the host. In a step the host waits for the device only here. Raises
+        `DeviceHangs`, or a CUDA error.
         """
         self._queue.wait(self._event)
         self._held = None

@@ -67,7 +67,7 @@ class Sampled:
         self.best = best
 
     def wait(self) -> SampledTokens:
-        """The samples on the host. The only place where the host waits for the device."""
+        """Return the samples on the host. In a step the host waits for the device only here."""
         return sampled_tokens(self.draw, self.scores, self.best)
 
 

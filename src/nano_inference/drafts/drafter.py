@@ -29,14 +29,18 @@ from nano_inference.types import SpeculationStats
 
 logger = logging.getLogger("nano_inference")
 
-MEMORY = 200.0  # drafts of a kind that its chance is the mean of
-CAUTION = 4.0  # as if so many had been seen before
-PRIOR = 0.3  # and this share of them drawn
-CERTAIN = 0.97  # no draft is worth more
-NEVER = (0.0, 0.0)  # was a draft of a kind reached, or drawn
-MODEL_PRIOR = 0.8  # what is hoped of a model before anything was seen of it
-FORGETTING = 0.99  # what is left, after a step without it, of what was seen of a model
-HOPELESS = 0.05  # and one that is drawn less often not the host's work, though its row be free
+# The chance that a draft of a kind is drawn is a mean over about so many drafts.
+MEMORY = 200.0
+# It begins as if CAUTION drafts had been seen, PRIOR of which were drawn.
+CAUTION = 4.0
+PRIOR = 0.3
+CERTAIN = 0.97  # the highest chance that a draft is given
+NEVER = (0.0, 0.0)  # drafts of a kind that were reached, and drawn
+MODEL_PRIOR = 0.8  # the chance of a model's drafts before any was seen
+# A step without a model's drafts keeps this share of the drafts that were counted.
+FORGETTING = 0.99
+# A draft with a lower chance is not proposed, even if its row costs nothing: the host's work does.
+HOPELESS = 0.05
 
 
 class _Asked(NamedTuple):

@@ -1,6 +1,7 @@
 """The public engine: intake, threads and lifecycle, delivery, weight updates, adapters, scoring.
 
-Imports only from: everything above: core, device, drafts, ranks, text.
+Imports only from: checkpoints, core, device, drafts, kv_cache, models, ops, ranks, structured,
+text, weights.
 Begin with: engine.py, then shared_loop.py.
 Tests: tests/engine.
 """

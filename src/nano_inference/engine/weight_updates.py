@@ -75,7 +75,7 @@ class Updates:
         # not held: another thread is stepping and will apply it
         held = shared.lock.acquire(blocking=blocking)
         try:
-            # What is still in flight once every sequence has ended is an overrun: no step would
+            # Once every sequence has ended, a step may still be in flight: no later step would
             # retire it.
             idle = not loop.in_flight or not loop.sequences.by_id
             at_once = held and (blocking or idle)

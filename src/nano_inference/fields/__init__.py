@@ -1,6 +1,6 @@
 """Declared and checked fields of dataclasses: options of commands and configurations.
 
-Imports only from: errors.
+Imports only from the base modules.
 Begin with: option.py.
 Tests: tests/test_config.py.
 """

@@ -1,6 +1,6 @@
 """Several engines behind one client: router, failover, supervisor, updates of all.
 
-Imports only from: remote.
+Imports only from: core, drafts, kv_cache, remote.
 Begin with: fleet_client.py, then router.py.
 Tests: tests/fleet.
 """

@@ -57,7 +57,7 @@ class FleetClient(EngineClient):
 
     Attributes:
         requests: those that have not ended, by id.
-        failover: moves them, and counts it.
+        failover: says which requests may move, and counts moves.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Ranks as places in a mesh, and the messages between them: process groups, segments, deadlines.
 
-Imports only from: errors, system, core.
+Imports only from: core, sampling.
 Begin with: mesh.py, then process_group.py.
 Tests: tests/parallel.
 """

@@ -2,6 +2,9 @@
 their parts.
 
 It needs msgspec: `pip install 'nano-inference[parallel]'`.
+
+Imports only from: checkpoints, core, device, drafts, kv_cache, models, ops, parallel, sampling,
+weights.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """One engine in another process: messages, operations, the process and its client.
 
-Imports only from: engine.
+Imports only from: checkpoints, core, device, engine, kv_cache, ranks, structured, text, weights.
 Begin with: client.py (the side of the API), then core.py (the side of the engine).
 Tests: tests/remote.
 """

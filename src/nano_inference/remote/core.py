@@ -80,9 +80,9 @@ class EngineCore:
         self._outputs_lock = threading.Lock()  # guards what follows, and that it is told in order
         self._deltas: list[Delta] = []
         self._delta_ids: list[int] = []
-        # by the other side's id; with the engine's
+        # the client's id of a request -> the engine's id, and the request
         self._requests: dict[int, tuple[int, _Request]] = {}
-        # requests that wait for a step to go on; whether, and how, to end
+        # requests that the engine has not taken yet -> None, or `answered` of an abort that came
         self._coming: dict[int, bool | None] = {}
         # requests whose tokens are told now and then, by the engine's id
         self._telling: dict[int, _Request] = {}

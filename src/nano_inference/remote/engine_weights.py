@@ -77,9 +77,9 @@ class _Session:
 class EngineWeights:
     """Calls come on threads of their own and may wait, each until its deadline.
 
-    What goes wrong in an update closes it, with the old version serving. What goes wrong around a
-    broadcast, a call at the wrong time too, also ends the group: the trainer may have sent tensors
-    that no call received.
+    An error in an update closes the update, and the old version serves. An error around a
+    broadcast, such as a call at the wrong time, also ends the group: the trainer may have sent
+    tensors that no call received.
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
@@ -189,8 +189,8 @@ class EngineWeights:
 
         Args:
             session: the caller's number of it, named by all calls that follow.
-            known: the session that the caller takes for open. Any other is left of calls that were
-                given up, and is forgotten.
+            known: the session that the caller takes for open. Another open session belongs to calls
+                that were given up, and is closed.
             complete: refuse an update that lacks a tensor.
             check_finite: refuse NaN and infinite values.
         """

@@ -64,7 +64,8 @@ class Server:
         served: None until the engine is ready.
         started: `time.time()` when it was.
         stop: called when the engine is lost for good; ends the server.
-        exchanges: for each exchange that runs: the function that ends it with an error.
+        exchanges: for each request whose body is read or which is answered, the function that ends it
+            with an error.
         beside: started when the engine is ready, and cancelled at the end.
         linger: seconds between the engine's end and that call.
         lost: why the engine is lost.

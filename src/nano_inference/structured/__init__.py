@@ -1,6 +1,6 @@
 """Structured output: grammars, and the tokens that they allow next. No torch.
 
-Imports only from: errors, system, fields.
+Imports only from the base modules.
 Begin with: grammar.py, then backend.py.
 Tests: tests/structured.
 """

@@ -1,6 +1,6 @@
 """The operating system: processes, files, the processor, progress lines, plain HTTP.
 
-Imports only from: errors.
+Imports only from the base modules.
 Begin with: machine.py (memory and cores).
 Tests: tests/system.
 """

@@ -1,6 +1,6 @@
 """Text on both sides of the engine: tokenizer, chat templates, text of a sample, stop strings.
 
-Imports only from: checkpoints.
+Imports only from the base modules.
 Begin with: tokenizer.py, then detokenizer.py.
 Tests: tests/text.
 """

@@ -1,6 +1,6 @@
 """Weights that change while an engine serves them: updates, their sources, their transports.
 
-Imports only from: checkpoints, models.
+Imports only from: checkpoints, core, models, ops, parallel.
 Begin with: update.py (one update), session.py (its arrival), then sync.py (order and versions).
 Tests: tests/weights.
 """

@@ -53,7 +53,7 @@ class Hold(Enum):
 
     COPY = auto()  # the caller may write to them afterwards
     TAKE = auto()  # the caller gave them away
-    BORROW = auto()  # they are written into place at once, or copied; cast on the way
+    BORROW = auto()  # they are read before the call returns: cast, and written or copied
 
 
 class WeightSession:

@@ -216,10 +216,11 @@ class WeightSyncManager:
         return self.apply(self.pending[0])
 
     def apply(self, update: WeightUpdate, *, keep_old: bool = False) -> int | None:
-        """Write the oldest pending update, with nothing in flight.
+        """Write a pending update, with nothing in flight. Updates are written in their order: the
+        loop passes the oldest.
 
         Args:
-            update: the one to write.
+            update: the oldest pending update.
             keep_old: keep the old weights as the weight set `previous`.
 
         Returns the version that serves now; None: the update was withdrawn, or there is no memory

@@ -2,7 +2,7 @@
 
 The folder holds what follows from the header: config.json, generation_config.json and the tokenizer
 as Hugging Face's files, which takes a second to make. It links to the file. Weights are
-not copied: `gguf_weights` reads them from the file at every load.
+not copied: `checkpoints.gguf.weights` reads them from the file at every load.
 """
 
 import hashlib

@@ -152,8 +152,8 @@ class Updates:
             async with self._or_forget(update):
                 if self._cancelling:
                     await asyncio.wait(self._cancelling, timeout=SOON)
-                # The engine knows whether that one is still open. Another may be: of a call whose
-                # cancelling was lost.
+                # The engine may still have another update open, if a cancelling call was lost:
+                # it closes every session but `known`.
                 known = None if self.open is None else self.open.number
                 newest = await self._engine.call(
                     "begin_update", session=update.number, known=known, **own
@@ -233,7 +233,7 @@ class Updates:
         name.
 
         Args:
-            version: its name, for who learns it late.
+            version: its name, if it was not known when the update began.
             kv_policy: what becomes of running requests; None: what the pause asked for, `"keep"`
                 without one. 409 if it would wait for requests that are paused.
             timeout: seconds; None: the server's.

@@ -19,7 +19,7 @@ Status = Literal["starting", "ok", "stalled", "dead", "draining"]
 
 
 @dataclass
-class Lifecycle:
+class Readiness:
     """What `/health` says, and who is let in.
 
     Attributes:

@@ -29,7 +29,7 @@ REASONING_FORMATS = {"think": ReasoningFormat("<think>", "</think>")}
 
 
 class Behind(NamedTuple):
-    """What a grammar begins behind; see `Grammar`."""
+    """The text after which a grammar begins; see `Grammar`."""
 
     after: str = ""
     opened_by: str = ""
@@ -190,7 +190,7 @@ def _choose(
 def reasoning_before(
     format: ChatFormat, *, prompt_tail: str, goes_on: bool = False, hidden: Container[str] = ()
 ) -> Behind:
-    """What the grammar of an answer begins behind.
+    """Return the text after which the grammar of an answer begins.
 
     Args:
         format: of the model.

@@ -200,10 +200,10 @@ CODE = "request_too_large"
 
 
 def affordable(asks: Iterable[Ask], served: Served, names: Names) -> list[Ask]:
-    """The asks of one request, each with its part of what they may have together
-    (`Limits.max_entries`). Experts that it did not ask for are left out where they do not fit.
+    """Return the asks of one request, which share `Limits.max_entries`. Records of experts that the
+    client did not ask for are left out if they do not fit.
 
-    Those of many prompts may be made one by one: none is made after the first that does not fit.
+    `asks` is read one by one, and no further than the first that does not fit.
 
     Args:
         asks: of the request.
