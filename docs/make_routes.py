@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.server.api.shared.openapi import schema_of
-from nano_inference.server.control.requests.fields import ControlRequest
+from nano_inference.server.control.requests.field_types import ControlRequest
 from nano_inference.server.control.requests.table import DIALECTS
 
 TARGET = Path(__file__).parent / "server.md"

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from nano_inference.models.decoder import model_forward
     from nano_inference.sampling.pipeline import SamplingPipeline
     from nano_inference.sampling.sample import sample_with_logprobs
-    from nano_inference.weights.session import WeightPatch
+    from nano_inference.weights.staging import WeightPatch
     from nano_inference.weights.sync import WeightSyncManager
     from nano_inference.weights.update import WeightUpdate
 
@@ -78,7 +78,7 @@ _NEEDS_TORCH = {
     "LoraSettings": "nano_inference.checkpoints.lora",
     "SamplingPipeline": "nano_inference.sampling.pipeline",
     "WeightSyncManager": "nano_inference.weights.sync",
-    "WeightPatch": "nano_inference.weights.session",
+    "WeightPatch": "nano_inference.weights.staging",
     "WeightUpdate": "nano_inference.weights.update",
     "model_forward": "nano_inference.models.decoder",
     "sample_with_logprobs": "nano_inference.sampling.sample",

@@ -32,7 +32,7 @@ from nano_inference import (
 )
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.ranks.messages import Begin
-from nano_inference.weights.session import WeightPatch
+from nano_inference.weights.staging import WeightPatch
 from tests.models.tiny import tiny_model
 
 TIMEOUT = 20.0

@@ -11,7 +11,7 @@ import pytest
 from nano_inference.errors import EngineDead
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.errors import api_error_of
-from nano_inference.server.http.admission import Lifecycle
+from nano_inference.server.http.admission import Readiness
 from tests.server.engines import PATIENCE, child_of, config_of, finished, params_of, until
 
 # Read by Python itself when the engine's process starts: its device fails in the fifth step, and in
@@ -67,7 +67,7 @@ def test_requests_are_told_why_and_health_says_dead(
 
     async def test() -> None:
         client = ProcessClient(config_of(model), 4096)
-        lifecycle = Lifecycle(client)
+        lifecycle = Readiness(client)
         await asyncio.wait_for(client.start(), 2 * PATIENCE)
         lifecycle.is_ready = True
         assert lifecycle.status == "ok"

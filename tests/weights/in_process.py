@@ -6,8 +6,8 @@ from typing import cast
 from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
-from nano_inference.weights.session import Bucket
 from nano_inference.weights.sources import cut_into_buckets
+from nano_inference.weights.staging import Bucket
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
 
 

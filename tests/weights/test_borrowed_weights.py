@@ -129,7 +129,7 @@ def test_update_of_a_file_is_checked_as_it_was_copied(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is written over between the check of a tensor and its copy."""
-    from nano_inference.weights import session
+    from nano_inference.weights import staging as session
 
     engine = build()
     weights, spoil = from_file(tmp_path)

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference import WeightSyncManager, WeightUpdate, WeightUpdateError
-from nano_inference.weights.session import WeightPatch
 from nano_inference.weights.sources import cut_into_buckets
+from nano_inference.weights.staging import WeightPatch
 from tests.depth import at_depth
 from tests.models.tiny import Weights, llama_config, llama_weights
 from tests.weights.weight_cases import EMBEDDING, HEAD, NEW, NEWER, NORM, OLD, UP, decoder, synced

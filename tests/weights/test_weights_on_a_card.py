@@ -21,7 +21,7 @@ from nano_inference.engine.weight_updates import staging_room
 from nano_inference.errors import WeightTransferError
 from nano_inference.models.sharding.shard import shard_of
 from nano_inference.parallel.process_group import ProcessGroup, dist
-from nano_inference.weights.session import Hold, WeightSession
+from nano_inference.weights.staging import Hold, WeightSession
 from nano_inference.weights.transports import Deadline
 from nano_inference.weights.transports.rendezvous import device_for, join_group
 from nano_inference.weights.update import WeightSet

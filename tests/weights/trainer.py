@@ -16,7 +16,7 @@ import torch
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
-from nano_inference.weights.session import WeightPatch
+from nano_inference.weights.staging import WeightPatch
 from nano_inference.weights.transports import sender, wire
 from tests.weights.weight_cases import EMBEDDING, NEW, NEWER, NORM, UP
 

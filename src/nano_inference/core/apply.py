@@ -271,8 +271,8 @@ def preempt(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
 
 
 def retire(seq: Sequence, sequences: Sequences, cache: KVCacheManager) -> None:
-    """Remove a sequence for good. Its blocks are free at once: on one in-order stream a step in flight
-    cannot hurt.
+    """Remove a sequence for good. Its blocks are free at once: on one in-order stream a step in
+    flight cannot hurt.
     """
     if seq.request.at_end is not None:
         seq.request.at_end(seq)

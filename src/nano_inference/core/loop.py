@@ -213,7 +213,7 @@ class EngineLoop:
         self.drafter, self.kept_files = hooks.drafter, hooks.kept_files
         self.watches = hooks.watches
         self.groups = SampleGroups(self.sequences)
-        # the drafter's hook comes first: `ReferenceLogprobs` keeps back a sample that it still scores
+        # The drafter's hook comes first: `ReferenceLogprobs` keeps back samples that it scores.
         self.on_finish: list[OnFinish] = [
             *hooks.on_finish,
             self.groups,
@@ -541,8 +541,8 @@ class EngineLoop:
             release_held(self.sequences)
 
     def would_wait(self, kv_policy: KvPolicy) -> bool:
-        """Whether an update with this `kv_policy` would have to wait, for requests or for an earlier
-        update that waits.
+        """Whether an update with this `kv_policy` would have to wait, for requests or for an
+        earlier update that waits.
         """
         queued = map(policy_of, self.weights.pending.arrived())
         return not all(map(self._is_ready, [*queued, kv_policy]))

@@ -181,8 +181,8 @@ def release_held(sequences: Sequences) -> None:
 
 
 def _mixed(seq: Sequence, old: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of a sequence's context by the version that computed them. `old` computed its
-    tail, and is about to be replaced.
+    """Return the spans of a sequence's context by the version that computed them. `old` computed
+    its tail, and is about to be replaced.
     """
     past = seq.contexts[-1].past if seq.contexts else ()
     start = past[-1].end if past else 0

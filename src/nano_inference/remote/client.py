@@ -256,8 +256,8 @@ class EngineClient(ABC):
         self._die("the engine was killed.", "the engine was killed")
 
     def stalled(self, seconds: float) -> bool:
-        """Whether the engine has work, and for so long no step has begun and none brought a token; or
-        it has been silent for even longer. It may hang, or its process may be stopped.
+        """Whether the engine has work, and for so long no step has begun and none brought a token;
+        or it has been silent for even longer. It may hang, or its process may be stopped.
         """
         if self.why_dead is not None:
             return False

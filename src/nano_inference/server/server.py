@@ -28,7 +28,7 @@ from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control.control import Control
 from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, is_bug, retry_after
-from nano_inference.server.http.admission import Admission, Bodies, Lifecycle
+from nano_inference.server.http.admission import Admission, Bodies, Readiness
 from nano_inference.server.http.grammar_readers import GrammarReaders
 from nano_inference.server.http.metrics import Metrics
 from nano_inference.server.http.replies import (
@@ -64,8 +64,8 @@ class Server:
         served: None until the engine is ready.
         started: `time.time()` when it was.
         stop: called when the engine is lost for good; ends the server.
-        exchanges: for each request whose body is read or which is answered, the function that ends it
-            with an error.
+        exchanges: for each request whose body is read or which is answered, the function that ends
+            it with an error.
         beside: started when the engine is ready, and cancelled at the end.
         linger: seconds between the engine's end and that call.
         lost: why the engine is lost.
@@ -88,7 +88,7 @@ class Server:
     url: str = ""
 
     def __post_init__(self) -> None:
-        self.lifecycle = Lifecycle(self.client, self.config.restart_engine)
+        self.lifecycle = Readiness(self.client, self.config.restart_engine)
         config = self.config
         self.bodies = Bodies(config.max_pending_bytes, "max_pending_bytes", config.body_timeout)
         self.weight_bodies = Bodies(

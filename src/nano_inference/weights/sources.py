@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nano_inference.checkpoints.loading import read_tensors
 from nano_inference.errors import ModelLoadError, WeightUpdateError
-from nano_inference.weights.session import Bucket, Hold, WeightSession
+from nano_inference.weights.staging import Bucket, Hold, WeightSession
 
 BUCKET_BYTES = 2**26
 EMPTY = (

@@ -17,8 +17,8 @@ from nano_inference.core.updates import UpdateQueue
 from nano_inference.errors import WeightUpdateConflict, WeightUpdateError
 from nano_inference.models.decoder import Decoder
 from nano_inference.types import UpdateOptions
-from nano_inference.weights.session import Bucket, Hold, WeightSession, version_of
 from nano_inference.weights.sources import EMPTY, Weights, fill
+from nano_inference.weights.staging import Bucket, Hold, WeightSession, version_of
 from nano_inference.weights.update import OtherRanks, WeightSet, WeightUpdate
 
 

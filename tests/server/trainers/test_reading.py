@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nano_inference.server import paths
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control.requests.fields import (
+from nano_inference.server.control.requests.field_types import (
     INTEGER,
     ControlRequest,
     Flag,

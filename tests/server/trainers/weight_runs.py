@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference.remote.client import EngineClient
 from nano_inference.server.control.control import Control
-from nano_inference.server.control.requests.fields import TensorSpec
+from nano_inference.server.control.requests.field_types import TensorSpec
 from nano_inference.server.errors import ApiError
 from tests.ports import free_port
 from tests.server.engines import PATIENCE, core_of, finished, params_of

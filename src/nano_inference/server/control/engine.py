@@ -9,11 +9,11 @@ from typing import Any
 from nano_inference.errors import NanoInferenceError
 from nano_inference.remote.client import EngineClient
 from nano_inference.remote.operations import Checks
+from nano_inference.remote.time_limits import SOON
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError, api_error_of, bad_request, shown
 from nano_inference.types import AdapterInfo, KvPolicy
 
-SOON = 60.0  # seconds of operations that wait for a step at most
 SILENT = "engine_silent"
 MAX_NAME = 256  # characters
 MAX_DIGITS = 15

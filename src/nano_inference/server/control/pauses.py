@@ -5,6 +5,7 @@ from typing import get_args
 
 import msgspec
 
+from nano_inference.remote.time_limits import SOON
 from nano_inference.server.control.engine import Engine
 from nano_inference.server.control.updates import Updates
 from nano_inference.server.errors import ApiError
@@ -55,7 +56,7 @@ class Pauses:
         self._engine.known.pause_policy = None
         await self._client.call("resume")
 
-    async def is_paused(self, *, timeout: float = 60.0) -> bool:
+    async def is_paused(self, *, timeout: float = SOON) -> bool:
         """Whether nothing is computed until `resume` or `wake`. Raises `TimeoutError` after so many
         seconds.
         """

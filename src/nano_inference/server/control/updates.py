@@ -10,8 +10,9 @@ from typing import Any, Unpack
 
 from nano_inference.remote.operations import Checks, Received
 from nano_inference.remote.tasks import start_task
-from nano_inference.server.control.engine import SILENT, SOON, Engine, OpenUpdate, checked_name
-from nano_inference.server.control.requests.fields import TensorSpec
+from nano_inference.remote.time_limits import SOON
+from nano_inference.server.control.engine import SILENT, Engine, OpenUpdate, checked_name
+from nano_inference.server.control.requests.field_types import TensorSpec
 from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.types import KvPolicy
 

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from nano_inference.server.api.shared.fields import decode
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.control.requests.fields import Read, Route, read_fields
+from nano_inference.server.control.requests.field_types import Read, Route, read_fields
 from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.server import Server, read_request

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
-from nano_inference.weights.session import Bucket
+from nano_inference.weights.staging import Bucket
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes, overlapped
 from nano_inference.weights.transports.rendezvous import (

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.system.regular_files import read_text
-from nano_inference.weights.session import Bucket, version_of
 from nano_inference.weights.sources import BUCKET_BYTES, cut_into_buckets, read_copies
+from nano_inference.weights.staging import Bucket, version_of
 from nano_inference.weights.transports.interface import Deadline, Incoming, Shapes
 
 MARKER = "complete.json"

@@ -13,7 +13,7 @@ from nano_inference.errors import WeightTransferError, WeightUpdateError
 from nano_inference.parallel.deadline import Deadline as Deadline
 from nano_inference.parallel.deadline import step_back
 from nano_inference.types import UpdateOptions
-from nano_inference.weights.session import Bucket
+from nano_inference.weights.staging import Bucket
 from nano_inference.weights.sync import WeightSyncManager
 from nano_inference.weights.update import WeightUpdate
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.parallel.process_group import ProcessGroup
-from nano_inference.weights.session import WeightPatch
 from nano_inference.weights.sources import BUCKET_BYTES
+from nano_inference.weights.staging import WeightPatch
 from nano_inference.weights.transports import wire
 from nano_inference.weights.transports.interface import Deadline, overlapped
 from nano_inference.weights.transports.rendezvous import (

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nano_inference.errors import WeightUpdateError
 from nano_inference.fields.options import is_whole
-from nano_inference.weights.session import WeightPatch, version_of
 from nano_inference.weights.sources import BUCKET_BYTES, in_groups
+from nano_inference.weights.staging import WeightPatch, version_of
 from nano_inference.weights.transports.interface import Shapes
 
 FORMAT = 1

@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.control.control import Control
-from nano_inference.server.control.requests.fields import TensorSpec
+from nano_inference.server.control.requests.field_types import TensorSpec
 from nano_inference.server.errors import ApiError
 from tests.server.engines import Run, params_of
 from tests.server.trainers.group_trainer import new_weights

@@ -19,7 +19,7 @@ from nano_inference.remote.in_process import InProcessClient
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control.control import Control
 from nano_inference.server.control.engine import VersionNames
-from nano_inference.server.control.requests.fields import TensorSpec
+from nano_inference.server.control.requests.field_types import TensorSpec
 from nano_inference.server.errors import ApiError
 from nano_inference.weights.transports import trainer_broadcasts
 from nano_inference.weights.transports.wire import TensorInfo

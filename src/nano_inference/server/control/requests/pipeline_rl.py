@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from nano_inference.server.control.requests.fields import (
+from nano_inference.server.control.requests.field_types import (
     CheckFields,
     Route,
     TensorSpec,

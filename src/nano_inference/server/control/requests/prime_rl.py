@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import model_validator
 
-from nano_inference.server.control.requests.fields import (
+from nano_inference.server.control.requests.field_types import (
     INTEGER,
     CheckFields,
     ControlRequest,

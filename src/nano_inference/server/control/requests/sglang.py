@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from nano_inference.server.control.requests.fields import (
+from nano_inference.server.control.requests.field_types import (
     INTEGER,
     Anything,
     CheckFields,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from nano_inference.server.control.requests.fields import (
+from nano_inference.server.control.requests.field_types import (
     ControlRequest,
     Flag,
     RequiredText,

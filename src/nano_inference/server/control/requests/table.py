@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from nano_inference.server.control.requests import pipeline_rl, prime_rl, sglang, shared, vllm
-from nano_inference.server.control.requests.fields import Access, Route
+from nano_inference.server.control.requests.field_types import Access, Route
 
 DIALECTS: Mapping[str, Sequence[Route]] = {
     "vLLM": vllm.ROUTES,

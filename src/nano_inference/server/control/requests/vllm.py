@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import WithJsonSchema, model_validator
 
-from nano_inference.server.control.requests.fields import (
+from nano_inference.server.control.requests.field_types import (
     INTEGER,
     Anything,
     CheckFields,
