@@ -45,9 +45,9 @@ def test_what_is_planned_is_what_is_taken(build: Build) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"backend": "cuda"}, "backend='cuda', whose kernels read plain keys"),
-        ({"attention": "flex"}, "attention='flex', whose kernels read plain keys"),
-        ({"attention": "triton"}, "attention='triton', whose kernels read plain keys"),
+        ({"backend": "cuda"}, "backend='cuda': its kernels read plain keys"),
+        ({"attention": "flex"}, "attention='flex': its kernels read plain keys"),
+        ({"attention": "triton"}, "attention='triton': its kernels read plain keys"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not available; choose one of"),
     ],
 )
@@ -58,7 +58,7 @@ def test_what_cannot_be_had_is_refused_at_once(options: dict[str, Any], told: st
 
 def test_latents_stay_as_they_are(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "deepseek-v3")
-    with pytest.raises(ConfigError, match="whose keys are latents, small already"):
+    with pytest.raises(ConfigError, match="has attention over latents: its keys are small already"):
         plan_engine(EngineConfig(str(folder), device="cpu", kv_cache_dtype="int8"))
 
 

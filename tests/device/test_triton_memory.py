@@ -261,7 +261,7 @@ def test_a_kernel_that_fails_at_full_size_says_what_runs(
     monkeypatch.setattr(memory_profile, "run_largest_steps", fails)
     with pytest.raises(
         ConfigError,
-        match=r"backend='reference' runs it \(RuntimeError: out of resource: shared memory\)",
+        match=r"\(RuntimeError: out of resource: shared memory\); use backend='reference'",
     ):
         assemble(small(folder), Card(total=10 * GIB))
     monkeypatch.setattr(memory_profile, "run_largest_steps", lambda *_: None)
