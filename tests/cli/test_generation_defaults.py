@@ -22,7 +22,7 @@ from nano_inference.server.api.anthropic.answer import PROTOCOL as MESSAGES_API
 from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
 from nano_inference.server.api.openai.completions_answer import PROTOCOL as COMPLETIONS
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.asks import ApiProtocol, Served
+from nano_inference.server.api.shared.protocol import ApiProtocol, Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.server import log_ready
 from nano_inference.server.trainers.sglang.answer import PROTOCOL as SGLANG

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from nano_inference.checkpoints.generation_defaults import generation_defaults
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.asks import Served
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.app import build_routes
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.http.layers import LEVELS, RL_LEVELS, Level

@@ -17,8 +17,8 @@ from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
 from nano_inference.server.api.openai.completions_answer import PROTOCOL as TEXTS
 from nano_inference.server.api.openai.responses_answer import PROTOCOL as RESPONSES
 from nano_inference.server.api.parsing import AT_ONCE, Behind, ChatFormat, reasoning_before
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.prompts import behind_reasoning
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from nano_inference.errors import NanoInferenceError
 from nano_inference.server import paths
-from nano_inference.server.api.shared.asks import ApiProtocol
+from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.errors import NO_RETRY, ApiError, api_error_of, shown
 from nano_inference.server.http.layers import in_layers
 from nano_inference.server.http.replies import error_reply_to, no_route

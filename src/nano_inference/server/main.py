@@ -31,7 +31,7 @@ from nano_inference.server.api.anthropic import answer as anthropic
 from nano_inference.server.api.openai import chat_answer as openai_chat
 from nano_inference.server.api.openai import completions_answer as openai_completions
 from nano_inference.server.api.openai import responses_answer as openai_responses
-from nano_inference.server.api.shared.asks import ApiProtocol
+from nano_inference.server.api.shared.protocol import ApiProtocol
 from nano_inference.server.app import Routes, build_app
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.page.routes import page_routes

@@ -32,7 +32,6 @@ from nano_inference.server.api.openai.models import (
     Message,
 )
 from nano_inference.server.api.openai.responses_models import DELETED, ITEMS, RESPONSE
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import Strict, TokenIds, read_body
 from nano_inference.server.api.shared.openapi import operation
 from nano_inference.server.api.shared.prompts import (
@@ -40,6 +39,7 @@ from nano_inference.server.api.shared.prompts import (
     need_tokenizer,
     require_possible_length,
 )
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import ApiError, bad_request
 from nano_inference.server.http.metrics import CONTENT_TYPE, leaked_blocks
 from nano_inference.server.http.replies import json_reply, reply_in_pieces

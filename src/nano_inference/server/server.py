@@ -22,8 +22,8 @@ from nano_inference.remote.client import EngineClient
 from nano_inference.server import paths
 from nano_inference.server.api.openai.kept_responses import KeptResponses
 from nano_inference.server.api.parsing import chat_format
-from nano_inference.server.api.shared.asks import ApiProtocol, Builder, Served, affordable
 from nano_inference.server.api.shared.generation import Generation, answer, events
+from nano_inference.server.api.shared.protocol import ApiProtocol, Builder, Served, affordable
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control.control import Control

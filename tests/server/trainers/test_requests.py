@@ -18,8 +18,8 @@ from fastapi import APIRouter
 from nano_inference.errors import InvalidRequest, VersionGone
 from nano_inference.remote.client import EngineClient
 from nano_inference.server import main
-from nano_inference.server.api.shared.asks import Ask
 from nano_inference.server.api.shared.generation import Generation, answer
+from nano_inference.server.api.shared.protocol import Ask
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.control.control import Control
 from nano_inference.server.control.pauses import Loads

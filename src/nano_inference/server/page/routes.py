@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from nano_inference.server import paths
-from nano_inference.server.api.shared.asks import Served
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.http.replies import json_reply
 from nano_inference.server.page.api_docs import docs_page, routes_of
 from nano_inference.server.server import Server

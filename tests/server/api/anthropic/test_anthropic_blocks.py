@@ -15,8 +15,8 @@ from nano_inference.server.api.anthropic import answer as anthropic
 from nano_inference.server.api.anthropic.answer import MessageBuilder, signature
 from nano_inference.server.api.anthropic.models import MessagesRequest
 from nano_inference.server.api.parsing import ChatFormat, Parsed, ToolCallDelta
-from nano_inference.server.api.shared.asks import RequestUsage, Served
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
+from nano_inference.server.api.shared.protocol import RequestUsage, Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer

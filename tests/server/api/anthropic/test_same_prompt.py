@@ -14,7 +14,7 @@ from nano_inference.server.api.anthropic.models import CountRequest
 from nano_inference.server.api.anthropic.request import encode
 from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.asks import Served
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
 from nano_inference.server.routes import tokenize

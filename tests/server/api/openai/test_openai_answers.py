@@ -20,10 +20,10 @@ from nano_inference.server.api.openai.completions_answer import PROTOCOL as COMP
 from nano_inference.server.api.openai.models import CHAT, COMPLETION, MODELS, TEXT, TOKENS
 from nano_inference.server.api.parsing import ChatFormat
 from nano_inference.server.api.shared import generation
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.choices import ChoiceDelta, new_choice
 from nano_inference.server.api.shared.generation import Generation
 from nano_inference.server.api.shared.generation import events as events_of
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
 from nano_inference.types import Delta, TrainingSample

@@ -16,7 +16,7 @@ from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.openai.chat_answer import PROTOCOL as CHATS
 from nano_inference.server.api.openai.completions_answer import PROTOCOL as COMPLETIONS
 from nano_inference.server.api.parsing import ChatFormat
-from nano_inference.server.api.shared.asks import Served
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError, api_error_of
 from nano_inference.server.main import running_server

@@ -38,7 +38,6 @@ from nano_inference.server.api.anthropic.models import ERROR, MESSAGE, CountRequ
 from nano_inference.server.api.anthropic.request import demand_of, encode, goes_on, kept_seconds
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.answers import encode_line
-from nano_inference.server.api.shared.asks import ApiProtocol, Ask, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.fields import read_body
@@ -49,6 +48,13 @@ from nano_inference.server.api.shared.prompts import (
     behind_reasoning,
     checked_prompt,
     parser_of,
+)
+from nano_inference.server.api.shared.protocol import (
+    ApiProtocol,
+    Ask,
+    Builder,
+    RequestUsage,
+    Served,
 )
 from nano_inference.server.api.shared.sampling import checked_stop, hinted, sampling_params
 from nano_inference.server.errors import ApiError, anthropic_error, bad_request

@@ -22,12 +22,12 @@ from nano_inference.server.api.anthropic.models import (
     ToolUseBlock,
 )
 from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.prompts import (
     adapter_of,
     encode_conversation,
     require_at_most,
 )
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import bad_request, shown
 
 # Claude Code puts a line into the system text that differs with every request. It says nothing to a

@@ -22,9 +22,9 @@ from nano_inference.server.api.shared.answers import (
     token_name,
     version_spans,
 )
-from nano_inference.server.api.shared.asks import Ask, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.choices import Choice, TextStyle
 from nano_inference.server.api.shared.prompts import adapter_of, require_at_most
+from nano_inference.server.api.shared.protocol import Ask, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.sampling import (
     checked_stop,
     hinted,

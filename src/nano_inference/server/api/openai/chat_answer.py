@@ -13,7 +13,6 @@ from nano_inference.server.api.openai.models import (
 )
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.answers import ROWS_AT_ONCE, LazyArray, at_least
-from nano_inference.server.api.shared.asks import ApiProtocol, RequestUsage, Served
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta, ToolCall
 from nano_inference.server.api.shared.grammars import call_format, with_calls
 from nano_inference.server.api.shared.openapi import operation
@@ -23,6 +22,7 @@ from nano_inference.server.api.shared.prompts import (
     parser_of,
     room,
 )
+from nano_inference.server.api.shared.protocol import ApiProtocol, RequestUsage, Served
 from nano_inference.server.api.shared.sampling import num_logprobs
 from nano_inference.server.errors import bad_request
 from nano_inference.types import TopLogprobs, TrainingSample

@@ -11,13 +11,13 @@ from nano_inference.server.api.openai.models import (
     Message,
 )
 from nano_inference.server.api.parsing.tool_grammars import OfferedTool, ToolDemand
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.prompts import (
     arguments_of,
     encode_conversation,
     require_at_most,
     text_of,
 )
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import bad_request, shown
 
 

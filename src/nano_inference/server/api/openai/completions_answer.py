@@ -18,9 +18,9 @@ from nano_inference.server.api.shared.answers import (
     own_first,
     routed_experts_told,
 )
-from nano_inference.server.api.shared.asks import ApiProtocol, RequestUsage, Served
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.api.shared.protocol import ApiProtocol, RequestUsage, Served
 from nano_inference.text.token_texts import Offsets
 from nano_inference.types import TopLogprobs
 

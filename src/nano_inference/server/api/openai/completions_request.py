@@ -6,7 +6,6 @@ from nano_inference.server.api.openai.answer import OpenAIBuilder
 from nano_inference.server.api.openai.models import (
     CompletionRequest,
 )
-from nano_inference.server.api.shared.asks import Ask, Served, affordable
 from nano_inference.server.api.shared.prompts import (
     checked_prompt,
     need_tokenizer,
@@ -15,6 +14,7 @@ from nano_inference.server.api.shared.prompts import (
     require_possible_length,
     room,
 )
+from nano_inference.server.api.shared.protocol import Ask, Served, affordable
 from nano_inference.server.api.shared.sampling import num_logprobs
 from nano_inference.server.errors import bad_request
 

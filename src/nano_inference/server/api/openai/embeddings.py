@@ -13,7 +13,6 @@ from pydantic import Field
 
 from nano_inference.server.api.openai.models import Prompt
 from nano_inference.server.api.shared.answers import LazyArray
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import Strict, read_body
 from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, thing
 from nano_inference.server.api.shared.prompts import (
@@ -24,6 +23,7 @@ from nano_inference.server.api.shared.prompts import (
     require_at_most,
     require_possible_length,
 )
+from nano_inference.server.api.shared.protocol import Served
 
 AT_ONCE = 8  # inputs of one call of the engine: between two of them a request can end
 

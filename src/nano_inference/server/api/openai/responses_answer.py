@@ -38,10 +38,10 @@ from nano_inference.server.api.openai.responses_request import (
 )
 from nano_inference.server.api.parsing import ToolCallDelta
 from nano_inference.server.api.shared.answers import encode_line
-from nano_inference.server.api.shared.asks import ApiProtocol, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.blocks import Blocks, Event, Kind
 from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
 from nano_inference.server.api.shared.openapi import operation
+from nano_inference.server.api.shared.protocol import ApiProtocol, Builder, RequestUsage, Served
 from nano_inference.server.errors import ApiError
 
 # a chat's names of fields -> a response's, for errors

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from nano_inference.core.budget import IDS_OF_AN_ENTRY
 from nano_inference.errors import VersionGone
 from nano_inference.remote.client import EngineClient, RequestStream
-from nano_inference.server.api.shared.asks import Ask, Builder, RequestUsage, Served
 from nano_inference.server.api.shared.choices import (
     Choice,
     ChoiceDelta,
     TextStyle,
     new_choice,
 )
+from nano_inference.server.api.shared.protocol import Ask, Builder, RequestUsage, Served
 from nano_inference.server.errors import (
     NO_RETRY,
     ApiError,

@@ -12,8 +12,8 @@ from typing import Any
 from nano_inference.errors import InvalidRequest
 from nano_inference.server.api.parsing import Behind, ChatFormat
 from nano_inference.server.api.parsing.tool_grammars import ToolDemand, tool_grammar
-from nano_inference.server.api.shared.asks import Ask, Served
 from nano_inference.server.api.shared.prompts import tail_of
+from nano_inference.server.api.shared.protocol import Ask, Served
 from nano_inference.server.errors import bad_request, shown
 from nano_inference.structured.backend import backend_named
 from nano_inference.structured.grammar import COMPACT, BackendName, Grammar

@@ -15,8 +15,8 @@ from nano_inference.server.api.parsing import (
     make_parser,
     reasoning_before,
 )
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import decode
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.text.chat import encode_chat
 from nano_inference.text.detokenizer import SPECIAL_MARK, Detokenizer

@@ -9,7 +9,6 @@ from nano_inference.server.api.parsing import (
     AT_ONCE,
     Behind,
 )
-from nano_inference.server.api.shared.asks import Served
 from nano_inference.server.api.shared.fields import (
     GrammarFields,
     Retention,
@@ -18,6 +17,7 @@ from nano_inference.server.api.shared.fields import (
 )
 from nano_inference.server.api.shared.grammars import ROWS, grammar_of
 from nano_inference.server.api.shared.prompts import need_tokenizer, require_at_most
+from nano_inference.server.api.shared.protocol import Served
 from nano_inference.server.errors import ApiError, bad_request, shown
 from nano_inference.types import MOST_KEPT_SECONDS, SamplingParams
 

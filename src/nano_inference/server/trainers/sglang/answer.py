@@ -36,13 +36,13 @@ from nano_inference.server.api.shared.answers import (
     routed_experts_told,
     version_spans,
 )
-from nano_inference.server.api.shared.asks import (
+from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
+from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, operation, thing
+from nano_inference.server.api.shared.protocol import (
     ApiProtocol,
     RequestUsage,
     Served,
 )
-from nano_inference.server.api.shared.choices import Choice, ChoiceDelta
-from nano_inference.server.api.shared.openapi import INTEGER, STRING, list_of, operation, thing
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.sglang.models import (
     SglangRequest,

@@ -10,12 +10,6 @@ from nano_inference.server.api.parsing import AT_ONCE
 from nano_inference.server.api.shared.answers import (
     Flat,
 )
-from nano_inference.server.api.shared.asks import (
-    Ask,
-    Builder,
-    Served,
-    affordable,
-)
 from nano_inference.server.api.shared.choices import TextStyle
 from nano_inference.server.api.shared.fields import (
     check_part,
@@ -28,6 +22,12 @@ from nano_inference.server.api.shared.prompts import (
     require_possible_length,
     room,
     too_long,
+)
+from nano_inference.server.api.shared.protocol import (
+    Ask,
+    Builder,
+    Served,
+    affordable,
 )
 from nano_inference.server.api.shared.sampling import (
     checked_stop,

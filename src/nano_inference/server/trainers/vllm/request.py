@@ -6,7 +6,6 @@ from typing import ClassVar
 from nano_inference.core.budget import Names
 from nano_inference.server.api.openai.answer import usage_wanted
 from nano_inference.server.api.parsing import AT_ONCE
-from nano_inference.server.api.shared.asks import Ask, Builder, Served
 from nano_inference.server.api.shared.choices import TextStyle
 from nano_inference.server.api.shared.fields import (
     check_part,
@@ -19,6 +18,7 @@ from nano_inference.server.api.shared.prompts import (
     require_at_most,
     room,
 )
+from nano_inference.server.api.shared.protocol import Ask, Builder, Served
 from nano_inference.server.api.shared.sampling import (
     checked_stop,
     require_logprobs,
