@@ -39,3 +39,15 @@ def test_init_names_the_folders_that_it_imports(folder: Path) -> None:
     expected = sentence(imported(folder))
     assert said is not None, f"write: {expected}"
     assert " ".join(said.group().split()) == expected, "\n".join(textwrap.wrap(expected, 100))
+
+
+@pytest.mark.parametrize(
+    "init",
+    sorted(PACKAGE.rglob("__init__.py")),
+    ids=lambda init: str(init.parent.relative_to(PACKAGE)),
+)
+def test_init_begins_with_files_that_are_there(init: Path) -> None:
+    text = ast.get_docstring(ast.parse(init.read_text())) or ""
+    said = re.search(r"^Begin with: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"[\w/]+\.py", said.group(1)) if said else []
+    assert not [name for name in named if not (init.parent / name).exists()]

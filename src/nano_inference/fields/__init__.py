@@ -1,7 +1,7 @@
 """Declared and checked fields of dataclasses: options of commands and configurations.
 
 Imports only from the base modules.
-Begin with: option.py.
+Begin with: options.py.
 Tests: tests/test_config.py.
 """
 

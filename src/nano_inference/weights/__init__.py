@@ -1,7 +1,7 @@
 """Weights that change while an engine serves them: updates, their sources, their transports.
 
 Imports only from: checkpoints, core, models, ops, parallel.
-Begin with: update.py (one update), session.py (its arrival), then sync.py (order and versions).
+Begin with: update.py (one update), staging.py (its arrival), then sync.py (order and versions).
 Tests: tests/weights.
 """
 

@@ -1,5 +1,5 @@
 """Anthropic: messages.
 
-Begin with: messages.py.
+Begin with: request.py.
 Tests: tests/server/api/anthropic.
 """

@@ -1,5 +1,5 @@
 """OpenAI: chat completions, completions, responses, embeddings.
 
-Begin with: chat.py.
+Begin with: chat_request.py.
 Tests: tests/server/api/openai.
 """

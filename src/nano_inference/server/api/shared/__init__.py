@@ -1,5 +1,5 @@
 """Shared by the protocols: bodies, prompts, grammars, choices, answers.
 
-Begin with: fields.py, then asks.py.
+Begin with: protocol.py, then generation.py.
 Tests: tests/server.
 """

@@ -1,5 +1,5 @@
 """vLLM's dialect: `/inference/v1/generate` and its control routes.
 
-Begin with: generate.py, then routes.py.
+Begin with: request.py, then routes.py.
 Tests: tests/server/trainers.
 """
