@@ -281,7 +281,7 @@ ENGINE_ROWS = (
     _feature("orders of sums of the CPU kernels", "cpu_sums")(
         "only the CPU kernels know several", "leave cpu_sums out", backends=("cpu",)
     ),
-    _feature("quantised weights", Asked("quantization", ("int8", "int8-32", "int4", "file")))(
+    _feature("quantised weights", "quantization")(
         "the CUDA kernels read plain weights", _PLAIN, backends=TORCHS
     ),
     _feature("quantised drafts", "draft_quantization")(
@@ -342,7 +342,7 @@ ENGINE_ROWS = (
     _feature("quantised drafts", "draft_quantization")(
         "it makes codes of plain weights",
         "use quantization=None",
-        excludes=(Asked("quantization", ("int8", "int8-32", "int4", "file")),),
+        excludes=(Asked("quantization"),),
     ),
     _kept(
         "blocks are written and read by one rank",

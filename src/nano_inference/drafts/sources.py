@@ -7,7 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
-from nano_inference.config import SELF, EngineConfig, SchedulerConfig
+from nano_inference.config import SELF, EngineConfig, SchedulerConfig, Speculation
 from nano_inference.core.loop import Abort, EngineLoop, LoopHooks, OnFinish, Watch
 from nano_inference.core.sequence import DRAFT, POLICY, CheckedRequest, Sequence, Sequences
 from nano_inference.device.runner import ModelRunner
@@ -48,6 +48,15 @@ class ForcedDrafts:
         return Guess(forced, (0,) * len(forced)) if forced else NO_GUESS
 
 
+# `speculation` -> the sources that read text, by what makes them.
+TEXT_SOURCES: dict[Speculation, tuple[Callable[[], DraftSource], ...]] = {
+    "none": (),
+    "ngram": (partial(SuffixDrafts, False),),
+    "suffix": (partial(SuffixDrafts, True),),
+    "history": (partial(SuffixDrafts, True), HistoryDrafts),
+}
+
+
 class MadeDrafter(NamedTuple):
     """A drafter, and what a loop has to call for it (`LoopHooks`)."""
 
@@ -76,15 +85,9 @@ def make_drafter(
     """
     if not config.drafts:
         return MadeDrafter()
-    on_finish: tuple[OnFinish, ...] = ()
     watches: tuple[Watch, ...] = ()
-    sources: list[DraftSource] = [ForcedDrafts()]
-    if config.speculation != "none":
-        sources.append(SuffixDrafts(config.speculation != "ngram"))
-    if config.speculation == "history":
-        history = HistoryDrafts()
-        sources.append(history)
-        on_finish = (partial(_keep, history),)
+    sources = [ForcedDrafts(), *(make() for make in TEXT_SOURCES[config.speculation])]
+    on_finish = tuple(partial(_keep, each) for each in sources if isinstance(each, HistoryDrafts))
     model = None
     if heads is not None:
         model = _head_drafts(heads, cache, runner)

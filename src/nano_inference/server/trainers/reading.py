@@ -7,7 +7,7 @@ before the JSON is parsed, and decoded in portions.
 
 import binascii
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,15 @@ class Raw:
 def add_routes(
     router: APIRouter,
     server: Server,
-    routes: Iterable[Route],
+    routes: Collection[Route],
     answers: Mapping[str, Answer],
     fails: Mapping[str, Fail] | None = None,
 ) -> None:
-    """Serve the calls that `answers` has. `fails` is told of what goes wrong with a request, from
-    its first byte on.
+    """Serve the calls that `answers` has, each of which has a row. `fails` gets what goes wrong
+    with a request, from its first byte on.
     """
+    if unknown := answers.keys() - {route.call for route in routes}:
+        raise ValueError(f"no row describes {', '.join(map(str, sorted(unknown)))}.")
     for route in routes:
         if route.call in answers:
             fail = (fails or {}).get(route.call)

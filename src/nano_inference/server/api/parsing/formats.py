@@ -106,13 +106,7 @@ REASONING_FORMAT_NAMES = ("none", *REASONING_FORMATS, HARMONY)
 _IN_CHANNELS = (HARMONY, r"<\|channel\|>(analysis|commentary|final)", r"(?!)")
 _TOOL_SIGNS = (
     _IN_CHANNELS,
-    ("hermes", r"<tool_call>", r"<function=|<arg_key>"),
-    ("mistral", r"\[TOOL_CALLS\]", r"\[ARGS\]|\[CALL_ID\]"),
-    (
-        "llama",
-        r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*[\"']parameters\\?[\"']",
-        r"<function=",
-    ),
+    *((name, each.sign, each.other_sign) for name, each in TOOL_FORMATS.items()),
 )
 _REASONING_SIGNS = (_IN_CHANNELS, ("think", r"</?think>", r"(?!)"))
 

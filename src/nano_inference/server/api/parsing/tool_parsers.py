@@ -21,6 +21,9 @@ class ToolFormat:
 
     Attributes:
         begin: opens a section.
+        sign: regular expression that a chat template of the family matches.
+        other_sign: regular expression that it does not match: templates of another format with
+            the same markers do.
         bare: an answer may be a section from its first character on, without `begin`.
         opener: stands between `begin` and the first call.
         separator: stands between calls. May be missing.
@@ -32,6 +35,8 @@ class ToolFormat:
     """
 
     begin: str
+    sign: str
+    other_sign: str
     bare: bool = False
     opener: str = ""
     separator: str = ""
@@ -46,6 +51,8 @@ class ToolFormat:
 TOOL_FORMATS = {
     "hermes": ToolFormat(
         begin="<tool_call>",
+        sign=r"<tool_call>",
+        other_sign=r"<function=|<arg_key>",
         end="</tool_call>",
         no_arguments=True,
         opening="\n",
@@ -53,10 +60,18 @@ TOOL_FORMATS = {
         closing="\n</tool_call>",
     ),
     "llama": ToolFormat(
-        begin="<|python_tag|>", bare=True, separator=";", joint="; ", arguments="parameters"
+        begin="<|python_tag|>",
+        sign=r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*[\"']parameters\\?[\"']",
+        other_sign=r"<function=",
+        bare=True,
+        separator=";",
+        joint="; ",
+        arguments="parameters",
     ),
     "mistral": ToolFormat(
         begin="[TOOL_CALLS]",
+        sign=r"\[TOOL_CALLS\]",
+        other_sign=r"\[ARGS\]|\[CALL_ID\]",
         bare=True,
         opener="[",
         separator=",",
