@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from nano_inference.config import EngineConfig
+from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS
 from nano_inference.server.api.shared.sampling import may_ask_for_grammar
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.main import running_server
@@ -51,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama", "mistral"])
+@pytest.fixture(scope="module", params=TOOL_FORMATS)
 def url(model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     config = EngineConfig(str(model), num_threads=1, kv_cache_memory=2**22, seed=0)
     server = ServerConfig(port=0, in_process=True, tool_format=request.param)

@@ -22,9 +22,10 @@ from nano_inference.server.api.parsing import (
     make_parser,
 )
 from nano_inference.server.api.parsing.scanning import JsonMender, JsonScanner
+from nano_inference.server.api.parsing.tool_parsers import TOOL_FORMATS
 from tests.depth import at_depth
 
-FORMATS = ["hermes", "llama", "mistral"]
+FORMATS = list(TOOL_FORMATS)
 MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
 
 
