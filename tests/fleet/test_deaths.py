@@ -11,7 +11,7 @@ import pytest
 from nano_inference.errors import EngineDead, NanoInferenceError, WeightUpdateError
 from nano_inference.fleet.errors import ReplicaConflict
 from nano_inference.remote.errors import EngineRestarting
-from nano_inference.server.http.admission import Lifecycle
+from nano_inference.server.http.admission import Readiness
 from nano_inference.types import EngineStats, SamplingParams, SpeculationStats
 from tests.fleet.fleets import Engine, Made, fleet, play, told
 from tests.server.engines import finished, until
@@ -107,7 +107,7 @@ def test_when_the_one_that_was_to_come_cannot_be_built_the_fleet_is_dead() -> No
             adding = asyncio.create_task(made.client.add())
             await asyncio.sleep(0)
             made.engines[0].die("by itself")
-            lifecycle = Lifecycle(made.client, is_ready=True)
+            lifecycle = Readiness(made.client, is_ready=True)
             assert made.client.restarting
             assert not lifecycle.is_lost
             gate.set()

@@ -28,7 +28,7 @@ from nano_inference.remote.errors import EngineReplaced, EngineRestarting
 from nano_inference.remote.messages import FromEngine, Outputs, Refused
 from nano_inference.remote.process_client import ProcessClient
 from nano_inference.server.errors import ApiError, api_error_of
-from nano_inference.server.http.admission import Lifecycle
+from nano_inference.server.http.admission import Readiness
 from nano_inference.types import Delta, SamplingParams
 from tests.models.tiny import tiny_llama
 from tests.server.engines import (
@@ -236,10 +236,10 @@ def test_process_client_hears_how_far_its_engine_has_come(
 def test_lifecycle_says_how_far_the_engine_has_come(model: Path) -> None:
     client = ProcessClient(config_of(model), 4096)
     with pytest.raises(ApiError, match=r"^the engine is being built\.$"):
-        Lifecycle(client).require_ready()
+        Readiness(client).require_ready()
     client.loading = "compiling CPU kernels (once): 3 of 18 files"
     with pytest.raises(ApiError, match=r"is being built: compiling .*: 3 of 18 files\.$"):
-        Lifecycle(client).require_ready()
+        Readiness(client).require_ready()
 
 
 @pytest.mark.thorough

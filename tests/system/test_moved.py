@@ -24,3 +24,15 @@ def test_moved_submodule_reports_the_new_name_of_its_folder() -> None:
 @pytest.mark.parametrize("new", sorted({name for name in MOVED.values() if "ray" not in name}))
 def test_new_names_can_be_imported(new: str) -> None:
     import_module(new)
+
+
+def test_moved_name_reports_its_new_module() -> None:
+    module = import_module("nano_inference.sampling.sampling_batch")
+    for name in ("DrawRequest", "sampling_batch"):
+        with pytest.raises(
+            ImportError, match=r"import it from nano_inference\.sampling\.tensors\."
+        ):
+            getattr(module, name)
+        assert hasattr(import_module("nano_inference.sampling.tensors"), name)
+    with pytest.raises(AttributeError, match="has no attribute 'Draw'"):
+        _ = module.Draw

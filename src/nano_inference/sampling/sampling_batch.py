@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from nano_inference.sampling.drafted import NO_DRAFTS, Drafts
 from nano_inference.sampling.filters import FilterColumns
 from nano_inference.sampling.noise import noise_streams, stream_keys
 from nano_inference.structured.mask_bits import mask_of
+from nano_inference.system.moved import moved_names
 from nano_inference.types import SamplingParams
 
 
@@ -263,4 +264,13 @@ def _longer(array: np.ndarray, length: int) -> np.ndarray:
         return array
     return np.concatenate(
         [array, np.zeros(max(length, 2 * len(array)) - len(array), dtype=array.dtype)]
+    )
+
+
+if not TYPE_CHECKING:  # else every name would count as one that is here
+    __getattr__ = moved_names(
+        __name__,
+        dict.fromkeys(
+            ("DrawRequest", "sampling_batch", "greedy_batch"), "nano_inference.sampling.tensors"
+        ),
     )

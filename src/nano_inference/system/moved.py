@@ -1,7 +1,7 @@
 """Old names: an import of a module that has moved, or a removed attribute, reports the new name."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -33,6 +33,22 @@ class Removed:
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         raise AttributeError(self._message)
+
+
+def moved_names(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Return a `__getattr__` for a module that some names have left.
+
+    Args:
+        module: the module.
+        names: name -> the module that has it now. Importing one raises `ImportError` with it.
+    """
+
+    def look(name: str) -> NoReturn:
+        if name in names:
+            raise ImportError(f"{name} has moved: import it from {names[name]}.")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return look
 
 
 class Moved:
