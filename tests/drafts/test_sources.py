@@ -1,14 +1,17 @@
 """What sources guess, without a model."""
 
 from itertools import count
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nano_inference import SamplingParams
+from nano_inference.config import Speculation
 from nano_inference.core.sequence import CheckedRequest, Sequence, SequenceStatus
 from nano_inference.drafts.history import HistoryDrafts
+from nano_inference.drafts.sources import TEXT_SOURCES
 from nano_inference.drafts.suffix import LONGEST_MATCH, MOST_READ, SuffixDrafts, SuffixIndex
 
 IDS = count()
@@ -148,3 +151,7 @@ def test_a_long_text_is_indexed_over_several_steps() -> None:
 def test_short_texts_have_no_suffix(source: SuffixDrafts | HistoryDrafts) -> None:
     assert guess(source, sequence([1], prompt=1)) == []
     assert guess(source, sequence([1, 2])) == []
+
+
+def test_every_value_of_speculation_has_its_sources() -> None:
+    assert TEXT_SOURCES.keys() == set(get_args(Speculation))

@@ -51,6 +51,7 @@ class ForcedDrafts:
 # `speculation` -> the sources that read text, by what makes them.
 TEXT_SOURCES: dict[Speculation, tuple[Callable[[], DraftSource], ...]] = {
     "none": (),
+    "auto": (partial(SuffixDrafts, True),),
     "ngram": (partial(SuffixDrafts, False),),
     "suffix": (partial(SuffixDrafts, True),),
     "history": (partial(SuffixDrafts, True), HistoryDrafts),
