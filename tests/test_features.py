@@ -1,4 +1,4 @@
-"""The table of what goes with what: every row rejects what it says, and the docs have all rows."""
+"""Every row of the table of features rejects its settings, and the docs have all rows."""
 
 import dataclasses
 import importlib.util
@@ -33,7 +33,7 @@ MAKERS: dict[Limits, Any] = {
     SERVER_LIMITS: ServerConfig,
     REQUEST_LIMITS: SamplingParams,
 }
-# a value that turns an option on; what is not here is a fact
+# a value that turns each option on; other names are facts
 ON: dict[str, Any] = {
     "max_chunk_tokens": 64,
     "batch_invariant": True,
@@ -78,7 +78,7 @@ ON: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A feature that is asked for in one way, beside one thing that it does not go with."""
+    """A feature, one way to ask for it, and one thing that it does not go with."""
 
     limits: Limits
     row: Row
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What a setting must hold to be rejected."""
+        """Return the options and facts of a setting that is rejected."""
         every = [self.asked, *self.row.when]
         every += [self.clash] if isinstance(self.clash, Asked) else []
         return {each.name: value_of(each) for each in every}

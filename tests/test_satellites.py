@@ -1,6 +1,4 @@
-"""Packages beside the engine import only its public names, and the load generator imports no
-torch.
-"""
+"""The satellites import only public names of the engine, and the load generator imports no torch."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""What a load saw: the outcome of each request, and the figures of all of them."""
+"""The outcome of each request of a load, and the figures of all of them."""
 
 import itertools
 from collections import Counter

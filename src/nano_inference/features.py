@@ -1,6 +1,6 @@
-"""What goes with what: one table of the features that do not go together, and `require`, which
-rejects what a row forbids. Configurations, engine, server and the table of docs/what-works.md read
-it; a relation between numbers, and a limit of the machine, are checked where they belong.
+"""One table of the features that do not go together, and `require`, which rejects a setting that a
+row forbids. Configurations, the engine, the server and docs/what-works.md read the table. Relations
+between numbers and limits of the machine are checked elsewhere.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
 
 
 class Setting:
-    """What is asked for, by the names of options.
+    """The options and facts of a request or a configuration, by name.
 
     Args:
         options: dataclasses, such as an `EngineConfig`.
@@ -77,7 +77,7 @@ class Setting:
         return name in self._facts or any(hasattr(each, name) for each in self._options)
 
     def value(self, name: str) -> Any:
-        """Of an option or a fact; None where nothing is known of it."""
+        """Return the value of an option or a fact; None if nothing is known of it."""
         if name in self._facts:
             return self._facts[name]
         return next((getattr(each, name) for each in self._options if hasattr(each, name)), None)
@@ -139,7 +139,9 @@ class Row:
         return (*ranks, *map(Asked, self.models), *self.excludes)
 
     def problem_with(self, setting: Setting) -> str | None:
-        """What of a setting this row forbids, in a sentence; None: nothing."""
+        """Return a sentence about the part of a setting that this row forbids; None if it forbids
+        nothing.
+        """
         asked = next(filter(setting.is_on, self.asked_by), None)
         if asked is None or not all(map(setting.is_on, self.when)):
             return None
@@ -212,7 +214,9 @@ def _shown(name: str, value: Any) -> str:
 
 @cache
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Of a dataclass's fields; for one that is settled later, its default without `rl`."""
+    """Return the defaults of a dataclass's fields; of a field that is settled later, the default
+    without `rl`.
+    """
     return {
         each.name: each.metadata["unset"][0] if "unset" in each.metadata else each.default
         for each in fields(kind)
@@ -330,7 +334,7 @@ ENGINE_ROWS = (
         "CUDA has no kernels for such heads", "use draft_model='self'", backends=TORCHS
     ),
     _cheaper(
-        "it says what the policy's copy has less of",
+        "it describes a cheaper copy of the policy",
         "give draft_model='self', or leave it out",
         needs=(Asked("draft_model", ("self",)),),
     ),
@@ -397,7 +401,7 @@ SERVER_ROWS = (
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"))
     ),
     _feature("a Unix socket", "uds")(
-        "it is listened on instead of an address",
+        "the server listens on it instead of an address",
         "leave host and port out",
         excludes=(Asked("host"), Asked("port")),
     ),
@@ -405,7 +409,9 @@ SERVER_ROWS = (
         "replicas share them with each other", "leave it out", excludes=(_ONE,)
     ),
     _feature("watching over replicas", "stall_timeout")(
-        "others go on with the requests of a replica that stalls", "leave it out", excludes=(_ONE,)
+        "only another replica can resume the requests of a stalled one",
+        "leave it out",
+        excludes=(_ONE,),
     ),
     _feature("restarts of the engine", "restart_engine")(
         "with one replica the engine in the server's own process is not started again",
@@ -449,7 +455,7 @@ REQUEST_ROWS = (
     ),
 )
 
-# requests beside the configuration of the engine
+# requests that the configuration of the engine rules out
 SERVED_ROWS = (
     _feature("kept blocks", "keep_cache_seconds")(
         "the engine keeps no blocks", "leave it out", excludes=(_NO_PREFIXES,)
@@ -470,7 +476,7 @@ CALL_ROWS = (
         "use an engine of one rank",
         excludes=(Asked(SHARED),),
     ),
-    _feature("changes of weights beside the policy's", BESIDE_POLICY)(
+    _feature("changes of weights other than the policy's", BESIDE_POLICY)(
         "the engines agree only on updates of the policy",
         "use replicas",
         excludes=(Asked(LOCKSTEP),),

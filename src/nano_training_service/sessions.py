@@ -1,4 +1,4 @@
-"""What the service keeps of its clients: sessions, and models in training."""
+"""The service's records of its clients: sessions, and models in training."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""`nano-inference info --selftest`: kernels that are right pass, and what is wrong is named."""
+"""`nano-inference info --selftest` passes right kernels and names wrong ones."""
 
 import os
 import signal

@@ -28,7 +28,7 @@ class Stepping(Protocol):
 
 
 class Gate:
-    """The gate of an engine that is alone: always open. `LockstepGate` is that of several engines.
+    """The gate of a single engine: always open. `LockstepGate` is the gate of several engines.
 
     Attributes:
         alone: no other engine decides anything.

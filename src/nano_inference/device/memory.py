@@ -268,7 +268,7 @@ def _bytes_of_unit(
     dtype: torch.dtype,
     asked_len: int,
 ) -> int:
-    """Return the bytes of a unit of keys and values, with the states and experts kept beside it."""
+    """Return the bytes of a unit of keys and values, with its states and experts."""
     stored = config.block_size // config.context_parallel  # tokens of a block that this rank stores
     size = _bytes_of_keys(specs, layout, kv_format(dtype, config.kv_cache_dtype)) * stored
     size += _bytes_of_states(specs, layout, config.block_size, dtype)

@@ -75,7 +75,7 @@ class DeviceMemory:
         self._device = device
 
     def read(self) -> MemoryReading:
-        """Return what the memory holds now, with nothing under way."""
+        """Return how the memory is used now. Nothing may be running."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return MemoryReading(

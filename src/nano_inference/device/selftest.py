@@ -1,8 +1,8 @@
-"""`nano-inference info --selftest`: every set of kernels that this machine has, on a model of a
-layer or two, beside the reference.
+"""`nano-inference info --selftest`: compares every set of kernels that this machine has with the
+reference, on a model of one or two layers.
 
-Each set runs in a process of its own, so that one that crashes, or that leaves a GPU unusable, is a
-verdict like the others.
+Each set runs in its own process: a crash, or a GPU that is left unusable, is then a verdict like
+others.
 """
 
 import multiprocessing
@@ -230,7 +230,7 @@ def _tiny(spec: ModelSpec) -> ModelSpec:
 def _run(
     ops: Ops, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> list[Any]:
-    """Every kind of step and of draw once; returns what is comparable between backends."""
+    """Run every kind of step and of draw once. Returns the results that backends share."""
     generator = torch.Generator(device).manual_seed(0)
     params = allocate(param_table(spec), dtype, device, ops.allocate)
     for param in params.values():

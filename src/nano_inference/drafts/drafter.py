@@ -29,7 +29,7 @@ from nano_inference.types import SpeculationStats
 
 logger = logging.getLogger("nano_inference")
 
-# The chance that a draft of a kind is drawn is a mean over about so many drafts.
+# The chance that a draft of a kind is drawn is a mean over about this many drafts.
 MEMORY = 200.0
 # It begins as if CAUTION drafts had been seen, PRIOR of which were drawn.
 CAUTION = 4.0

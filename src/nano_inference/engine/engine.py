@@ -351,7 +351,7 @@ class InferenceEngine:
 
         Args:
             samples: the known part of each sample; some may have no token yet.
-            sink: as in `submit`; it takes what is new.
+            sink: as in `submit`; it receives new tokens only.
             stream: as in `submit`.
             request_id: a new one, from `intake.new_request_id()`.
             num_wanted: how many of the samples are wanted, as in `add_request`.

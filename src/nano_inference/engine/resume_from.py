@@ -104,7 +104,7 @@ def resumed_here(
     num_wanted: int | None = None,
     max_staleness: int | None = None,
 ) -> list[Sequence]:
-    """Sequences of one request that go on with its partial samples; see
+    """Return sequences of one request that resume its partial samples; see
     `InferenceEngine.resume_many`.
     """
     group = SampleGroup(num_wanted) if num_wanted is not None else None

@@ -145,7 +145,7 @@ class SharedLoop:
         self._given_back: dict[Memory, Sleep] = {}  # what each part that sleeps wakes from
 
     def member(self) -> Member:
-        """What this engine says of itself to the engines in lockstep."""
+        """Return the state of this engine for the other engines in lockstep."""
         loop, life = self.loop, self.life
         busy = life.launching and loop.is_busy()
         update = loop.ready_update()

@@ -429,7 +429,7 @@ class FleetClient(EngineClient):
         self._send_blocks(request, self._choose(request, at_any=True), source)
 
     def _fail(self, request: FleetRequest, problem: Exception) -> None:
-        """A replica is gone, or has refused a request."""
+        """Handle a replica that is gone, or that rejected a request."""
         if isinstance(problem, EngineDead):
             request.lost()
             self._move(request)
@@ -466,7 +466,7 @@ class FleetClient(EngineClient):
 
 @dataclass(frozen=True, slots=True)
 class _Replies:
-    """Receives what a replica says of one request."""
+    """Receives the messages of a replica about one request."""
 
     hear: Callable[[FleetRequest, Delta], None]
     failed: Callable[[FleetRequest, Exception], None]

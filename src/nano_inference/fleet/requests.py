@@ -117,7 +117,7 @@ class FleetRequest:
         self._numerics = numerics
         self._way: Literal["begin", "resume", "resume old", "repeat"] = "begin"
         self._has_come = False  # something, since it was handed over
-        self._is_ending = False  # it was asked to end with what it has
+        self._is_ending = False  # it was asked to end with the tokens that it has
 
     @property
     def request_id(self) -> int:
@@ -169,8 +169,8 @@ class FleetRequest:
             self.deaths += 1
 
     def try_otherwise(self) -> bool:
-        """Begin at the same replica in the next way, where it refuses to resume; whether there is
-        one.
+        """Begin again at the same replica in the next way if it rejects a resumption. Returns
+        whether there is a next way.
         """
         if self.client is None or self._way not in ("resume", "resume old"):
             return False
@@ -287,7 +287,7 @@ class FleetRequest:
         return replace(delta, finished=replace(finished, sampling_params=self._asked))
 
     def _rest_of(self, sample: SampleSoFar, delta: Delta) -> Delta | None:
-        """What is new in a delta of a repetition; None: nothing."""
+        """Return the new part of a delta of a repetition; None if nothing is new."""
         at, count = len(sample.token_ids) - sample.to_skip, len(delta.token_ids)
         if not sample.is_begun_by(delta.token_ids, delta.logprobs, at):
             raise WeightsChanged

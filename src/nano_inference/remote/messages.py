@@ -123,7 +123,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
     """Resume samples of one request that another engine began (`InferenceEngine.resume_many`). The
-    answers hold what is new, and in the end the whole samples. All else is as in `Generate`.
+    answers hold new tokens, and at the end the whole samples. Other fields are as in `Generate`.
     """
 
     request_id: int

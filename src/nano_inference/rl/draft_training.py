@@ -56,7 +56,7 @@ class Heads(NamedTuple):
         spec: of them.
         known: the policy's ids that they know, int64.
         tensors: by their one name.
-        config: config.json of what is saved.
+        config: config.json of the saved heads.
     """
 
     spec: HeadsSpec

@@ -1,4 +1,4 @@
-"""What the draw of a step needs, as arrays: one row a sample."""
+"""The parameters of a step's draw as arrays: one row a sample."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields

@@ -5,7 +5,7 @@ from typing import Any
 from nano_inference.server.control.requests.table import ROUTES, paths_for
 from nano_inference.server.errors import ApiError, anthropic_error, openai_error
 
-CHANGING = paths_for("admin")  # they change the engine, or tell what the model is worth
+CHANGING = paths_for("admin")  # they change the engine, or reveal its weights
 READING = paths_for("user")
 OPEN = paths_for("all")
 # Their bodies hold a model's tensors.

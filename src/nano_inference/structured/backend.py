@@ -113,7 +113,7 @@ class Backend(Protocol):
 
     def fill(self, matchers: Sequence[Matcher], table: np.ndarray) -> Sequence[GrammarError | None]:
         """Write the masks of several of its matchers: int32 [R, W] of zeros, a row each as
-        `Matcher.fill` writes it. Returns what is wrong with each.
+        `Matcher.fill` writes it. Returns the error of each matcher, or None.
         """
         problems: list[GrammarError | None] = []
         for matcher, words in zip(matchers, table, strict=True):

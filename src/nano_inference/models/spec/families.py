@@ -1,5 +1,5 @@
-"""The families of models: a row for each class name of config.json. A row has what config.json does
-not say, and reads what a family says under names of its own.
+"""The families of models: a row for each class name of config.json. A row holds facts that
+config.json leaves out, and reads values that a family gives under its own names.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""`ModelSpec`: what the decoder must know of a model."""
+"""`ModelSpec`: the facts about a model that the decoder needs."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,12 +1,12 @@
-"""What a model has that not every feature goes with."""
+"""Traits of a model that some features do not go with."""
 
 from nano_inference.features import CAPS, KINDS, LATENTS, SINKS, STATES, WIDE_NORMS
 from nano_inference.models.spec.model import ModelSpec
 
 
 def traits_of(spec: ModelSpec) -> dict[str, str]:
-    """Facts about a model for `nano_inference.features.Setting`: what it has, and the name of its
-    architecture.
+    """Return the traits of a model, each with the name of its architecture, as facts for
+    `nano_inference.features.Setting`.
     """
     has = {
         SINKS: spec.attention_sinks,

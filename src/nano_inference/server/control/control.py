@@ -17,7 +17,8 @@ class Control:
     `EngineClient.call` raises.
 
     Attributes:
-        engine: the engine and what is known of it, its versions' names among that.
+        engine: the engine, and the facts that the server remembers of it, such as the names of
+            its versions.
         groups: process groups with the trainer.
         updates: weight updates.
         pauses: pauses of the engine, and aborts of its requests.

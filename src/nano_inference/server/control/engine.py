@@ -1,5 +1,6 @@
-"""`Engine`: the engine as trainers' operations reach it, and what the server knows of it: names of
-versions (a rising integer in the engine, any string on the wire), the open update, adapters.
+"""`Engine`: calls the engine for trainers' operations, and holds what the server remembers of it:
+names of versions (a rising integer in the engine, any string on the wire), the open update,
+adapters.
 """
 
 from collections.abc import Mapping
@@ -32,12 +33,12 @@ class VersionNames:
         self._names: dict[int, str] = {}  # of those that are not called by their number
 
     def name(self, version: int) -> str:
-        """What the trainer calls a version. It waits for nothing: replies are made with it."""
+        """Return the trainer's name of a version, without waiting: replies hold it."""
         return self._names.get(version, str(version))
 
     def number(self, name: str) -> int | None:
-        """The newest version of this name, which may be one that is still to come; None: there was
-        none yet, and it is not a number that stands for itself.
+        """Return the newest version of this name, which an update may still be making. A number
+        that was not given as a name stands for itself. None: there is no such version.
         """
         for version, each in reversed(self._names.items()):
             if each == name:
@@ -46,8 +47,8 @@ class VersionNames:
         return number if number is not None and number not in self._names else None
 
     def choose(self, name: str | None) -> int:
-        """The integer of the next version: the name's own if it is larger than all before. Raises
-        `ApiError`.
+        """Return the integer of the next version: the name itself if it is a larger number than all
+        before. Raises `ApiError`.
         """
         own = None if name is None else _own_number(checked_name(name))
         self._newest = own if own is not None and own > self._newest else self._newest + 1
@@ -56,18 +57,18 @@ class VersionNames:
         return self._newest
 
     def give_back(self, version: int, before: int) -> None:
-        """The version that was chosen was never made; `before` is the newest one without it."""
+        """Forget a chosen version that was not made; `before` is the newest version without it."""
         self._names.pop(version, None)
         if self._newest == version:
             self._newest = before
 
     def see(self, version: int) -> None:
-        """There is this version, by whatever update."""
+        """Note a version that exists, by whatever update."""
         self._newest = max(self._newest, version)
 
     @property
     def newest(self) -> int:
-        """The newest version that there is, or that an update is about to make."""
+        """The newest version that exists, or that an update is making."""
         return self._newest
 
     def rename(self, version: int, name: str) -> None:
@@ -116,7 +117,7 @@ class OpenUpdate:
 
 @dataclass
 class Known:
-    """What is known of one engine; the next one in its place has none of it.
+    """Facts about one engine. The next engine in its place begins without them.
 
     Attributes:
         num_restarts: of engines before it.
@@ -124,8 +125,8 @@ class Known:
         update: that is open.
         folder: from which the weights that serve came.
         checksums: that a request asked to remember.
-        pause_policy: what the pause asked for, for updates that say nothing; None: there is none,
-            or it did not say.
+        pause_policy: the `kv_policy` that the pause asked for, used by updates that name none;
+            None: there is no pause, or it asked for none.
         adapters: by name; None: those that it started with.
     """
 
@@ -152,7 +153,7 @@ class Engine:
 
     @property
     def known(self) -> Known:
-        """What is known of the engine that serves now, or that is about to serve."""
+        """Facts about the engine that serves, or that is about to serve."""
         if self._known.num_restarts != self.client.num_restarts:
             self._known = Known(self.client.num_restarts)
         return self._known

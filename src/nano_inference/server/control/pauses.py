@@ -120,8 +120,8 @@ class MemoryParts:
             raise ApiError(409, "a weight update is open; finish it before the weights sleep.")
 
     async def wake(self, memory: Iterable[Memory] | None = None) -> None:
-        """Take memory again, as far as it sleeps; None: all. The engine goes on when all is awake,
-        unless it is paused.
+        """Wake these parts of the memory; None: all. The engine resumes once all are awake, unless
+        it is paused.
         """
         await self._change("wake", _checked(get_args(Memory) if memory is None else memory))
 

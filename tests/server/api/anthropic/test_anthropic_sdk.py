@@ -50,7 +50,7 @@ def shared_sdk(scripted_server: Scripted, request: pytest.FixtureRequest) -> Ite
 
 @pytest.fixture
 def sdk(shared_sdk: Anthropic, scripted: Scripted) -> Anthropic:
-    """Of an engine that is as new."""
+    """A client of a server whose engine has served nothing yet."""
     return shared_sdk
 
 

@@ -38,5 +38,5 @@ def shared_client(url: str) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def client(shared_client: OpenAI, script: ScriptedClient) -> OpenAI:
-    """Of an engine that is as new."""
+    """A client of a server whose engine has served nothing yet."""
     return shared_client

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: from a request to what the engine is asked."""
+"""`POST /v1/completions`: from a request to the engine's `Ask`."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
 """A request that generates, whatever its protocol: an `ApiProtocol` makes a `Builder` of its body,
-whose `Ask`s say what the engine is to do and may cost.
+whose `Ask`s hold the engine's work and its cost.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

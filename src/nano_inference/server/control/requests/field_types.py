@@ -1,5 +1,5 @@
-"""`ControlRequest`: what a control request says, and `Route`: the row of a route in its dialect's
-table. From them come the checks of bodies, `/openapi.json`, `/docs` and a table of docs/server.md.
+"""`ControlRequest`: the fields of a control request; `Route`: the row of a control route. Checks of
+bodies, `/openapi.json`, `/docs` and a table of docs/server.md are made from them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +41,12 @@ _NOUNS = {"string": "a string", "integer": "an integer", "object": "an object"}
 
 
 class ControlRequest(BaseModel):
-    """The fields of a request, from its JSON or from its query: clients differ. A body may be
-    missing, null says nothing, and unknown fields are ignored.
+    """The fields of a request, from its JSON or its query. A body may be missing, null counts as
+    missing, and unknown fields are ignored.
 
     Attributes:
-        missing: name -> the error for a field that is missing, where its type does not say it well.
-        needs: the whole sentence about a field that is missing.
+        missing: name -> the error for that missing field, in place of the usual one.
+        needs: the error for any missing field, in place of both.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,7 +55,7 @@ class ControlRequest(BaseModel):
 
 
 class _Query(list[str]):
-    """All that a query says of one name."""
+    """All values of one name in a query."""
 
 
 Read = TypeVar("Read", bound=ControlRequest)
@@ -64,8 +64,8 @@ Read = TypeVar("Read", bound=ControlRequest)
 def read_fields(
     model: type[Read], body: Mapping[str, Any], query: Mapping[str, Sequence[str]]
 ) -> Read:
-    """The request that a body and a query make; the body goes first. Raises `ApiError`, 400, which
-    names the field and its value.
+    """Return the request of a body and a query; a field of the body hides one of the query. Raises
+    `ApiError`, 400, which names the field and its value.
     """
     given: dict[str, Any] = {}
     for name in model.model_fields:
@@ -89,7 +89,7 @@ def read_fields(
 
 
 def checked(given: Any, info: ValidationInfo, what: str, read: Callable[[Any], Any]) -> Any:
-    """What `read` makes of a value. Where that is None, raise `ApiError`: it must be `what`."""
+    """Return `read(given)`. If that is None, raise `ApiError`: the field must be `what`."""
     given = given[0] if isinstance(given, _Query) else given
     made = read(given)
     if made is None:
@@ -99,7 +99,7 @@ def checked(given: Any, info: ValidationInfo, what: str, read: Callable[[Any], A
 
 
 def read_by(what: str, read: Callable[[Any], Any]) -> PlainValidator:
-    """A field that is what `read` makes of a value; see `checked`."""
+    """Return a validator that reads a field by `read`; see `checked`."""
 
     def check(given: Any, info: ValidationInfo) -> Any:
         return checked(given, info, what, read)
@@ -142,7 +142,7 @@ def _as_version(given: Any, info: ValidationInfo) -> str:
 
 
 def _as_texts(given: Any, info: ValidationInfo) -> tuple[str, ...]:
-    """Of the JSON, or of a query that says it again and again; one string is a list of one."""
+    """Strings of a JSON list, or of a query that repeats a name. One string is a list of one."""
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
         name = info.field_name
@@ -174,7 +174,7 @@ Mapped = Annotated[
 
 
 def whole(least: int, most: int = 2**63) -> PlainValidator:
-    """An integer in [least, most]; a query says it in digits."""
+    """Return a validator of integers in [least, most]; a query has them as digits."""
     return read_by(*_whole(least, most))
 
 
@@ -196,12 +196,12 @@ def _as_rank(given: Any, info: ValidationInfo) -> int:
     return checked(given, info, *_whole(1, info.data.get("world_size", 2**16) - 1))
 
 
-# of the engine in a group whose rank 0 the trainer is; stands behind `world_size`
+# of the engine in a group whose rank 0 is the trainer; declared after `world_size`
 Rank = Annotated[int, PlainValidator(_as_rank), INTEGER]
 
 
 def word(known: Sequence[str], what: str = "") -> PlainValidator:
-    """One of these words."""
+    """Return a validator of one of these words."""
     what = what or f"one of {', '.join(known)}"
 
     def check(given: Any, info: ValidationInfo) -> str:
@@ -212,12 +212,14 @@ def word(known: Sequence[str], what: str = "") -> PlainValidator:
 
 
 def words(known: Sequence[str]) -> WithJsonSchema:
-    """The JSON schema of one of these words."""
+    """Return the JSON schema of one of these words."""
     return WithJsonSchema({"type": "string", "enum": [*known]})
 
 
 def among(known: Sequence[str], told: Sequence[str]) -> AfterValidator:
-    """Reject strings of a list that are not `known`; `told`: those that the error names."""
+    """Return a validator that rejects strings of a list that are not `known`. The error names
+    `told`.
+    """
 
     def check(given: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if unknown := [each for each in given if each not in known]:
@@ -233,7 +235,7 @@ def among(known: Sequence[str], told: Sequence[str]) -> AfterValidator:
 def only(
     harmless: Sequence[object], why: str, *, status: int = 501, param: str | None = None
 ) -> AfterValidator:
-    """Reject every value but these, with `why`."""
+    """Return a validator that rejects every value but these, with `why`."""
 
     def check(given: Any) -> Any:
         if given not in harmless:
@@ -244,14 +246,14 @@ def only(
 
 
 def part(model: type[ControlRequest]) -> PlainValidator:
-    """An object of the JSON, read in the same way."""
+    """Return a validator of an object of the JSON, read by `read_fields`."""
     return read_by(
         "an object",
         lambda given: read_fields(model, given, {}) if isinstance(given, dict) else None,
     )
 
 
-# -- what an update's requests share ---------------------------------------------------------------
+# -- fields of requests for updates ----------------------------------------------------------------
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -265,14 +267,14 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class CheckFields(ControlRequest):
-    """What an update is checked for, from its beginning on; see `Updates.begin`."""
+    """Checks of an update, chosen when it begins; see `Updates.begin`."""
 
     complete: Flag = False
     check_finite: Flag = True
 
     @property
     def checks(self) -> Checks:
-        """As far as the request says it."""
+        """The checks that the request names."""
         checks: Checks = {}
         if "complete" in self.model_fields_set:
             checks["complete"] = self.complete
@@ -284,8 +286,8 @@ class CheckFields(ControlRequest):
 def tensors_of(
     names: Sequence[str] | None, types: Sequence[str] | None, shapes: object, dtypes: str
 ) -> list[TensorSpec]:
-    """What is about to be broadcast, of the lists `names`, `shapes` and the list that is called
-    `dtypes`. Raises `ApiError` 400.
+    """Return the tensors that the trainer is about to broadcast, from the lists `names` and
+    `shapes`, and from the list of dtypes that the client calls `dtypes`. Raises `ApiError`, 400.
     """
     if (
         not names
@@ -303,7 +305,7 @@ def tensors_of(
 
 
 def shape_of(given: object, what: str, field: str) -> tuple[int, ...]:
-    """A tensor's sizes. Raises `ApiError` 400, which says what is wrong and in which field."""
+    """Return the sizes of a tensor. Raises `ApiError`, 400, which names the field."""
     if not isinstance(given, list) or not all(
         type(size) is int and 0 <= size < MOST_SIZE for size in given
     ):
@@ -313,8 +315,8 @@ def shape_of(given: object, what: str, field: str) -> tuple[int, ...]:
 
 # -- routes ----------------------------------------------------------------------------------------
 
-# Who may call a route: with the admin key it changes the engine, with a user's it only reads, and
-# all may ask whether the engine lives.
+# The key that a route needs. "admin": it changes the engine. "user": it only reads. "all": none, as
+# for questions about health.
 Access = Literal["admin", "user", "all"]
 
 
@@ -324,11 +326,11 @@ class Route:
 
     Attributes:
         call: method and path, as in "POST /pause".
-        about: what it does, in a few words.
+        about: a few words on its effect.
         body: its fields.
-        access: who may call it.
-        family: under which heading of `/docs` it stands.
-        files: fields of which one holds a safetensors file as base64, if the file is not the body.
+        access: the key that it needs.
+        family: its heading in `/docs`.
+        files: fields that may hold a safetensors file as base64, if the file is not the body.
     """
 
     call: str
@@ -340,10 +342,10 @@ class Route:
 
     @property
     def method(self) -> str:
-        """`GET` or `POST`."""
+        """The HTTP method, `GET` or `POST`."""
         return self.call.partition(" ")[0]
 
     @property
     def path(self) -> str:
-        """Of the route."""
+        """The path of the route."""
         return self.call.partition(" ")[2]

@@ -187,7 +187,7 @@ class UnloadAdapter(ControlRequest):
 
 
 class UpdateFields(CheckFields):
-    """What the three requests that bring weights have in common."""
+    """Fields of the three requests that bring weights."""
 
     selector: Selector = "all"
     flush_cache: Flag = False  # says: the last of several
@@ -213,7 +213,7 @@ class UpdateFromGroup(UpdateFields):
         return self
 
     def tensors(self) -> list[TensorSpec]:
-        """What is about to be broadcast. Raises `ApiError` 400."""
+        """The tensors that the trainer is about to broadcast. Raises `ApiError`, 400."""
         return tensors_of(self.names, self.dtypes, self.shapes, "dtypes")
 
 

@@ -24,7 +24,7 @@ class ServerInfo(ControlRequest):
 class LoadAdapter(ControlRequest):
     """SGLang's and prime-rl's `POST /load_lora_adapter`."""
 
-    pinned: Flag = False  # all stay until they are unloaded
+    pinned: Flag = False  # every adapter stays until it is unloaded
     lora_name: RequiredText
     lora_path: RequiredText
 

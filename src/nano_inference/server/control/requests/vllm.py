@@ -70,7 +70,9 @@ class Packing(ControlRequest):
     packed_num_buffers: Annotated[int, whole(1), INTEGER] | None = None  # the sender's own affair
 
     def packed_bytes(self, default: int | None) -> int | None:
-        """Bytes of a packed run; None: a broadcast a tensor. `default`: what the group said."""
+        """Return the bytes of a packed run; None: one broadcast a tensor. `default`: the group's
+        choice.
+        """
         packed = self.packed if self.packed is not None else default is not None
         return (self.packed_buffer_size_bytes or default or PACKED_BYTES) if packed else None
 
@@ -130,7 +132,7 @@ class UpdateInfo(Packing):
     ] = None
 
     def tensors(self) -> list[TensorSpec]:
-        """What is about to be broadcast. Raises `ApiError` 400."""
+        """The tensors that the trainer is about to broadcast. Raises `ApiError`, 400."""
         return tensors_of(self.names, self.dtype_names, self.shapes, "dtype_names")
 
 

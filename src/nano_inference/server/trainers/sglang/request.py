@@ -1,4 +1,4 @@
-"""SGLang's `/generate`: from a request to what the engine is asked."""
+"""SGLang's `/generate`: from a request to the engine's `Ask`."""
 
 import time
 from collections.abc import Sequence

@@ -128,7 +128,7 @@ def _refuser(why: str) -> Answer:
 
 
 class State:
-    """What serves, runs, sleeps and is loaded."""
+    """Routes about the state of the engine: model, load, memory, adapters."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._control = server, server.control

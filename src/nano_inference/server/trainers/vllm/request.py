@@ -1,4 +1,4 @@
-"""vLLM's `/inference/v1/generate`: from a request to what the engine is asked."""
+"""vLLM's `/inference/v1/generate`: from a request to the engine's `Ask`."""
 
 import time
 from typing import ClassVar

@@ -83,7 +83,7 @@ def routes(router: APIRouter, server: Server) -> None:
 
 
 class State:
-    """What is paused, asleep, cached and serving."""
+    """Routes about the state of the engine: pauses, sleep, cache, versions."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._control = server, server.control
